@@ -1,0 +1,57 @@
+"""What must come back, and where it was saved."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from actstore.errors import SpecError
+
+
+class Spec(NamedTuple):
+    """The shape, stride, dtype and device that a tensor must have when it comes back."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes: elements times element size, whatever the strides."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """A fresh uninitialised tensor of this spec."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise SpecError unless `tensor` has this spec: autograd itself takes anything."""
+        found = Spec.of(tensor)
+        if found != self:
+            raise SpecError(f"a tensor came back as {found}, but {self} was saved", found=found, expected=self)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {'x'.join(map(str, self.shape)) or 'scalar'} stride {self.stride} on {self.device}"
+
+
+class Site(NamedTuple):
+    """A place in the model that saves a tensor: module name, index within its call, optional tag."""
+
+    name: str
+    index: int
+    tag: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or '(top)'}{'/' + self.tag if self.tag else ''}[{self.index}]"

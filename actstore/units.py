@@ -1,0 +1,47 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from actstore.errors import ConfigError
+
+_SCALE = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_nbytes(value: int | str, name: str = "size") -> int:
+    """Read a number of bytes: an int, or text such as ``"20GiB"``, ``"1.5 GB"``, ``"4096"``.
+
+    Raises
+    ------
+    ConfigError : negative, not a number, or an unknown unit; the message says which argument (`name`)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{name}={value!r} is not a number of bytes; give an int or text such as '20GiB'")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{name}={value} is negative; give zero or more bytes")
+        return value
+    match = _PATTERN.fullmatch(value)
+    scale = _SCALE.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(
+            f"{name}={value!r} does not parse as bytes; write a number and one of "
+            "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
+        )
+    return int(float(match.group(1)) * scale)
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Write bytes for people, in powers of 1024: ``1536 -> '1.5 KiB'``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
