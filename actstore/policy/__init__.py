@@ -1,0 +1,9 @@
+"""Which saved tensor is kept, encoded, offloaded or recomputed: decisions as values, rules, and their text."""
+
+from actstore.policy.decision import Decision, Encode, Keep, Offload, Policy, Recompute
+from actstore.policy.grammar import parse_decision
+from actstore.policy.rules import Rules
+
+parse = Rules.parse
+
+__all__ = ["Decision", "Encode", "Keep", "Offload", "Policy", "Recompute", "Rules", "parse", "parse_decision"]

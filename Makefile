@@ -1,0 +1,52 @@
+# `make bench` or `make test` on a fresh checkout does everything, set-up included.
+# PYTHON makes the virtual environment (3.11 or newer), and runs `make gpu` with what it already has.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv bench test check format gpu clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+venv: $(STAMP)  ## create .venv with the pinned packages and actstore itself
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("actstore needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "Installing the pinned packages into $(VENV); the first time takes some minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+bench: $(STAMP)  ## train a small GPT with every store and compare memory, time and gradient error
+	@mkdir -p build
+	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+ifneq ($(CSRC),)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+endif
+
+format: $(STAMP)  ## rewrite the sources as `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+ifneq ($(CSRC),)
+	$(BIN)/clang-format -i $(CSRC)
+endif
+
+gpu:  ## run all that needs a GPU with $(PYTHON) as it is; installs nothing
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+clean:  ## remove what the targets made, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

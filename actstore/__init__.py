@@ -1,0 +1,64 @@
+"""actstore: choose for each layer where its activations wait for backward.
+
+>>> store = actstore.ActivationStore(model, "blocks.* : int8")
+>>> with store:
+...     loss = model(x, y)
+>>> loss.backward()
+"""
+
+from actstore._version import __version__
+from actstore.codecs import Codec, Int8, Raw
+from actstore.errors import (
+    ActstoreError,
+    CapacityError,
+    ChainError,
+    ConfigError,
+    KernelBuildError,
+    KernelError,
+    KernelUnavailable,
+    MutationError,
+    PayloadError,
+    PolicyError,
+    SpecError,
+    StateError,
+    TransferError,
+    UnknownCodecError,
+)
+from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.report import Report, SiteReport
+from actstore.session import ActivationStore, tag
+from actstore.spec import Site, Spec
+
+__all__ = [
+    "ActivationStore",
+    "ActstoreError",
+    "CapacityError",
+    "ChainError",
+    "Codec",
+    "ConfigError",
+    "Decision",
+    "Encode",
+    "Int8",
+    "Keep",
+    "KernelBuildError",
+    "KernelError",
+    "KernelUnavailable",
+    "MutationError",
+    "Offload",
+    "PayloadError",
+    "Policy",
+    "PolicyError",
+    "Raw",
+    "Recompute",
+    "Report",
+    "Rules",
+    "Site",
+    "SiteReport",
+    "Spec",
+    "SpecError",
+    "StateError",
+    "TransferError",
+    "UnknownCodecError",
+    "__version__",
+    "tag",
+]

@@ -1,0 +1,66 @@
+"""High-water of memory: of this process, and of the GPU."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now; its high-water so far where the system does not tell."""
+    now = _status_bytes("VmRSS")
+    return _process_peak_bytes() if now is None else now
+
+
+def _process_peak_bytes() -> int:
+    peak = _status_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
+class PeakMeter:
+    """The high-water since `reset`.
+
+    Attributes
+    ----------
+    since_reset : False where the system refused to forget the high-water of the process, which then includes what
+        came before `reset`
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
+        self.since_reset = False
+
+    def reset(self) -> None:
+        """Forget the high-water so far."""
+        try:
+            _CLEAR.write_text("5")  # proc(5): sets VmHWM to the resident memory of now
+            self.since_reset = True
+        except OSError:
+            self.since_reset = False
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+
+    def now_bytes(self) -> int:
+        """On a GPU what its allocator has given out; on the CPU the resident memory of the process."""
+        return rss_bytes() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
+
+    def peak_bytes(self) -> int:
+        """The high-water of `now_bytes`."""
+        return _process_peak_bytes() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
+
+    def host_peak_bytes(self) -> int:
+        """The high-water of the process, whatever the device."""
+        return _process_peak_bytes()

@@ -1,0 +1,152 @@
+"""What numba kernels are made of: typed access to addresses, bit casts, the 16-bit floats that numba has no type for.
+
+Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 64 bits, which halves the vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.errors import KernelUnavailable
+
+try:
+    from llvmlite import ir
+    from numba import njit, types
+    from numba.extending import intrinsic
+except ImportError as error:
+    raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
+
+u16 = np.uint16
+u32 = np.uint32
+f32 = np.float32
+
+F32, BF16, F16 = 0, 1, 2  # kinds: compile-time constants of a kernel
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+INF_F32 = u32(0x7F800000)
+INF_BF16 = u16(0x7F80)
+INF_F16 = u16(0x7C00)
+
+kernel = njit("void(int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy")
+inline = njit(forceinline=True, error_model="numpy")
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pointer(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+u8_at = _pointer_to(types.uint8)
+i8_at = _pointer_to(types.int8)
+u16_at = _pointer_to(types.uint16)
+u32_at = _pointer_to(types.uint32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def get(_typing: Any, base: Any, _index: Any) -> Any:
+    """``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
+
+    return base.dtype(base, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put(_typing: Any, base: Any, _index: Any, value: Any) -> Any:
+    """``base[index] = value``, cut to the width of the element."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.cast(builder, args[2], signature.args[2], base.dtype)
+        builder.store(element, builder.gep(args[0], [args[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return types.none(base, types.int64, value), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_f32(_typing: Any, _bits: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_u32(_typing: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@inline
+def f16_to_f32(half: Any) -> Any:
+    """The float32 value of finite float16 bits; no float32 denormal appears on the way."""
+    moved = u32(u32(half & u32(0x7FFF)) << u32(13))
+    denormal = moved < u32(0x00800000)
+    bias = u32(0x38800000) if denormal else u32(0x38000000)
+    excess = f32(2.0**-14) if denormal else f32(0)
+    magnitude = as_u32(as_f32(u32(moved + bias)) - excess)
+    return as_f32(u32(magnitude | u32(u32(half & u32(0x8000)) << u32(16))))
+
+
+@inline
+def f32_to_f16(magnitude: Any) -> Any:
+    """The float16 bits nearest to a float32 magnitude of at most 65504, ties to even."""
+    denormal = u32(as_u32(as_f32(magnitude) + f32(0.5)) - u32(0x3F000000))
+    odd = u32(u32(magnitude >> u32(13)) & u32(1))
+    normal = u32(u32(u32(magnitude - u32(0x37FFF001)) + odd) >> u32(13))
+    return denormal if magnitude < u32(0x38800000) else normal
+
+
+@inline
+def f32_to_bf16(magnitude: Any) -> Any:
+    """The bfloat16 bits nearest to a finite float32 magnitude, ties to even."""
+    odd = u32(u32(magnitude >> u32(16)) & u32(1))
+    return u32(u32(u32(magnitude + u32(0x7FFF)) + odd) >> u32(16))
+
+
+@inline
+def load(source: Any, index: Any, kind: Any) -> Any:
+    """Element `index` at the address `source` as float32; float16 must be finite."""
+    if kind == F32:
+        return as_f32(get(u32_at(source), index))
+    if kind == BF16:
+        return as_f32(u32(u32(get(u16_at(source), index)) << u32(16)))
+    return f16_to_f32(u32(get(u16_at(source), index)))
+
+
+@inline
+def load_magnitude(source: Any, index: Any, kind: Any) -> Any:
+    """Element `index` without its sign, as bits of its own width: finite < Inf < NaN."""
+    if kind == F32:
+        return u32(get(u32_at(source), index) & u32(0x7FFFFFFF))
+    return u16(get(u16_at(source), index) & u16(0x7FFF))
+
+
+@inline
+def store(target: Any, index: Any, value: Any, is_nan: Any, kind: Any) -> None:
+    """Write a float32, rounded to nearest even and clamped to the finite range of the kind, or NaN."""
+    bits = as_u32(value)
+    sign = u32(bits & u32(0x80000000))
+    magnitude = u32(bits & u32(0x7FFFFFFF))
+    if kind == F32:
+        magnitude = u32(min(magnitude, u32(0x7F7FFFFF)))
+        put(u32_at(target), index, u32(0x7FC00000) if is_nan else u32(sign | magnitude))
+    elif kind == BF16:
+        magnitude = u32(min(magnitude, u32(0x7F7F0000)))
+        element = u32(f32_to_bf16(magnitude) | u32(sign >> u32(16)))
+        put(u16_at(target), index, u16(u32(0x7FC0) if is_nan else element))
+    else:
+        magnitude = u32(min(magnitude, u32(0x477FE000)))
+        element = u32(f32_to_f16(magnitude) | u32(sign >> u32(16)))
+        put(u16_at(target), index, u16(u32(0x7E00) if is_nan else element))

@@ -1,0 +1,133 @@
+"""What shall happen to a saved tensor, as values. The text of each parses back to an equal value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from actstore.codecs.base import Codec
+from actstore.errors import ChainError
+from actstore.policy.options import codec_text
+from actstore.spec import Site, Spec
+
+TIERS = ("device", "host", "disk")  # downward: each is larger and slower than the one before
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Leave the tensor where it is, as plain autograd does."""
+
+    def __str__(self) -> str:
+        return "keep"
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Encode the tensor; the payload stays on the compute device.
+
+    Raises
+    ------
+    ChainError : `codec` is not a codec
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        _require_codec("Encode", self.codec)
+
+    def __str__(self) -> str:
+        return codec_text(self.codec)
+
+
+@dataclass(frozen=True, init=False)
+class Offload:
+    """Encode the tensor and move the payload to the first of `tiers` that has room.
+
+    Parameters
+    ----------
+    codec : Codec, `Raw()` for the bytes as they are
+    tiers : a tier, or several from the fastest down: ``"host"``, ``("host", "disk")``
+
+    Raises
+    ------
+    ChainError : `codec` is not a codec; no tier, an unknown one, one twice, an upward step, or the device alone
+    """
+
+    codec: Codec
+    tiers: tuple[str, ...]
+
+    def __init__(self, codec: Codec, tiers: str | Sequence[str]) -> None:
+        _require_codec("Offload", codec)
+        object.__setattr__(self, "codec", codec)
+        object.__setattr__(self, "tiers", _ladder((tiers,) if isinstance(tiers, str) else tuple(tiers)))
+        if self.tiers == ("device",):
+            raise ChainError(
+                f"Offload to the device alone moves nothing; write Encode({codec!r}), whose payload stays on the "
+                "device, or name a lower tier: 'host', 'disk'",
+                tiers=self.tiers,
+            )
+
+    def __str__(self) -> str:
+        return f"{codec_text(self.codec)} @ {' > '.join(self.tiers)}"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Save only the inputs of the module, and run its forward again in backward.
+
+    Parameters
+    ----------
+    inputs : what happens to the saved inputs: Keep, Encode or Offload
+
+    Raises
+    ------
+    ChainError : `inputs` is not one of these
+    """
+
+    inputs: Keep | Encode | Offload = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, Recompute):
+            raise ChainError(
+                "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as "
+                "in recompute(keep), recompute(int8), recompute(raw @ host)"
+            )
+        if not isinstance(self.inputs, Keep | Encode | Offload):
+            raise ChainError(
+                f"Recompute takes what happens to its inputs, such as Keep() or Offload(Raw(), 'host'), "
+                f"not {self.inputs!r}"
+            )
+
+    def __str__(self) -> str:
+        return "recompute" if self.inputs == Keep() else f"recompute({self.inputs})"
+
+
+Decision = Keep | Encode | Offload | Recompute
+Policy = Callable[[Site, Spec], Decision]
+
+
+def _require_codec(where: str, codec: object) -> None:
+    if isinstance(codec, Codec):
+        return
+    if isinstance(codec, type) and issubclass(codec, Codec):
+        raise ChainError(f"{where} takes a codec, not its class; write {where}({codec.__name__}(), ...)", codec=codec)
+    raise ChainError(
+        f"{where} takes a codec such as Int8() or Raw(), not {codec!r}; text goes through Rules.parse", codec=codec
+    )
+
+
+def _ladder(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that `tiers` names known tiers, each once, from the fastest down."""
+    if not tiers:
+        raise ChainError("Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')", tiers=tiers)
+    for tier in tiers:
+        if tier not in TIERS:
+            raise ChainError(f"{tier!r} is not a tier; the tiers are {', '.join(TIERS)}", tiers=tiers)
+    downward = tuple(tier for tier in TIERS if tier in tiers)
+    if tiers != downward:
+        found, wanted = " > ".join(tiers), " > ".join(downward)
+        reason = "names a tier twice" if len(tiers) > len(downward) else "goes up"
+        raise ChainError(
+            f"the ladder '{found}' {reason}; each tier holds what the one before refuses: '{wanted}'", tiers=tiers
+        )
+    return tiers

@@ -1,0 +1,235 @@
+"""The text form of decisions, read by recursive descent.
+
+policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
+rule     := pattern ":" decision
+decision := "keep" | "recompute" | "recompute" "(" decision ")" | codec | codec "@" tier (">" tier)*
+codec    := name | name "(" argument ("," argument)* ")"
+argument := flag | option "=" value | codec
+value    := word | number | codec
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING
+from typing import Any, NamedTuple, TypeVar
+
+from actstore.codecs import registry
+from actstore.codecs.base import Codec
+from actstore.errors import ConfigError, PolicyError, UnknownCodecError
+from actstore.policy.decision import TIERS, Decision, Encode, Keep, Offload, Recompute
+from actstore.policy.options import did_you_mean, near_words, options_of
+from actstore.policy.pattern import Pattern
+from actstore.policy.source import RuleText, Token, split_rules
+
+_WORDS = ("keep", "recompute")
+
+T = TypeVar("T")
+
+
+class ParsedRule(NamedTuple):
+    """A rule and the text that it was read from."""
+
+    pattern: str
+    decision: Decision
+    source: RuleText
+
+
+def parse_rules(text: str) -> list[ParsedRule]:
+    """Read a policy text: rules in their order, or a decision alone, which stands for ``* : decision``.
+
+    Raises
+    ------
+    PolicyError, ChainError, UnknownCodecError : with `line` and `column`, both counted from 1
+    """
+    rules = split_rules(text)
+    if not rules:
+        raise PolicyError(
+            "the policy text holds no rule; write a decision such as 'int8' or 'raw @ host', or rules such as "
+            "'blocks.*.attn : int8 @ host'"
+        )
+    parsed = []
+    for rule in rules:
+        pattern, rest = rule.split()
+        if pattern is None and len(rules) > 1:
+            raise rule.error(
+                rule.start,
+                len(rule.text),
+                f"{rule.text!r} has no colon; among several rules each reads 'pattern : decision', and '* : decision' "
+                "comes last, for all that no other rule covers",
+            )
+        if pattern is not None:
+            try:
+                Pattern.parse(pattern)
+            except PolicyError as error:
+                raise rule.locate(error, rule.start, len(pattern)) from None
+        parsed.append(ParsedRule(pattern or "*", _Parser(rest).read(), rule))
+    return parsed
+
+
+def parse_decision(text: str) -> Decision:
+    """Read one decision: ``keep``, ``int8 @ host > disk``, ``recompute(raw @ disk)``.
+
+    Raises
+    ------
+    PolicyError, ChainError, UnknownCodecError : with `line` and `column`, both counted from 1
+    """
+    rules = parse_rules(text)
+    if len(rules) > 1 or ":" in rules[0].source.text:
+        raise PolicyError(f"{text!r} is a rule or several; give one decision alone, such as 'int8 @ host'")
+    return rules[0].decision
+
+
+class _Parser:
+    def __init__(self, source: RuleText) -> None:
+        self.source = source
+        self.tokens = source.tokens()
+        self.at = 0
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.at]
+
+    def take(self) -> Token:
+        token = self.tokens[self.at]
+        self.at += token.kind != "end"
+        return token
+
+    def skip(self, sign: str) -> bool:
+        """Step over `sign` if it is next."""
+        found = self.next.text == sign
+        self.at += found
+        return found
+
+    def fail(self, token: Token, message: str) -> PolicyError:
+        return self.source.error(token.offset, len(token.text), message)
+
+    def read(self) -> Decision:
+        decision = self.decision()
+        if self.next.kind != "end":
+            raise self.fail(self.next, f"{self.next} is unexpected after '{decision}'; {_continuation(decision)}")
+        return decision
+
+    def decision(self) -> Decision:
+        start = self.next
+        if start.text == "keep":
+            self.take()
+            return Keep()
+        if start.text == "recompute":
+            self.take()
+            inputs: Any = Keep()
+            if self.skip("("):
+                inputs = self.decision()
+                self.close(start)
+            return self.build(start, lambda: Recompute(inputs))
+        codec = self.codec()
+        if not self.skip("@"):
+            return Encode(codec)
+        tiers = [self.tier()]
+        while self.skip(">"):
+            tiers.append(self.tier())
+        return Encode(codec) if tiers == ["device"] else self.build(start, lambda: Offload(codec, tiers))
+
+    def tier(self) -> str:
+        token = self.take()
+        if token.text not in TIERS:
+            near = did_you_mean(token.text, TIERS)
+            raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(TIERS)}")
+        return token.text
+
+    def codec(self) -> Codec:
+        token = self.take()
+        kind = self.codec_class(token)
+        values: dict[str, Any] = {}
+        if self.skip("("):
+            while not self.skip(")"):
+                self.argument(kind, values)
+                if self.next.text != ")" and not self.skip(","):
+                    raise self.fail(self.next, f"expected ',' or ')' in the options of {kind.name}, found {self.next}")
+        missing = [
+            name for name, option in options_of(kind).items() if option.default is MISSING and name not in values
+        ]
+        if missing:
+            raise self.fail(token, f"{kind.name} needs its option {missing[0]!r}. {self.usage(kind)}")
+        return self.build(token, lambda: kind(**values))
+
+    def codec_class(self, token: Token) -> type[Codec]:
+        if token.kind != "word":
+            raise self.fail(token, f"expected a codec, 'keep' or 'recompute', found {token}")
+        if token.text in TIERS:
+            raise self.fail(
+                token, f"{token} is a tier, not a codec; for the bytes as they are, write 'raw @ {token.text}'"
+            )
+        if token.text in _WORDS:
+            raise self.fail(
+                token, f"{token} cannot stand inside another decision; write a codec such as 'int8' or 'raw'"
+            )
+        try:
+            return registry.get(token.text)
+        except UnknownCodecError as error:
+            if self.next.kind == "word":
+                hint = f"if {token} is a module, a colon is missing: '{token.text} : {self.next.text}'"
+                error.args = (f"{error.args[0]}; {hint}",)
+            elif near := near_words(token.text, _WORDS):
+                error.args = (f"{error.args[0]}; did you mean {near}?",)
+            raise self.source.locate(error, token.offset, len(token.text)) from None
+
+    def argument(self, kind: type[Codec], values: dict[str, Any]) -> None:
+        """Read ``option=value``, a flag, or the inner codec of `kind` into `values`."""
+        token, options = self.next, options_of(kind)
+        if token.kind == "word" and self.tokens[self.at + 1].text == "=":
+            if token.text not in options:
+                near = did_you_mean(token.text, options)
+                raise self.fail(token, f"{kind.name} has no option {token}{near} {self.usage(kind)}")
+            name, value = self.take().text, self.skip("=") and self.value(kind, token.text)
+        elif token.text in options and options[token.text].type is bool:
+            name, value = self.take().text, True
+        else:
+            inner = [name for name, option in options.items() if option.takes_codec and name not in values]
+            if not inner:
+                near = did_you_mean(token.text, options)
+                raise self.fail(token, f"{token} is not a flag of {kind.name}{near} {self.usage(kind)}")
+            name, value = inner[0], self.codec()
+        if name in values:
+            raise self.fail(token, f"{kind.name} is given {name!r} twice; leave one out")
+        values[name] = value
+
+    def value(self, kind: type[Codec], name: str) -> Any:
+        option = options_of(kind)[name]
+        if option.takes_codec:
+            return self.codec()
+        token = self.take()
+        try:
+            if token.kind in ("word", "number"):
+                return option.read(token.text)
+        except ValueError:
+            pass
+        raise self.fail(token, f"{kind.name} takes {option.expected} for {name!r}, not {token}")
+
+    @staticmethod
+    def usage(kind: type[Codec]) -> str:
+        listed = ", ".join(map(str, options_of(kind).values()))
+        return f"Its options, with their defaults, are {listed}" if listed else "It has no options"
+
+    def close(self, start: Token) -> None:
+        if not self.skip(")"):
+            raise self.fail(self.next, f"expected ')' to close '{start.text}(', found {self.next}")
+
+    def build(self, start: Token, make: Callable[[], T]) -> T:
+        """Call `make`, and say where in the text its values stand if it refuses them."""
+        try:
+            return make()
+        except ConfigError as error:
+            last = self.tokens[self.at - 1]
+            raise self.source.locate(error, start.offset, last.offset + len(last.text) - start.offset) from None
+
+
+def _continuation(decision: Decision) -> str:
+    """What may stand after a decision, for a message about something else that does."""
+    if isinstance(decision, Keep):
+        return "keep takes nothing more; to move tensors away, write 'raw @ host'"
+    if isinstance(decision, Recompute):
+        return "what happens to the inputs stands in parentheses: 'recompute(raw @ host)'"
+    if isinstance(decision, Encode):
+        return f"a tier stands after '@': '{decision} @ host'"
+    return f"a further tier stands after '>': '{decision.codec.name} @ host > disk'"

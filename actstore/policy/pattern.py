@@ -1,0 +1,112 @@
+"""Patterns over module names: what they cover, and what was meant by one that matches nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import translate
+from functools import lru_cache
+from typing import NamedTuple
+
+from actstore.errors import PolicyError
+
+_VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
+
+
+class Pattern(NamedTuple):
+    """A glob over dotted module names, ``*`` crossing dots, and a glob over tags where one is given.
+
+    A pattern covers the modules that it matches and everything inside them.
+    """
+
+    module: str
+    tag: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Read ``module`` or ``module/tag``.
+
+        Raises
+        ------
+        PolicyError : empty, more than one slash, or a character that no pattern holds
+        """
+        if not _VALID.fullmatch(text):
+            raise PolicyError(
+                f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
+                "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'",
+                pattern=text,
+            )
+        return cls(*text.split("/"))
+
+    def __str__(self) -> str:
+        return f"{self.module}/{self.tag}" if self.tag else self.module
+
+    @property
+    def any_module(self) -> bool:
+        """Whether the module part covers every site, also those outside of any module."""
+        return not self.module.strip("*")
+
+    def matches(self, name: str) -> bool:
+        """Whether the module `name` itself is matched."""
+        return _compiled(self.module)(name) is not None
+
+    def covers(self, name: str, tag: str = "") -> bool:
+        """Whether a tensor with this tag, saved in the module `name`, is covered."""
+        if self.tag and not (tag and _compiled(self.tag)(tag)):
+            return False
+        return self.any_module or any(map(self.matches, ancestry(name)))
+
+    def includes(self, other: Pattern) -> bool:
+        """Whether all that `other` covers is plainly covered by this pattern too, in any model."""
+        if self.tag and not (other.tag and _includes(self.tag, other.tag)):
+            return False
+        return self.any_module or any(_includes(self.module, outer) for outer in ancestry(other.module))
+
+
+EVERYTHING = Pattern("*")
+
+
+def ancestry(name: str) -> Iterator[str]:
+    """The module and the modules around it, inside out: ``a.b.c``, ``a.b``, ``a``."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def near_modules(module: str, names: Sequence[str]) -> list[str]:
+    """Patterns or names of the model that the author of `module`, which matches none, may have meant."""
+    if re.search(r"\d", module):  # a number that does not exist: name the first and the last
+        alike = [name for name in names if _shape(name) == _shape(module)]
+        if alike:
+            return [alike[0], alike[-1]] if len(alike) > 1 else alike
+    known = shapes(names)
+    inside = [shape for shape in known if f".{shape}".endswith(f".{_shape(module)}")]
+    if near := inside[:3] or difflib.get_close_matches(_shape(module), known, n=3, cutoff=0.6):
+        return near
+    last = {shape.rpartition(".")[2]: shape for shape in known}
+    return [last[part] for part in difflib.get_close_matches(module.rpartition(".")[2], last, n=3, cutoff=0.6)]
+
+
+def shapes(names: Iterable[str]) -> list[str]:
+    """The module names with ``*`` for their numbers, each once, outermost first."""
+    return sorted(dict.fromkeys(_shape(name) for name in names if name), key=lambda shape: shape.count("."))
+
+
+def _shape(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
+    return re.compile(translate(glob)).match
+
+
+def _includes(glob: str, other: str) -> bool:
+    """Whether `glob` matches all that `other` matches: proved only for globs whose one wildcard is ``*``.
+
+    Its ``*`` then takes the wildcards of `other` as it takes any other character, and its letters take none.
+    """
+    if glob == other:
+        return True
+    return not set("?[") & set(glob) and "[" not in other and _compiled(glob)(other) is not None

@@ -1,0 +1,180 @@
+"""Rules: the policy that decides by module name and tag, the first matching rule first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actstore.errors import PolicyError
+from actstore.policy.decision import Decision, Keep, Recompute
+from actstore.policy.grammar import parse_rules
+from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
+from actstore.policy.roots import recompute_roots
+from actstore.spec import Site, Spec
+
+_SHOWN = 8  # names of the model that a message lists
+
+
+@dataclass(frozen=True, init=False)
+class Rules:
+    """Decides by the first rule whose pattern covers the site, else by `default`.
+
+    A pattern is a glob over dotted module names (``*`` crosses dots) and covers the modules that it matches and all
+    inside them: ``blocks.*.attn`` covers ``blocks.0.attn.proj``. ``blocks.*/qkv`` covers only the tensors there that
+    were tagged ``qkv``; a pattern without a tag covers tagged and untagged ones. A last rule for ``*`` is the default.
+
+    Parameters
+    ----------
+    rules : pairs of a pattern and a decision
+    default : the decision for everything that no rule covers, tensors saved outside of any module included
+
+    Raises
+    ------
+    PolicyError : not pairs, an invalid pattern, one pattern twice, a rule that can never apply because earlier ones
+        cover all that it does, or Recompute for a tag
+
+    Notes
+    -----
+    A value: equality, hash and repr see `rules` and `default` only, and the text of it parses back to an equal value.
+    Thread-safe.
+    """
+
+    rules: tuple[tuple[str, Decision], ...]
+    default: Decision
+    _ordered: tuple[tuple[Pattern, Decision], ...] = field(init=False, compare=False, repr=False)  # default last
+    _decided: dict[tuple[str, str], Decision] = field(init=False, compare=False, repr=False)
+
+    def __init__(self, rules: Sequence[tuple[str, Decision]] = (), default: Decision | None = None) -> None:
+        ordered = _read_rules(rules)
+        if default is not None:
+            ordered.append((EVERYTHING, _read_decision("the default", default)))
+        _require_reachable(ordered)
+        if not ordered or ordered[-1][0] != EVERYTHING:
+            ordered.append((EVERYTHING, Keep()))
+        object.__setattr__(self, "rules", tuple((str(pattern), decision) for pattern, decision in ordered[:-1]))
+        object.__setattr__(self, "default", ordered[-1][1])
+        object.__setattr__(self, "_ordered", tuple(ordered))
+        object.__setattr__(self, "_decided", {})
+
+    @classmethod
+    def parse(cls, text: str) -> Rules:
+        """Read a policy text: ``pattern : decision`` on each line or between semicolons, or a decision alone.
+
+        Raises
+        ------
+        PolicyError, ChainError, UnknownCodecError : with `line` and `column`, both counted from 1
+        """
+        parsed = parse_rules(text)
+        try:
+            return cls([(rule.pattern, rule.decision) for rule in parsed])
+        except PolicyError as error:
+            source = parsed[error.facts["number"] - 1].source
+            raise source.locate(error, source.start, len(source.text)) from None
+
+    def __str__(self) -> str:
+        return "\n".join(f"{pattern} : {decision}" for pattern, decision in self._ordered)
+
+    def __call__(self, site: Site, spec: Spec) -> Decision:
+        return self.decide(site.name, site.tag)
+
+    def decide(self, name: str, tag: str = "") -> Decision:
+        """The decision for a tensor with this tag, saved in the module `name`; cached."""
+        decision = self._decided.get((name, tag))
+        if decision is None:
+            decision = next(decision for pattern, decision in self._ordered if pattern.covers(name, tag))
+            self._decided[name, tag] = decision
+        return decision
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that every pattern matches a module of a model with these module names.
+
+        Raises
+        ------
+        PolicyError : one or more match none; `patterns` holds them, and the message names what may have been meant
+        """
+        names = [name for name in names if name]
+        patterns = [pattern for pattern, _ in self._ordered if not pattern.any_module]
+        idle = [pattern for pattern in patterns if not any(map(pattern.matches, names))]
+        if idle:
+            lines = [f"pattern '{pattern}' matches no module of the model{_meant(pattern, names)}" for pattern in idle]
+            raise PolicyError("\n".join([*lines, _listed(names)]), patterns=tuple(map(str, idle)))
+
+    def recompute_roots(self, names: Sequence[str], blocks: Sequence[str]) -> dict[str, Recompute]:
+        """The modules of a model to wrap for recomputation, each with its decision, in the order of `names`.
+
+        They are the outermost modules that the pattern of a Recompute rule matches itself, where no earlier rule
+        decides them. Under the default they are the model's repeated blocks. What such a decision covers outside of
+        these modules is not recomputed.
+
+        Parameters
+        ----------
+        names : all module names of the model
+        blocks : those of its repeated blocks
+
+        Raises
+        ------
+        PolicyError : another rule covers something inside one of these modules, where nothing is saved; or the
+            default is Recompute and there are no blocks
+        """
+        return recompute_roots(self._ordered, names, blocks)
+
+
+def _read_rules(rules: object) -> list[tuple[Pattern, Decision]]:
+    if isinstance(rules, str):
+        raise PolicyError(f"Rules takes pairs of a pattern and a decision; text goes through Rules.parse({rules!r})")
+    if not isinstance(rules, Iterable) or isinstance(rules, Mapping):
+        raise PolicyError(f"Rules takes a list of pairs (pattern, decision), whose order counts, not {rules!r}")
+    return [_read_rule(number, rule) for number, rule in enumerate(rules, 1)]
+
+
+def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise PolicyError(
+            f"rule {number} is {rule!r}; give a pair of a pattern and a decision: ('blocks.*.attn', Encode(Int8()))",
+            number=number,
+        )
+    pattern = Pattern.parse(rule[0])
+    decision = _read_decision(f"the decision of rule {number}, '{pattern}',", rule[1])
+    if pattern.tag and isinstance(decision, Recompute):
+        raise PolicyError(
+            f"rule '{pattern} : {decision}' recomputes a tag, but a tag names tensors and recompute wraps modules; "
+            f"write '{pattern.module} : {decision}'",
+            number=number,
+        )
+    return (EVERYTHING if pattern.any_module and not pattern.tag else pattern), decision
+
+
+def _read_decision(what: str, decision: object) -> Decision:
+    if not isinstance(decision, Decision):
+        raise PolicyError(
+            f"{what} is {decision!r}; give Keep(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), "
+            "or write the whole policy as text for Rules.parse"
+        )
+    return decision
+
+
+def _require_reachable(ordered: Sequence[tuple[Pattern, Decision]]) -> None:
+    """Refuse a rule that can never apply: the first rule that matches wins."""
+    for number, (pattern, decision) in enumerate(ordered, 1):
+        for earlier, (wider, other) in enumerate(ordered[: number - 1], 1):
+            if not wider.includes(pattern):
+                continue
+            if wider == pattern:
+                advice = "the same pattern; leave one of them out"
+            else:
+                advice = f"which covers all that this one does; the first match wins, so put '{pattern}' before it"
+            raise PolicyError(
+                f"rule '{pattern} : {decision}' can never apply: rule {earlier} is '{wider} : {other}', {advice}",
+                number=number,
+            )
+
+
+def _meant(pattern: Pattern, names: Sequence[str]) -> str:
+    near = [f"{module}/{pattern.tag}" if pattern.tag else module for module in near_modules(pattern.module, names)]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    known = shapes(names)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"the model has {', '.join(known[:_SHOWN])}{more}" if known else "the model has no modules inside"

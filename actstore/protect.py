@@ -1,0 +1,73 @@
+"""Which tensors are never encoded with loss, and which are not activations at all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+# Outputs whose error is amplified: by exp, by a division of small differences, or by being the loss itself.
+# Measured on a character GPT: norm statistics are 0.14 % of the saved bytes and up to 86 % of the gradient error when
+# encoded; log-softmax 1.5 % of the bytes and up to 20,000 %.
+_EXACT_PRODUCERS = frozenset(
+    {
+        "SoftmaxBackward0", "LogSoftmaxBackward0", "SafeSoftmaxBackward0", "LogsumexpBackward0",
+        "NllLossBackward0", "NllLoss2DBackward0", "LinalgEighBackward0", "LinalgSvdBackward0",
+        "CtcLossBackward0", "CtcLossBackward1", "VarMeanBackward0", "VarMeanBackward1", "VarBackward0", "StdBackward0",
+        "RreluWithNoiseBackward0",
+    }
+)  # fmt: skip
+
+# Nodes that only look at a tensor in another way, or cast it: what they give is still the parameter.
+_TRANSPARENT = frozenset(
+    {
+        "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ReshapeAliasBackward0",
+        "UnsafeViewBackward0", "ExpandBackward0", "SliceBackward0", "SelectBackward0", "UnsqueezeBackward0",
+        "SqueezeBackward0", "SqueezeBackward1", "AliasBackward0", "ToCopyBackward0", "CloneBackward0",
+        "SplitBackward0", "SplitWithSizesBackward0", "AsStridedBackward0",
+    }
+)  # fmt: skip
+
+LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def lossy_reason(tensor: Tensor) -> str:
+    """Why `tensor` must come back exactly; empty when an approximation will do.
+
+    Exact are integers and bools, float64 and complex, what requires no gradient (norm statistics, logsumexp, masks,
+    noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
+    """
+    if tensor.dtype not in LOSSY_DTYPES:
+        return f"{str(tensor.dtype).removeprefix('torch.')} is never lossy"
+    if not tensor.requires_grad:
+        return "requires no gradient: a statistic, a mask or an index"
+    node = tensor.grad_fn
+    if node is not None and node.name() in _EXACT_PRODUCERS:
+        return f"output of {node.name().removesuffix('0').removesuffix('Backward')}: its error is amplified"
+    return ""
+
+
+def is_cast_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer."""
+    node = tensor.grad_fn
+    for _ in range(6):
+        if node is None:
+            return False
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return isinstance(getattr(node, "variable", None), Parameter)
+        if name not in _TRANSPARENT or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def storage_keys(module: torch.nn.Module) -> set[int]:
+    """The identities of the storages under all parameters and buffers of `module`, as they are now."""
+    keys = set()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        try:
+            keys.add(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+            continue
+    return keys

@@ -1,0 +1,186 @@
+"""Runs the forward of chosen modules again in backward, with their inputs in the store."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from actstore.modules import Frame, named_modules
+from actstore.policy import Keep, Recompute
+
+if TYPE_CHECKING:
+    from actstore.ledger import Account
+    from actstore.hooks import Scope
+
+
+class Wrapped:
+    """One module whose forward is wrapped while a store is active.
+
+    The wrapper is an attribute of the instance, put there at entry and taken away at exit, so that the model can be
+    copied and pickled in between. It acts on the threads that have entered the store, and calls through on others.
+    """
+
+    def __init__(self, module: Module, decision: Recompute, scope_of: Callable[[], Scope | None]) -> None:
+        self._module = module
+        self._decision = decision
+        self._scope_of = scope_of
+        self._users = 0
+        self._own: Any = None  # the instance attribute that was there before, if any
+
+    def enter(self) -> None:
+        """Wrap the module's forward. Not thread-safe: the session holds its lock."""
+        self._users += 1
+        if self._users == 1:
+            self._own = self._module.__dict__.get("forward")
+            forward = self._module.forward
+            self._module.__dict__["forward"] = functools.wraps(forward)(functools.partial(self._run, forward))
+
+    def exit(self) -> None:
+        """Give the module its own forward back."""
+        self._users -= 1
+        if self._users == 0:
+            del self._module.__dict__["forward"]
+            if self._own is not None:
+                self._module.__dict__["forward"] = self._own
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scope = self._scope_of()
+        if scope is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        tracker = scope.tracker
+        tracker.push(Frame(None, tracker.frame.place, self._decision.inputs))
+        try:
+            # Tensors go in by position, also those of keyword arguments and containers: only they reach the store.
+            leaves, form = tree_flatten((args, kwargs))
+            where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+            def run(*tensors: Tensor) -> Any:
+                full = list(rest)
+                for i, tensor in zip(where, tensors, strict=True):
+                    full[i] = tensor
+                call_args, call_kwargs = tree_unflatten(full, form)
+                return forward(*call_args, **call_kwargs)
+
+            counter = _CountRecomputed(scope, tracker.frame.place.account(0))
+            if isinstance(self._decision.inputs, Keep):  # these are held already
+                counter.ignored = {leaves[i].untyped_storage()._cdata for i in where}
+            return checkpoint(
+                run,
+                *(leaves[i] for i in where),
+                use_reentrant=False,
+                context_fn=lambda: (_CountSaved(scope, counter.account), counter),
+                **_RESPECT,
+            )
+        finally:
+            tracker.pop()
+
+
+# Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
+_RESPECT: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+
+
+class _Delegating:
+    """Sees what the checkpoint's own hooks pack, and leaves it to them. Enters again for each recomputation."""
+
+    def __init__(self, scope: Scope, account: Account) -> None:
+        self.account = account
+        self._hooks: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        self.begin()
+
+        def counting(tensor: Tensor) -> Any:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # no storage to count
+                return pack(tensor)
+            if type(tensor) is not Parameter and type(tensor._base) is not Parameter:
+                self.see(storage)
+            return pack(tensor)
+
+        hooks = saved_tensors_hooks(counting, unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.pop().__exit__(*exc)  # type: ignore[arg-type]
+        self.end()
+
+    def begin(self) -> None:
+        """The region starts to run."""
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """The region saved something in this storage."""
+        raise AssertionError
+
+    def end(self) -> None:
+        """The region has run, or stopped early."""
+
+
+class _CountSaved(_Delegating):
+    """Books what plain autograd would have saved inside the region."""
+
+    def __init__(self, scope: Scope, account: Account) -> None:
+        super().__init__(scope, account)
+        self._scope = scope
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        self._scope.count(storage, self.account)
+
+
+class _CountRecomputed(_Delegating):
+    """Books the high-water of a recomputation: all that the region saved exists when it ends."""
+
+    def __init__(self, scope: Scope, account: Account) -> None:
+        super().__init__(scope, account)
+        self._ledger = scope.ledger
+        self._parameters = scope.parameters
+        self.ignored = set[int]()
+        self._seen: dict[int, int] = {}
+
+    def begin(self) -> None:
+        self._seen.clear()
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._parameters and key not in self.ignored:
+            self._seen[key] = storage.nbytes()
+
+    def end(self) -> None:
+        self._ledger.touch_peak(self.account, sum(self._seen.values()))
+
+
+def repeated_blocks(model: Module) -> list[str]:
+    """Names of the modules that a model repeats: what its outermost ModuleLists and Sequentials hold.
+
+    A model without any gives its direct children. Modules without parameters are left out.
+    """
+    names = {module: name for name, module in named_modules(model)}
+    blocks: list[Module] = []
+
+    def visit(module: Module) -> None:
+        for child in module.children():
+            if isinstance(module, ModuleList | Sequential):
+                blocks.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    found = blocks or list(model.children())
+    return [names[block] for block in found if any(True for _ in block.parameters())]

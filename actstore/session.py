@@ -1,0 +1,331 @@
+"""ActivationStore: the context manager that users put around a forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from os import PathLike
+from threading import Lock, local
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from actstore import modules
+from actstore.errors import ConfigError, PolicyError, StateError
+from actstore.hooks import Scope, unpack
+from actstore.modules import Place, Tracker, named_modules
+from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.protect import storage_keys
+from actstore.recompute import Wrapped, repeated_blocks
+from actstore.report import Report
+from actstore.store import Store, StoreOptions
+from actstore.units import parse_nbytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
+
+_thread = local()  # .sessions: the entries of all stores on this thread, the innermost last
+
+
+class ActivationStore:
+    """Decides for each activation of a forward pass where it waits for backward.
+
+    Use it as a context manager around forward, again and again, or as a decorator of a function. Backward may run
+    inside or outside of the context. Nothing in the model changes.
+
+    Parameters
+    ----------
+    model : Module, optional; names in `policy` are the names of its modules. Without a model one decision holds for
+        everything.
+    policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
+        function ``(Site, Spec) -> Decision``
+    min_bytes : smaller tensors are kept as they are; 0 sends all through
+    host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``
+    disk_path : an existing folder for the disk tier; the system's temporary folder by default
+    allow_mutation : whether a saved tensor may be changed in place before backward. Where a copy was stored, backward
+        then sees the value at the time of saving; where the tensor was kept it is an error all the same.
+    strict : whether a full tier is an error; by default what does not fit is kept
+
+    Raises
+    ------
+    PolicyError, ChainError, UnknownCodecError : the policy does not parse, or does not fit the model
+    ConfigError : a budget does not parse, the disk tier's folder cannot be written, the model is on several devices
+
+    Notes
+    -----
+    Thread-safe: several threads may enter one store; each follows its own forward. A lossless policy (keep, recompute,
+    raw) gives gradients equal bit for bit to those without a store.
+    """
+
+    def __init__(
+        self,
+        model: Module | None = None,
+        policy: str | Rules | Decision | Policy = "keep",
+        *,
+        min_bytes: int | str = MIN_NBYTES,
+        host_budget: int | str | None = None,
+        disk_budget: int | str | None = None,
+        disk_path: str | PathLike[str] | None = None,
+        allow_mutation: bool = False,
+        strict: bool = False,
+    ) -> None:
+        if model is not None and not isinstance(model, Module):
+            raise ConfigError(
+                f"model={model!r} is not a torch.nn.Module; give the model first and the policy second, or "
+                "policy= alone for code without a model"
+            )
+        self._model = model
+        self._policy = _read_policy(policy)
+        self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
+        self._allow_mutation = allow_mutation
+        self._store = Store(
+            StoreOptions(
+                host_budget_nbytes=None if host_budget is None else parse_nbytes(host_budget, "host_budget"),
+                disk_budget_nbytes=None if disk_budget is None else parse_nbytes(disk_budget, "disk_budget"),
+                disk_path=disk_path,
+                strict=strict,
+            )
+        )
+        self._lock = Lock()
+        self._active = 0
+        self._wrapped = self._fit_model()
+        self._places: dict[Module, Place] = {}
+        self._top = Place("", self._store.ledger, self._decision_of(""))
+        if "disk" in _tiers_of(self._policy):
+            self._store.open(_device_of(model) or torch.device("cpu"), "disk")
+
+    # -- the context --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> ActivationStore:
+        _refuse_checkpointed_region()
+        with self._lock:
+            if self._active == 0:
+                self._store.start()
+                self._name_modules()
+            tracker = Tracker(self._places, self._top)
+            scope = Scope(
+                self._store,
+                self._policy,
+                tracker,
+                storage_keys(self._model) if self._model is not None else set(),
+                min_nbytes=self._min_nbytes,
+                allow_mutation=self._allow_mutation,
+                has_model=self._model is not None,
+            )
+            hooks = saved_tensors_hooks(scope.pack, unpack)
+            hooks.__enter__()
+            self._active += 1
+            for wrapped in self._wrapped:
+                wrapped.enter()
+        _entries().append(_Entry(self, scope, hooks, modules.start(tracker)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entries = _entries()
+        if not entries or entries[-1].session is not self:
+            raise StateError(
+                "a store was left on a thread where it is not the innermost one that was entered; "
+                "leave stores in the reverse order, each on the thread that entered it",
+                expected=entries[-1].session if entries else None,
+            )
+        entry = entries[-1]
+        pack = _innermost_pack()
+        if pack != entry.scope.pack:
+            raise StateError(
+                "other saved-tensor hooks were entered inside this store's context and not left before it; "
+                "leave contexts in the reverse order",
+                hooks=pack,
+            )
+        entries.pop()
+        entry.hooks.__exit__(kind, error, trace)
+        modules.stop(entry.before)
+        try:
+            if error is None:
+                entry.scope.settle()
+        finally:
+            with self._lock:
+                self._active -= 1
+                for wrapped in self._wrapped:
+                    wrapped.exit()
+            self._store.poll()
+            self._store.ledger.mark_exit()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate `function`: each call runs inside this store's context."""
+
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+    # -- what users ask -----------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy as a value."""
+        return self._policy
+
+    def report(self) -> Report:
+        """What the last forward saved, stored and held, per site and in all."""
+        self._store.poll()
+        return Report.of(self._store.ledger)
+
+    def close(self) -> None:
+        """Return all memory and files. A backward that still needs stored tensors raises StateError afterwards."""
+        if self._active:
+            raise StateError("close() was called inside the store's own context; leave it first")
+        self._store.close()
+
+    # -- fitting a model ----------------------------------------------------------------------------------------------
+
+    def _fit_model(self) -> list[Wrapped]:
+        model, policy = self._model, self._policy
+        if not isinstance(policy, Rules):
+            return []
+        if model is None:
+            if policy.rules or isinstance(policy.default, Recompute):
+                raise PolicyError(
+                    f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
+                    "write ActivationStore(model, policy)"
+                )
+            return []
+        named = dict(named_modules(model))
+        _refuse_mixed_devices(model)
+        policy.check(named)
+        roots = policy.recompute_roots(list(named), repeated_blocks(model) if _recomputes(policy) else [])
+        return [Wrapped(named[name], decision, self._scope_here) for name, decision in roots.items()]
+
+    def _name_modules(self) -> None:
+        """Look at the model's modules again: users replace them between steps."""
+        if self._model is None:
+            return
+        by_name = {place.name: place for place in self._places.values()}
+        places = {}
+        for name, module in named_modules(self._model):
+            place = self._places.get(module)
+            if place is None or place.name != name:
+                place = by_name.get(name)
+                if place is None:
+                    place = by_name[name] = Place(name, self._store.ledger, self._decision_of(name))
+            places[module] = place
+        self._places = places
+
+    def _decision_of(self, name: str) -> Decision | None:
+        return self._policy.decide(name) if isinstance(self._policy, Rules) else None
+
+    def _scope_here(self) -> Scope | None:
+        """The scope of this store on this thread, if it is the innermost."""
+        entries = _entries()
+        return entries[-1].scope if entries and entries[-1].session is self else None
+
+
+class _Entry:
+    """One entry of one store on one thread."""
+
+    __slots__ = ("before", "hooks", "scope", "session")
+
+    def __init__(
+        self, session: ActivationStore, scope: Scope, hooks: saved_tensors_hooks, before: Tracker | None
+    ) -> None:
+        self.session = session
+        self.scope = scope
+        self.hooks = hooks
+        self.before = before
+
+
+def tag(tensor: Tensor, name: str) -> Tensor:
+    """Name a tensor, so that a rule can address it: ``"blocks.*/qkv : int8 @ host"``. Returns the tensor itself.
+
+    The name holds for all views of the tensor's storage that operators save afterwards, in the innermost active store;
+    without one this does nothing. An operator that saves its own output (exp, relu, softmax, attention) has done so
+    before its output can be named.
+    """
+    if not name or any(c.isspace() or c in "/:;#@>()[]" for c in name):
+        raise ConfigError(f"tag name {name!r} is not a word; use letters, digits, '_', '-' and '.'")
+    entries = _entries()
+    if entries:
+        entries[-1].scope.tag(tensor, name)
+    return tensor
+
+
+def _entries() -> list[_Entry]:
+    entries: list[_Entry] | None = getattr(_thread, "entries", None)
+    if entries is None:
+        entries = _thread.entries = []
+    return entries
+
+
+def _read_policy(policy: Any) -> Policy:
+    if isinstance(policy, str):
+        return Rules.parse(policy)
+    if isinstance(policy, Keep | Encode | Offload | Recompute):
+        return Rules([], default=policy)
+    if callable(policy):
+        result: Policy = policy
+        return result
+    raise PolicyError(
+        f"policy={policy!r} is neither text, Rules, a decision such as Encode(Int8()), nor a function "
+        "(site, spec) -> decision"
+    )
+
+
+def _recomputes(policy: Rules) -> bool:
+    return any(isinstance(decision, Recompute) for _, decision in policy.rules) or isinstance(policy.default, Recompute)
+
+
+def _tiers_of(policy: Policy) -> set[str]:
+    found: set[str] = set()
+    if isinstance(policy, Rules):
+        for decision in [*(decision for _, decision in policy.rules), policy.default]:
+            inner = decision.inputs if isinstance(decision, Recompute) else decision
+            if isinstance(inner, Offload):
+                found.update(inner.tiers)
+    return found
+
+
+def _device_of(model: Module | None) -> torch.device | None:
+    first = next(model.parameters(), None) if model is not None else None
+    return first.device if first is not None else None
+
+
+def _refuse_mixed_devices(model: Module) -> None:
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in model.named_parameters():
+        if first is None:
+            first = (name, tensor.device)
+        elif tensor.device != first[1]:
+            raise ConfigError(
+                f"the model lies on several devices: {first[0]} on {first[1]}, {name} on {tensor.device}; "
+                "move it to one (model.to(device)), or make one store for the part on each device",
+                devices=(first[1], tensor.device),
+            )
+
+
+def _innermost_pack() -> Any:
+    hooks = _top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def _refuse_checkpointed_region() -> None:
+    """A store inside a checkpointed region would save everything that the checkpoint leaves out."""
+    pack = _innermost_pack()
+    inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", "actstore.recompute")
+    if inside or torch._C._current_graph_task_id() != -1:
+        where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
+        raise StateError(
+            f"a store was entered inside {where}: it would save what the checkpoint is to recompute. Enter the store "
+            "outside, around the checkpointed forward; it then stores the inputs of the regions."
+        )
+
+

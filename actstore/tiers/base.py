@@ -1,0 +1,74 @@
+"""What a tier is: a place with a capacity where payloads wait."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from actstore.ticket import DONE, Ticket
+
+
+class Slot:
+    """Room reserved in a tier.
+
+    Attributes
+    ----------
+    nbytes : bytes reserved
+    buffer : the memory itself, 1-d uint8, in tiers that are memory; None elsewhere
+    place : the tier's own record of where the room is
+    written : the write that filled it; what reads it comes after that
+    """
+
+    __slots__ = ("buffer", "nbytes", "place", "written")
+
+    def __init__(self, nbytes: int, buffer: torch.Tensor | None = None, place: Any = None) -> None:
+        self.nbytes = nbytes
+        self.buffer = buffer
+        self.place = place
+        self.written: Ticket = DONE
+
+
+class Tier(ABC):
+    """A place where payloads wait. Thread-safe; `free` is safe in finalizers.
+
+    `on_device` says whether its bytes lie in the memory of the compute device, and so count as held there.
+    """
+
+    name: ClassVar[str]
+    on_device: bool = False
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Room for `nbytes`, or None when the tier is full."""
+
+    @abstractmethod
+    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
+        """Start to copy `src` into the slot, after all work queued on the current stream of `src`'s device.
+
+        Parameters
+        ----------
+        src : Tensor, 1-d uint8, `slot.nbytes` long; unchanged until the ticket says that the bytes have left it
+        """
+
+    @abstractmethod
+    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
+        """Start to copy the slot into `dst`, in the order of the current stream of `dst`'s device.
+
+        Raises
+        ------
+        TransferError : the write failed, or the bytes cannot be read
+        PayloadError : the bytes read are not the bytes written
+        """
+
+    @abstractmethod
+    def free(self, slot: Slot) -> None:
+        """Give the room back. The slot is not used again."""
+
+    def trim(self) -> None:
+        """Return idle memory beyond what the last step needed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Return everything. Reservations fail afterwards."""

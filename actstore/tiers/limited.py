@@ -1,0 +1,57 @@
+"""A tier with a budget of bytes."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+
+from actstore.reaper import Reaper
+from actstore.ticket import Ticket
+from actstore.tiers.base import Slot, Tier
+
+
+class Limited(Tier):
+    """Another tier, of which at most `budget_nbytes` are reserved at any time."""
+
+    def __init__(self, tier: Tier, budget_nbytes: int) -> None:
+        self.tier = tier
+        self.name = tier.name  # type: ignore[misc]  # a wrapper is known by what it wraps
+        self.on_device = tier.on_device
+        self.budget_nbytes = budget_nbytes
+        self._used_nbytes = 0
+        self._lock = Lock()
+        self._back = Reaper[int](self._lock, self._receive)
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        self._back.drain()
+        with self._lock:
+            if self._used_nbytes + nbytes > self.budget_nbytes:
+                return None
+            self._used_nbytes += nbytes
+        slot = None
+        try:
+            slot = self.tier.reserve(nbytes)
+        finally:
+            if slot is None:
+                self._back.put(nbytes)
+        return slot
+
+    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
+        return self.tier.write(slot, src)
+
+    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
+        return self.tier.read(slot, dst)
+
+    def free(self, slot: Slot) -> None:
+        self.tier.free(slot)
+        self._back.put(slot.nbytes)
+
+    def trim(self) -> None:
+        self.tier.trim()
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def _receive(self, nbytes: int) -> None:
+        self._used_nbytes -= nbytes

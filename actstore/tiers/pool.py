@@ -1,0 +1,106 @@
+"""Host memory that is used again from step to step."""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+
+import torch
+
+from actstore.reaper import Reaper
+from actstore.units import format_nbytes
+
+
+class BufferPool:
+    """Uint8 buffers of exact sizes.
+
+    In use and idle together never exceed the most that was in use since the last `trim`, so that variable shapes
+    cannot make it grow. Thread-safe; `give` is safe in finalizers.
+    """
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._lock = Lock()
+        self._back = Reaper[torch.Tensor](self._lock, self._receive)
+        self._idle: dict[int, list[torch.Tensor]] = {}
+        self._idle_nbytes = 0
+        self._used_nbytes = 0
+        self._high_nbytes = 0
+
+    @property
+    def used_nbytes(self) -> int:
+        self._back.drain()
+        return self._used_nbytes
+
+    @property
+    def idle_nbytes(self) -> int:
+        self._back.drain()
+        return self._idle_nbytes
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """An uninitialised buffer of exactly `nbytes`."""
+        if self._back:
+            self._back.drain()
+        with self._lock:
+            self._used_nbytes = used = self._used_nbytes + nbytes
+            self._high_nbytes = max(self._high_nbytes, used)
+            sized = self._idle.get(nbytes)
+            if sized:
+                self._idle_nbytes -= nbytes
+                return sized.pop()
+            self._shrink()
+        try:
+            return self._allocate(nbytes)
+        except BaseException:
+            with self._lock:
+                self._used_nbytes -= nbytes
+            raise
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        self._back.put(buffer)
+
+    def trim(self) -> None:
+        """Begin a new step: what the last one did not need is returned."""
+        self._back.drain()
+        with self._lock:
+            self._shrink()
+            self._high_nbytes = self._used_nbytes
+
+    def close(self) -> None:
+        self._back.drain()
+        with self._lock:
+            self._high_nbytes = 0
+            self._shrink()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self._pin:
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pin = False
+                warnings.warn(
+                    f"the system refused {format_nbytes(nbytes)} of pinned memory ({error}); pageable memory is used "
+                    "from now on: copies no longer overlap with compute. Raise the limit of locked memory "
+                    "(ulimit -l) or give host_budget= a smaller value.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _receive(self, buffer: torch.Tensor) -> None:
+        nbytes = buffer.numel()
+        self._used_nbytes -= nbytes
+        self._idle.setdefault(nbytes, []).append(buffer)
+        self._idle_nbytes += nbytes
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._idle_nbytes and self._idle_nbytes + self._used_nbytes > self._high_nbytes:
+            nbytes = next(iter(self._idle))
+            sized = self._idle[nbytes]
+            if sized:
+                sized.pop()
+                self._idle_nbytes -= nbytes
+            if not sized:
+                del self._idle[nbytes]

@@ -1,0 +1,61 @@
+"""Random decisions, patterns and rules."""
+
+from hypothesis import strategies as st
+
+from actstore.codecs import Int8, Raw
+from actstore.errors import PolicyError
+from actstore.policy import Encode, Keep, Offload, Recompute, Rules
+from actstore.policy.decision import TIERS
+from tests.policy.codecs import Needy, Options, Wrap
+
+
+def codecs():
+    plain = st.sampled_from([Raw(), Int8()]) | st.builds(
+        Options,
+        flag=st.booleans(),
+        on=st.booleans(),
+        count=st.integers(-1000, 1000).map(lambda n: 2 * n),
+        ratio=st.floats(allow_nan=False, allow_infinity=False),
+        mode=st.sampled_from(["nearest", "dither"]),
+        word=st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True),
+    )
+    return st.recursive(
+        plain, lambda inner: st.builds(Wrap, inner=inner) | st.builds(Needy, inner=inner), max_leaves=3
+    )
+
+
+def ladders():
+    ladder = st.sets(st.sampled_from(TIERS), min_size=1).map(lambda tiers: tuple(sorted(tiers, key=TIERS.index)))
+    return ladder.filter(lambda tiers: tiers != ("device",))
+
+
+def stored():
+    return st.just(Keep()) | st.builds(Encode, codecs()) | st.builds(Offload, codecs(), ladders())
+
+
+def decisions():
+    return stored() | st.builds(Recompute, stored())
+
+
+def patterns():
+    part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "11", "*", "?", "[ab]", "head*"])
+    module = st.lists(part, min_size=1, max_size=4).map(".".join)
+    return module | st.tuples(module, st.sampled_from(["qkv", "q*", "*"])).map("/".join)
+
+
+@st.composite
+def rules(draw):
+    """Rules, without those that could not be built in this order."""
+    chosen = []
+    for rule in draw(st.lists(st.tuples(patterns(), decisions()), max_size=6)):
+        try:
+            Rules([*chosen, rule], default=Keep())
+        except PolicyError:
+            continue
+        chosen.append(rule)
+    return Rules(chosen, draw(decisions()))
+
+
+def names():
+    part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "1", "11", "head", "headed", "a"])
+    return st.lists(part, max_size=5).map(".".join)

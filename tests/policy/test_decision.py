@@ -1,0 +1,91 @@
+import pickle
+
+import pytest
+from hypothesis import given
+
+from actstore.codecs import Int8, Raw
+from actstore.errors import ChainError
+from actstore.policy import Encode, Keep, Offload, Recompute, parse_decision
+from tests.policy.codecs import Options, Wrap, these_codecs
+from tests.policy.strategies import decisions
+
+
+@pytest.mark.parametrize(
+    ("decision", "text"),
+    [
+        (Keep(), "keep"),
+        (Encode(Raw()), "raw"),
+        (Encode(Int8()), "int8"),
+        (Offload(Int8(), "host"), "int8 @ host"),
+        (Offload(Raw(), ("host", "disk")), "raw @ host > disk"),
+        (Offload(Raw(), ["device", "host", "disk"]), "raw @ device > host > disk"),
+        (Recompute(), "recompute"),
+        (Recompute(Keep()), "recompute"),
+        (Recompute(Encode(Int8())), "recompute(int8)"),
+        (Recompute(Offload(Raw(), "disk")), "recompute(raw @ disk)"),
+        (Encode(Options(flag=True, on=False)), "options(flag=true, on=false)"),
+        (Encode(Options(count=64, ratio=0.25, mode="dither")), "options(count=64, ratio=0.25, mode=dither)"),
+        (Encode(Wrap(inner=Options(count=2))), "wrap(inner=options(count=2))"),
+    ],
+)
+def test_text_says_what_differs_from_the_defaults(decision, text):
+    assert str(decision) == text
+    with these_codecs():
+        assert parse_decision(text) == decision
+
+
+@given(decisions())
+def test_text_parses_back_to_an_equal_value(decision):
+    with these_codecs():
+        assert parse_decision(str(decision)) == decision
+
+
+@given(decisions())
+def test_a_decision_is_a_value(decision):
+    copy = pickle.loads(pickle.dumps(decision))
+    assert copy == decision
+    assert hash(copy) == hash(decision)
+    assert copy is not decision
+
+
+def test_one_tier_may_be_given_alone():
+    assert Offload(Raw(), "host") == Offload(Raw(), ("host",)) == Offload(Raw(), ["host"])
+    assert Offload(Raw(), "host").tiers == ("host",)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Encode("int8"), "Encode takes a codec such as Int8() or Raw(), not 'int8'; text goes through Rules.parse"),
+        (lambda: Encode(Int8), "Encode takes a codec, not its class; write Encode(Int8())"),
+        (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class; write Offload(Raw(), ...)"),
+        (lambda: Offload(Raw(), ()), "Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')"),
+        (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier; the tiers are device, host, disk"),
+        (
+            lambda: Offload(Raw(), ("disk", "host")),
+            "the ladder 'disk > host' goes up; each tier holds what the one before refuses: 'host > disk'",
+        ),
+        (
+            lambda: Offload(Raw(), ("host", "host")),
+            "the ladder 'host > host' names a tier twice; each tier holds what the one before refuses: 'host'",
+        ),
+        (
+            lambda: Offload(Raw(), "device"),
+            "Offload to the device alone moves nothing; write Encode(Raw()), whose payload stays on the device, "
+            "or name a lower tier: 'host', 'disk'",
+        ),
+        (
+            lambda: Recompute(Recompute()),
+            "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as in "
+            "recompute(keep), recompute(int8), recompute(raw @ host)",
+        ),
+        (
+            lambda: Recompute(Raw()),
+            "Recompute takes what happens to its inputs, such as Keep() or Offload(Raw(), 'host'), not Raw()",
+        ),
+    ],
+)
+def test_what_cannot_work_cannot_be_built(build, message):
+    with pytest.raises(ChainError) as caught:
+        build()
+    assert str(caught.value) == message
