@@ -1,173 +1,189 @@
-"""What autograd holds in place of a saved tensor. A handle dies exactly when the graph no longer needs it."""
+"""What autograd holds in place of a saved tensor. A handle dies exactly when the graph no longer needs it.
+
+Each keeps the version that its tensor had, beside something that shares the tensor's version counter, so that a
+change in place gets the verdict that autograd gives without a store. It is never the packed tensor itself: an output
+in its own graph would be a cycle that no collector frees.
+
+* Small: a tuple (alias, version, frame) for parameters and small tensors; the frame accounts for them.
+* Kept: a tensor that waits as it is.
+* Stored: a tensor whose bytes wait in the store.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from actstore.errors import ActstoreError, MutationError
 from actstore.layout import layout_of
 from actstore.ledger import Account, Ledger
+from actstore.modules import Frame
 from actstore.regions import Region
 from actstore.spec import Site, Spec
 from actstore.store import Entry
 
-ANY_VERSION = -1  # the version of a handle whose tensor may change after it was saved
+_free_weak = UntypedStorage._free_weak_ref  # held here: the module may be gone when the last finalizers run
 
-
-class Alias:
-    """A tensor that waits as it is: a parameter, or something that cannot be moved.
-
-    `alias` is a detached tensor, never the one that was packed: an output in its own graph would be a cycle that no
-    collector frees. It shares the version counter, and so knows of every change in place.
-    """
-
-    __slots__ = ("alias", "site", "version")
-
-    def __init__(self, alias: Tensor, version: int, site: Site) -> None:
-        self.alias = alias
-        self.version = version
-        self.site = site
-
-    def get(self) -> Tensor:
-        alias = self.alias
-        if alias._version != self.version:
-            raise mutated(alias, self.version, alias._version, self.site)
-        return alias
+Small = tuple[Tensor, int, Frame]
 
 
 class Kept:
-    """A tensor that waits as it is, and is counted. Aliases of one storage share the first of them (`first`)."""
+    """A tensor that waits as it is. Aliases of one storage share the first of them, which accounts for it."""
 
     __slots__ = ("__weakref__", "account", "alias", "first", "ledger", "nbytes", "version")
 
-    def __init__(
-        self, alias: Tensor, version: int, account: Account, ledger: Ledger, nbytes: int, first: Kept | None
-    ) -> None:
-        self.alias = alias
-        self.version = version
+    def __init__(self, tensor: Tensor, account: Account, ledger: Ledger, nbytes: int, first: Kept | None) -> None:
+        self.alias = tensor.detach()
+        self.version = tensor._version
         self.account = account
         self.ledger = ledger
-        self.nbytes = nbytes  # of the storage; 0 where `first` counts it
+        self.nbytes = nbytes  # of the storage; 0 where `first` accounts for it
         self.first = first
 
     def get(self) -> Tensor:
         alias = self.alias
         if alias._version != self.version:
-            raise mutated(alias, self.version, alias._version, self.account.site)
+            raise mutated(Spec.of(alias), self.version, alias._version, self.account.site)
         return alias
 
     def __del__(self) -> None:
         if self.nbytes:
-            self.ledger.release(self.account, self.nbytes)
+            self.ledger.release(self.account, self.nbytes, 0)
 
 
-class Stored:
-    """A tensor that waits in the store: an entry, and the view of its region that must come back."""
+class Stored(Entry):
+    """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`.
 
-    __slots__ = ("__weakref__", "account", "alias", "conj", "entry", "neg", "offset", "region", "spec", "version", "witness")
+    While one that owns its entry lives, no other storage has the address `key`: it holds a weak reference, which keeps
+    the address and not the memory.
+    """
 
-    def __init__(self, tensor: Tensor, version: int, account: Account, witness: Tensor) -> None:
+    __slots__ = (
+        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "spec", "version", "witness",
+    )  # fmt: skip
+
+    def __init__(self, tensor: Tensor, account: Account, empty: Tensor, *, any_version: bool) -> None:
         self.account = account
-        self.spec = Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        self.slot = None
+        self.spec = Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.offset = tensor.storage_offset()
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
-        self.version = version
-        self.witness = witness  # keeps the version counter and none of the memory
+        self.version = tensor._version
+        self.any_version = any_version  # the tensor may change after it was saved
+        self.witness = witness = tensor.detach()
+        witness.data = empty  # keeps the version counter and none of the memory
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
-        self.entry: Entry | None = None
-        self.region: Region | None = None
+        self.owner: Stored | None = None  # who holds the payload, when it is another one's
+        self.fresh: _Fresh | None = None  # the last decoded copy that several views share
+        self.key = 0
+        self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
+
+    def __del__(self) -> None:
+        if self.key:
+            _free_weak(self.key)
+            self.free()
 
     def get(self) -> Tensor:
         found = self.witness._version
-        if found != self.version and self.version != ANY_VERSION:
-            raise mutated(self.witness, self.version, found, self.account.site, self.spec)
-        if self.entry is None:
-            assert self.alias is not None
+        if found != self.version and not self.any_version:
+            raise mutated(self.spec, self.version, found, self.account.site)
+        if self.alias is not None:
             return self.alias.alias
         try:
-            tensor = self._rebuild(self.entry)
-            if self.conj:
-                tensor = tensor.conj()
-            if self.neg:
-                tensor = torch._neg_view(tensor)
-            self.spec.check(tensor)
+            owner = self.owner
+            if owner is None and self.region is None:
+                spec = self.spec
+                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+                self.store.get(self, tensor)
+                return tensor
+            return self._rebuild(self if owner is None else owner)
         except ActstoreError as error:
             error.add_context(f"while decoding {self.account.site} ({self.spec}, {self.account.where})")
             raise
-        return tensor
 
-    def _rebuild(self, entry: Entry) -> Tensor:
-        spec, region = self.spec, self.region
-        assert region is not None
+    def covers(self, other: Stored) -> bool:
+        """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
+        if self.spec.dtype != other.spec.dtype or self.version != other.version:
+            return False
+        region = self.region or Region(0, self.spec.numel)
+        return region.covers(other.offset, layout_of(other.spec.shape, other.spec.stride))
+
+    def _rebuild(self, owner: Stored) -> Tensor:
+        spec = self.spec
+        region = owner.region or Region(0, owner.spec.numel)
         if region.compact is not None:
             dense = torch.empty(region.compact[0], dtype=spec.dtype, device=spec.device)
-            entry.store.get(entry, dense)
+            owner.store.get(owner, dense)
             tensor = spec.empty()
             tensor.as_strided(*region.compact).copy_(dense)
-            return tensor
-        if region.count == spec.numel and layout_of(spec.shape, spec.stride).dense:
+        elif region.count == spec.numel and layout_of(spec.shape, spec.stride).dense:
             tensor = spec.empty()
-            entry.store.get(entry, tensor)
-            return tensor
-        return self._share(entry, region).as_strided(spec.shape, spec.stride, self.offset - region.start)
+            owner.store.get(owner, tensor)
+        else:
+            tensor = self._share(owner, region.count).as_strided(spec.shape, spec.stride, self.offset - region.start)
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        spec.check(tensor)
+        return tensor
 
-    def _share(self, entry: Entry, region: Region) -> Tensor:
+    def _share(self, owner: Stored, count: int) -> Tensor:
         """The decoded region, in memory that the views of one backward node share as their originals did.
 
         A copy is given to each handle once: whoever asks again gets a fresh one. So does everybody once a copy was
         changed in place, or its memory is gone, or another stream is current.
         """
-        stream = None if self.spec.device.type == "cpu" else torch.accelerator.current_stream(self.spec.device)
-        fresh: _Fresh | None = entry.fresh
-        if fresh is not None:
-            base = fresh.take(self, stream)
-            if base is not None:
-                return base
-        base = torch.empty(region.count, dtype=self.spec.dtype, device=self.spec.device)
-        entry.store.get(entry, base)
-        entry.fresh = _Fresh(base, self, stream)
+        device = self.spec.device
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        base = owner.fresh.take(self, stream) if owner.fresh is not None else None
+        if base is None:
+            base = torch.empty(count, dtype=self.spec.dtype, device=device)
+            owner.store.get(owner, base)
+            owner.fresh = _Fresh(base, self, stream)
         return base
 
 
 class _Fresh:
     """A decoded copy that is used again while its memory lives, its version stands and its stream is current."""
 
-    __slots__ = ("served", "storage", "stream", "version", "witness")
+    __slots__ = ("key", "served", "stream", "version", "witness")
 
     def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
-        self.storage = StorageWeakRef(base.untyped_storage())
+        self.key: int = base.untyped_storage()._weak_ref()
         self.witness = base.detach()
         self.witness.data = base.new_empty(0)
         self.version = base._version
         self.stream = stream
         self.served = {id(handle)}
 
+    def __del__(self) -> None:
+        _free_weak(self.key)
+
     def take(self, handle: Stored, stream: Any) -> Tensor | None:
         if id(handle) in self.served or stream != self.stream or self.witness._version != self.version:
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        storage = UntypedStorage._new_with_weak_ptr(self.key)
         if storage is None:
             return None
-        base = self.witness.detach()  # shares the version counter, so that a change is seen by all
-        dtype = handle.spec.dtype
-        count = storage.nbytes() // dtype.itemsize
-        base.data = torch.empty(0, dtype=dtype, device=handle.spec.device).set_(storage, 0, (count,), (1,))
         self.served.add(id(handle))
+        dtype = handle.spec.dtype
+        base = self.witness.detach()  # shares the version counter, so that a change is seen by all
+        view = torch.empty(0, dtype=dtype, device=handle.spec.device)
+        base.data = view.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
         return base
 
 
-def mutated(tensor: Tensor, expected: int, found: int, site: Site, spec: Spec | None = None) -> MutationError:
+def mutated(spec: Spec, expected: int, found: int, site: Site) -> MutationError:
     """The verdict that autograd gives without a store, with the site named."""
-    shape = list(spec.shape if spec is not None else tensor.shape)
     return MutationError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {shape}], saved at {site}, is at version {found}; expected version {expected} instead. "
-        "Replace the in-place operation after this point of the model, or, where a copy was stored and the value at "
-        "the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
+        f"[{spec}], saved at {site}, is at version {found}; expected "
+        f"version {expected} instead. Replace the in-place operation that follows in the model, or, where a copy is "
+        "stored and the value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
         site=site,
         expected=expected,
         found=found,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._C import _current_autograd_node, _current_graph_task_id
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import graph
@@ -15,26 +15,33 @@ from torch.nn import Parameter
 
 from actstore.codecs import Codec, Raw
 from actstore.errors import ActstoreError, StateError
-from actstore.handles import ANY_VERSION, Alias, Kept, Stored
+from actstore.handles import Kept, Small, Stored, mutated
 from actstore.layout import layout_of
-from actstore.policy import Decision, Encode, Keep, Offload
+from actstore.modules import GROUP, SMALL
+from actstore.policy import Decision, Encode, Offload
 from actstore.protect import is_cast_parameter, lossy_reason
-from actstore.regions import SPARE, Region, can_be_lossy, region_of
-from actstore.spec import Spec
+from actstore.regions import SPARE, can_be_lossy, is_whole, region_of
+from actstore.spec import Site, Spec
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
     from actstore.modules import Tracker
     from actstore.policy import Policy
-    from actstore.store import Entry, Store
+    from actstore.store import Store
 
 RAW = Raw()
+DEVICE = ("device",)
 
-Handle = Alias | Kept | Stored
+Handle = Small | Kept | Stored
 
 
 def unpack(handle: Handle) -> Tensor:
-    return handle.get()
+    if type(handle) is tuple:
+        alias, version, frame = handle
+        if alias._version != version:
+            raise mutated(Spec.of(alias), version, alias._version, Site(frame.place.name, SMALL))
+        return alias
+    return handle.get()  # type: ignore[union-attr]
 
 
 class Scope:
@@ -55,19 +62,21 @@ class Scope:
         has_model: bool,
     ) -> None:
         self.tracker = tracker
-        self._store = store
+        self.parameters = parameters  # identities of the storages that are never counted nor moved
         self.ledger = store.ledger
+        self._store = store
         self._policy = policy
-        self.parameters = parameters
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._has_model = has_model
+        self._small = tracker.small
         self._kept: dict[int, ref[Kept]] = {}
-        self._regions: dict[int, list[Region]] = {}
+        self._stored: dict[int, list[ref[Stored]]] = {}
         self._counted: dict[int, StorageWeakRef] = {}  # storages seen inside recomputed regions
         self._tags: dict[int, tuple[StorageWeakRef, str]] = {}
         self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...], Tensor | None]] = []
         self._unsettled_nr = 0
+        self._prune_at = 1024
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     # -- pack ---------------------------------------------------------------------------------------------------------
@@ -76,75 +85,88 @@ class Scope:
         if self._unsettled and _get_sequence_nr() != self._unsettled_nr:
             self.settle()
         frame = self.tracker.frame
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
+            frame.place.account(frame.index).note = f"kept: a {tensor.layout} tensor has no storage of its own"
+            return tensor.detach(), tensor._version, frame
+        key = storage._cdata
+        if key in self.parameters:
+            return tensor.detach(), tensor._version, frame
+        if type(tensor) is Parameter or type(tensor._base) is Parameter:
+            self.parameters.add(key)
+            return tensor.detach(), tensor._version, frame
+        nbytes = storage.nbytes()
+        if nbytes < frame.keep_below:
+            small = self._small
+            if key not in small:
+                small[key] = 0 if key in self._counted else nbytes
+                frame.keys.append(key)
+                if len(frame.keys) == GROUP:
+                    self.tracker.renew()
+            return tensor.detach(), tensor._version, frame
         index = frame.index
         frame.index = index + 1
         accounts = frame.place.accounts
         account = accounts[index] if index < len(accounts) else frame.place.account(index)
         account.count += 1
         try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-            account.note = f"kept: {type(tensor).__name__} of layout {tensor.layout} has no storage of its own"
-            return Alias(tensor.detach(), tensor._version, account.site)
-        key = storage._cdata
-        if key in self.parameters or type(tensor) is Parameter or type(tensor._base) is Parameter:
-            return Alias(tensor.detach(), tensor._version, account.site)
-        if storage.nbytes() < self._min_nbytes:
-            return self._keep(tensor, account, key, storage.nbytes())
-        try:
             return self._place(tensor, account, key, storage)
         except ActstoreError as error:
             error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
             raise
 
-    def _keep(self, tensor: Tensor, account: Account, key: int, nbytes: int) -> Kept:
+    def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Kept:
         weak = self._kept.get(key)
         first = weak() if weak is not None else None
         if first is not None:
-            return Kept(tensor.detach(), tensor._version, account, self.ledger, 0, first)
-        kept = Kept(tensor.detach(), tensor._version, account, self.ledger, nbytes, None)
+            return Kept(tensor, account, self.ledger, 0, first)
+        nbytes = storage.nbytes()
+        kept = Kept(tensor, account, self.ledger, nbytes, None)
         self._kept[key] = ref(kept)
-        if key in self._regions or key in self._counted:
-            self.ledger.add(account, held=nbytes)
-        else:
-            self.ledger.keep(account, nbytes)
+        known = self._is_stored(key) or key in self._counted
+        self.ledger.add(account, 0 if known else nbytes, 0, nbytes)
         return kept
 
-    def _place(self, tensor: Tensor, account: Account, key: int, storage: torch.UntypedStorage) -> Handle:
+    def _place(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Kept | Stored:
         """Where a tensor of some size waits."""
         if type(tensor) is not Tensor or tensor.is_nested:
             account.note = f"kept: {type(tensor).__name__} has no codec"
-            return self._keep(tensor, account, key, storage.nbytes())
-        tag = self._tag_of(key)
+            return self._keep(tensor, account, key, storage)
+        tag = self._tags[key][1] if key in self._tags else ""
         if tag:
+            account.count -= 1
             account = self.ledger.account(account.site._replace(tag=tag))
             account.count += 1
         decision = self._decide(tensor, account, tag)
-        if not isinstance(decision, Encode | Offload):
-            return self._keep(tensor, account, key, storage.nbytes())
+        if isinstance(decision, Encode):
+            codec, tiers = decision.codec, DEVICE
+        elif isinstance(decision, Offload):
+            codec, tiers = decision.codec, decision.tiers
+        else:
+            return self._keep(tensor, account, key, storage)
         if _current_graph_task_id() != -1:
             _refuse_reentrant()
             account.note = "kept: saved by a backward that is itself differentiated"
-            return self._keep(tensor, account, key, storage.nbytes())
+            return self._keep(tensor, account, key, storage)
         if is_cast_parameter(tensor):
             account.note = "kept: a view or a cast of a parameter"
-            return self._keep(tensor, account, key, storage.nbytes())
-        if tensor.nbytes < self._min_nbytes and tensor.nbytes * SPARE > storage.nbytes():
-            return self._keep(tensor, account, key, storage.nbytes())
-        codec, tiers = decision.codec, decision.tiers if isinstance(decision, Offload) else ("device",)
+            return self._keep(tensor, account, key, storage)
+        if tensor.nbytes < self._min_nbytes and storage.nbytes() <= SPARE * tensor.nbytes:
+            return self._keep(tensor, account, key, storage)
         if not (codec.lossless and codec.accepts(tensor.dtype)):
             reason = self._exact_reason(tensor, codec)
             if reason:
                 account.note = f"exact: {reason}"
-                if tiers == ("device",):
-                    return self._keep(tensor, account, key, storage.nbytes())
+                if tiers is DEVICE:
+                    return self._keep(tensor, account, key, storage)
                 codec = RAW
         return self._save(tensor, account, key, storage, codec, tiers)
 
     def _decide(self, tensor: Tensor, account: Account, tag: str) -> Decision:
         frame = self.tracker.frame
         if frame.inputs is not None:
-            decision: Decision = frame.inputs
+            decision = frame.inputs
         elif frame.place.decision is not None and not tag:
             decision = frame.place.decision
         else:
@@ -154,43 +176,36 @@ class Scope:
         return decision
 
     def _exact_reason(self, tensor: Tensor, codec: Codec) -> str:
+        """Why `tensor` cannot go through `codec`; empty when it can."""
         if not codec.accepts(tensor.dtype):
             return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
-        if self._has_model and self.tracker.frame.module is None and self.tracker.frame.inputs is None:
+        frame = self.tracker.frame
+        if self._has_model and frame.module is None and frame.inputs is None:
             return "saved outside of the model: part of the loss"
-        if not can_be_lossy(layout_of(tuple(tensor.shape), tensor.stride())):
+        if not tensor.is_contiguous() and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
             return "its elements overlap in memory"
         return lossy_reason(tensor)
 
     def _save(
-        self,
-        tensor: Tensor,
-        account: Account,
-        key: int,
-        storage: torch.UntypedStorage,
-        codec: Codec,
-        tiers: tuple[str, ...],
-    ) -> Handle:
+        self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, codec: Codec, tiers: tuple[str, ...]
+    ) -> Kept | Stored:
         weak = self._kept.get(key)
-        if weak is not None and weak() is not None:  # alive as it is: nothing is saved by a second form of it
-            return self._keep(tensor, account, key, 0)
+        if weak is not None and weak() is not None:  # alive as it is: a second form of it would only add bytes
+            return self._keep(tensor, account, key, storage)
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
-        version = tensor._version
-        handle = Stored(tensor, ANY_VERSION if allow else version, account, self._witness(tensor))
-        for region in self._regions.get(key, ()):
-            entry = region.entry() if region.entry is not None else None
-            if entry is not None and (entry.codec.lossless or entry.codec == codec):
-                layout = layout_of(handle.spec.shape, handle.spec.stride)
-                if region.covers(tensor, handle.offset, layout.span, layout.compact):
-                    handle.entry, handle.region = entry, region
-                    return handle
+        handle = Stored(tensor, account, self._empty_like(tensor), any_version=allow)
+        for other in self._stored.get(key, ()):
+            owner = other()
+            if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
+                handle.owner = owner
+                return handle
         if tensor.requires_grad:
-            if not self._encode(handle, tensor, version, codec, tiers):
+            if not self._encode(handle, tensor, storage, codec, tiers):
                 account.note = f"kept: no room in {' > '.join(tiers)}"
-                return self._keep(tensor, account, key, storage.nbytes())
+                return self._keep(tensor, account, key, storage)
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
-        handle.alias = self._keep(tensor, account, key, storage.nbytes())
+        handle.alias = self._keep(tensor, account, key, storage)
         copy = tensor.clone(memory_format=torch.preserve_format) if allow else None
         self._unsettled.append((ref(handle), codec, tiers, copy))
         self._unsettled_nr = _get_sequence_nr()
@@ -203,28 +218,37 @@ class Scope:
             handle = weak()
             if handle is None or handle.alias is None:
                 continue
-            alias = handle.alias.alias
-            version = handle.alias.version
-            changed = alias._version != version
-            if changed and copy is None:
-                continue  # stays an alias: its unpack gives autograd's verdict
-            if changed:
-                assert copy is not None
+            tensor = handle.alias.alias
+            if tensor._version != handle.version:
+                if copy is None:
+                    continue  # stays an alias: its unpack gives autograd's verdict
+                tensor = copy
                 handle.offset = copy.storage_offset()
-                alias = copy
-            if self._encode(handle, alias, version, codec, tiers):
+            if self._encode(handle, tensor, tensor.untyped_storage(), codec, tiers):
                 handle.alias = None
             else:
                 handle.account.note = f"kept: no room in {' > '.join(tiers)}"
 
-    def count(self, storage: torch.UntypedStorage, account: Account) -> None:
+    def close(self) -> None:
+        """Book what is still open, and forget every storage."""
+        self.settle()
+        self.tracker.end()
+        self._store.remember(weak for stored in self._stored.values() for weak in stored)
+        self._kept.clear()
+        self._stored.clear()
+        self._counted.clear()
+        self._tags.clear()
+
+    # -- what others tell ---------------------------------------------------------------------------------------------
+
+    def count(self, storage: UntypedStorage, account: Account) -> None:
         """Book a storage that plain autograd would save, and that a recomputed region does not."""
         key = storage._cdata
         weak = self._kept.get(key)
-        known = key in self.parameters or key in self._counted or key in self._regions
+        known = key in self.parameters or key in self._counted or self._is_stored(key) or key in self._small
         if not known and (weak is None or weak() is None):
             self._counted[key] = StorageWeakRef(storage)
-            self.ledger.add(account, saved=storage.nbytes())
+            self.ledger.add(account, storage.nbytes(), 0, 0)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage under `tensor`, for the rules of tensors that are saved after this."""
@@ -233,40 +257,42 @@ class Scope:
 
     # -- encode -------------------------------------------------------------------------------------------------------
 
-    def _encode(self, handle: Stored, tensor: Tensor, version: int, codec: Codec, tiers: tuple[str, ...]) -> bool:
+    def _encode(
+        self, handle: Stored, tensor: Tensor, storage: UntypedStorage, codec: Codec, tiers: tuple[str, ...]
+    ) -> bool:
         """Put the bytes that `handle` needs into the store; False when no tier has room."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        src, region = region_of(tensor, version, lossless=codec.lossless)
-        entry = self._store.put(src, codec, tiers, handle.account)
-        if entry is None:
+        if not is_whole(tensor, storage.nbytes()):
+            tensor, handle.region = region_of(tensor, lossless=codec.lossless)
+        handle.key = key = storage._weak_ref()
+        known = handle.alias is not None or self._is_stored(key) or key in self._counted
+        if not self._store.put(handle, tensor, codec, tiers, 0 if known else storage.nbytes()):
             return False
-        known = self._regions.get(key)
-        if known is None:
-            self._regions[key] = [region]
-            if key not in self._counted and handle.alias is None:
-                self.ledger.add(handle.account, saved=storage.nbytes())
+        stored = self._stored
+        if key in stored:
+            stored[key].append(ref(handle))
         else:
-            known.append(region)
-        region.entry = ref(entry)
-        handle.entry, handle.region = entry, region
+            stored[key] = [ref(handle)]
+            if len(stored) > self._prune_at:
+                self._prune()
         return True
 
-    def _witness(self, tensor: Tensor) -> Tensor:
-        """A tensor with `tensor`'s version counter and none of its memory."""
+    def _is_stored(self, key: int) -> bool:
+        return key in self._stored and any([weak() is not None for weak in self._stored[key]])
+
+    def _prune(self) -> None:
+        """Forget what has died, so that a context without an end does not grow."""
+        self._stored = {key: alive for key, weak in self._stored.items() if (alive := [w for w in weak if w()])}
+        self._kept = {key: weak for key, weak in self._kept.items() if weak() is not None}
+        self._counted = {key: weak for key, weak in self._counted.items() if not weak.expired()}
+        self._tags = {key: tag for key, tag in self._tags.items() if not tag[0].expired()}
+        self._prune_at = 1024 + 2 * len(self._stored)
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
         key = (tensor.dtype, tensor.device)
         empty = self._empty.get(key)
         if empty is None:
             empty = self._empty[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        witness = tensor.detach()
-        witness.data = empty
-        return witness
-
-    def _tag_of(self, key: int) -> str:
-        if not self._tags:
-            return ""
-        known = self._tags.get(key)
-        return known[1] if known is not None else ""
+        return empty
 
 
 def _refuse_reentrant() -> None:

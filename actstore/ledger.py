@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Lock
+from typing import Any
 
 from actstore.reaper import Reaper
 from actstore.spec import Site
@@ -11,7 +12,7 @@ from actstore.spec import Site
 class Account:
     """The figures of one site, in bytes; `count` in tensors. Changed by its ledger only."""
 
-    __slots__ = ("away", "count", "held", "held_at_exit", "note", "peak", "saved", "site", "stored", "where")
+    __slots__ = ("away", "count", "held", "held_at_exit", "note", "peak", "route", "saved", "site", "stored", "where")
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -24,16 +25,17 @@ class Account:
         self.count = 0  # tensors packed
         self.where = ""  # the decision, as policy text
         self.note = ""  # why the decision was not followed, where it was not
+        self.route: Any = None  # the store's own memory of where the last tensor of this site went
 
 
 class Ledger:
-    """All accounts of one store. Thread-safe; `release` is safe in finalizers."""
+    """All accounts of one store. Thread-safe; `release` is safe in finalizers, and takes effect at the next booking."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._gone = Reaper[tuple[Account, int, int]](self._lock, self._book_gone)
         self._accounts: dict[Site, Account] = {}
-        self.held = 0
+        self._held = 0
         self.peak = 0
         self.held_at_exit = 0
 
@@ -45,67 +47,56 @@ class Ledger:
         return account
 
     def accounts(self) -> list[Account]:
+        """All accounts in the order of their first use, with everything booked."""
         self._gone.drain()
         return list(self._accounts.values())
 
-    def add(self, account: Account, *, saved: int = 0, stored: int = 0, held: int = 0, away: int = 0) -> None:
-        """Book bytes; each may be negative where bytes move from one place to another."""
+    def add(self, account: Account, saved: int, stored: int, held: int, away: int = 0) -> None:
+        """Book bytes; each figure may be negative where bytes move from one place to another."""
         with self._lock:
+            self._gone.drain_locked()
             account.saved += saved
             account.stored += stored
             account.away += away
-            self._hold(account, held)
-        if self._gone:
-            self._gone.drain()
+            account.held = now = account.held + held
+            if now > account.peak:
+                account.peak = now
+            self._held = now = self._held + held
+            if now > self.peak:
+                self.peak = now
 
-    def keep(self, account: Account, nbytes: int) -> None:
-        """Book a storage that is saved and held as it is: the short form of `add` for the hot path."""
-        with self._lock:
-            account.saved += nbytes
-            account.held = held = account.held + nbytes
-            if held > account.peak:
-                account.peak = held
-            self.held = held = self.held + nbytes
-            if held > self.peak:
-                self.peak = held
-        if self._gone:
-            self._gone.drain()
-
-    def release(self, account: Account, held: int, away: int = 0) -> None:
+    def release(self, account: Account, held: int, away: int) -> None:
         """Book bytes as gone. Called by finalizers."""
         self._gone.put((account, held, away))
 
     def touch_peak(self, account: Account, transient: int) -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment."""
+        if self._held + transient <= self.peak and account.held + transient <= account.peak:
+            return  # true all the more once what is gone has been booked
         with self._lock:
+            self._gone.drain_locked()
             account.peak = max(account.peak, account.held + transient)
-            self.peak = max(self.peak, self.held + transient)
+            self.peak = max(self.peak, self._held + transient)
 
     def start(self) -> None:
         """Forget the figures of the last forward; what is still held goes on being held."""
-        self._gone.drain()
         with self._lock:
+            self._gone.drain_locked()
             for account in self._accounts.values():
                 account.saved = account.stored = account.count = 0
                 account.peak = account.held
-            self.peak = self.held
+            self.peak = self._held
 
     def mark_exit(self) -> None:
         """Remember what is held now: the end of forward."""
-        self._gone.drain()
         with self._lock:
+            self._gone.drain_locked()
             for account in self._accounts.values():
                 account.held_at_exit = account.held
-            self.held_at_exit = self.held
-
-    def _hold(self, account: Account, nbytes: int) -> None:
-        account.held += nbytes
-        self.held += nbytes
-        account.peak = max(account.peak, account.held)
-        self.peak = max(self.peak, self.held)
+            self.held_at_exit = self._held
 
     def _book_gone(self, item: tuple[Account, int, int]) -> None:
         account, held, away = item
         account.held -= held
         account.away -= away
-        self.held -= held
+        self._held -= held

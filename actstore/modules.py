@@ -6,30 +6,35 @@ attached to a model, so that it can be copied and pickled at any time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from actstore.ledger import Account, Ledger
-from actstore.policy import Decision
+from actstore.policy import Decision, Keep
 from actstore.spec import Site
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
+GROUP = 64  # small tensors that share one frame at most
+GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
 
 class Place:
     """What is remembered of one module name: its accounts in the order of its saves, and its decision."""
 
-    __slots__ = ("_ledger", "accounts", "decision", "name")
+    __slots__ = ("_ledger", "_small", "accounts", "decision", "keep_below", "name")
 
-    def __init__(self, name: str, ledger: Ledger, decision: Decision | None) -> None:
+    def __init__(self, name: str, ledger: Ledger, decision: Decision | None, min_nbytes: int) -> None:
         self.name = name
         self.accounts: list[Account] = []
         self.decision = decision  # None: ask the policy for each tensor
+        # Storages below this many bytes are kept, and accounted for in groups.
+        self.keep_below = max(min_nbytes, GROUPED_NBYTES) if isinstance(decision, Keep) else min_nbytes
         self._ledger = ledger
+        self._small: Account | None = None
 
     def account(self, index: int) -> Account:
         accounts = self.accounts
@@ -37,35 +42,85 @@ class Place:
             accounts.append(self._ledger.account(Site(self.name, len(accounts))))
         return accounts[index]
 
+    def book(self, nbytes: int, count: int) -> None:
+        """Book a group of small tensors as saved and held."""
+        if self._small is None:
+            self._small = self._ledger.account(Site(self.name, SMALL))
+            self._small.note = "small"
+        self._small.count += count
+        self._ledger.add(self._small, nbytes, 0, nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Book a group as gone. Called by finalizers."""
+        if self._small is not None:
+            self._ledger.release(self._small, nbytes, 0)
+
 
 class Frame:
-    """One call of a module: its place, how many tensors it has saved, and the decision for a region's inputs."""
+    """One call of a module: its place, how many tensors it has saved, and the decision for a region's inputs.
 
-    __slots__ = ("index", "inputs", "module", "place")
+    Handles of small tensors hold their frame, and so it dies with the last of them: their bytes are booked once, when
+    the call ends, and released once. That is what makes a kept tensor cheap.
+    """
 
-    def __init__(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
+    __slots__ = ("booked", "index", "inputs", "keep_below", "keys", "module", "place", "small")
+
+    def __init__(
+        self, module: Module | None, place: Place, small: dict[int, int], inputs: Decision | None = None
+    ) -> None:
         self.module = module
         self.place = place
         self.inputs = inputs
+        self.keep_below = place.keep_below
         self.index = 0
+        self.small = small  # bytes of the small storages of all frames, by identity
+        self.keys: list[int] = []  # those of this frame
+        self.booked = 0
+
+    def end(self) -> None:
+        """Book the small tensors of this call."""
+        if self.keys:
+            self.booked = sum([self.small[key] for key in self.keys])
+            self.place.book(self.booked, len(self.keys))
+
+    def __del__(self) -> None:
+        for key in self.keys:
+            self.small.pop(key, None)
+        if self.booked:
+            self.place.release(self.booked)
 
 
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("frame", "places", "stack")
+    __slots__ = ("frame", "places", "small", "stack")
 
     def __init__(self, places: dict[Module, Place], top: Place) -> None:
         self.places = places
+        self.small: dict[int, int] = {}
         self.stack: list[Frame] = []
-        self.frame = Frame(None, top)
+        self.frame = Frame(None, top, self.small)
 
-    def push(self, frame: Frame) -> None:
+    def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
-        self.frame = frame
+        self.frame = Frame(module, place, self.small, inputs)
 
     def pop(self) -> None:
+        self.frame.end()
         self.frame = self.stack.pop()
+
+    def renew(self) -> None:
+        """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
+        old = self.frame
+        old.end()
+        self.frame = Frame(old.module, old.place, self.small, old.inputs)
+        self.frame.index = old.index
+
+    def end(self) -> None:
+        """Book what frames that are still open hold."""
+        while self.stack:
+            self.pop()
+        self.frame.end()
 
 
 _active = local()
@@ -79,7 +134,7 @@ def _before(module: Module, _: Any) -> None:
     if tracker is not None:
         place = tracker.places.get(module)
         if place is not None:
-            tracker.push(Frame(module, place))
+            tracker.push(module, place)
 
 
 def _after(module: Module, _args: Any, _output: Any) -> None:

@@ -42,23 +42,18 @@ def lossy_reason(tensor: Tensor) -> str:
     if not tensor.requires_grad:
         return "requires no gradient: a statistic, a mask or an index"
     node = tensor.grad_fn
-    if node is not None and node.name() in _EXACT_PRODUCERS:
-        return f"output of {node.name().removesuffix('0').removesuffix('Backward')}: its error is amplified"
+    if node is not None and (name := node.name()) in _EXACT_PRODUCERS:
+        return f"output of {name.rstrip('01').removesuffix('Backward')}: its error is amplified"
     return ""
 
 
 def is_cast_parameter(tensor: Tensor) -> bool:
     """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer."""
     node = tensor.grad_fn
-    for _ in range(6):
-        if node is None:
-            return False
-        name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            return isinstance(getattr(node, "variable", None), Parameter)
-        if name not in _TRANSPARENT or len(node.next_functions) != 1:
-            return False
+    while node is not None and node.name() in _TRANSPARENT:
         node = node.next_functions[0][0]
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            return isinstance(getattr(node, "variable", None), Parameter)
     return False
 
 

@@ -1,7 +1,7 @@
 """A queue that finalizers may use.
 
 A finalizer runs at any moment on any thread, also on the thread that holds the lock it would need. It therefore only
-appends here; the item is handled at once when the lock is free, and otherwise by the lock's owner when it next drains.
+appends here, which is atomic; the items are handled later, under the lock, by ordinary code.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ T = TypeVar("T")
 
 
 class Reaper(Generic[T]):
-    """Hands items to `handle` under `lock`, never blocking and never nested."""
+    """Collects items by `put`, at any moment; `drain` gives each to `handle` under `lock`, one at a time."""
 
     def __init__(self, lock: Lock, handle: Callable[[T], None]) -> None:
         self._lock = lock
         self._handle = handle
         self._queue: deque[T] = deque()
-
-    def put(self, item: T) -> None:
-        self._queue.append(item)
-        self.drain()
+        self.put = self._queue.append
 
     def drain(self) -> None:
-        """Handle what is queued, unless another owner of the lock is at work: it drains when it is done."""
-        while self._queue and self._lock.acquire(blocking=False):
-            try:
-                item = self._queue.popleft() if self._queue else None
-                if item is not None:
-                    self._handle(item)
-            finally:
-                self._lock.release()
+        """Handle what is queued. Not for finalizers, nor for the owner of the lock."""
+        if self._queue:
+            with self._lock:
+                self.drain_locked()
 
-    def __bool__(self) -> bool:
-        return bool(self._queue)
+    def drain_locked(self) -> None:
+        """Handle what is queued; the caller owns the lock."""
+        while self._queue:
+            self._handle(self._queue.popleft())

@@ -15,7 +15,7 @@ from torch.nn import Module, ModuleList, Parameter, Sequential
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from actstore.modules import Frame, named_modules
+from actstore.modules import named_modules
 from actstore.policy import Keep, Recompute
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Wrapped:
         if scope is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tracker = scope.tracker
-        tracker.push(Frame(None, tracker.frame.place, self._decision.inputs))
+        tracker.push(None, tracker.frame.place, self._decision.inputs)
         try:
             # Tensors go in by position, also those of keyword arguments and containers: only they reach the store.
             leaves, form = tree_flatten((args, kwargs))

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from weakref import ref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore.layout import Layout, layout_of, storage_view
-
-if TYPE_CHECKING:
-    from actstore.store import Entry
 
 SPARE = 4  # a view takes its whole storage along when that is at most this many times its own bytes
 
 
-class Region:
-    """The part of a storage that an entry holds.
+class Region(NamedTuple):
+    """The part of a storage that a payload holds, in elements.
 
     Attributes
     ----------
-    storage : weak reference; while it is held, no other storage can have the same address
-    version : version of the storage when it was encoded
-    start, count : the elements `start` to `start + count` of the storage; or, where `compact` is given,
-        just the elements of one strided view
-    compact : (shape, stride) of unique elements in storage order, relative to `start`
+    start, count : the elements `start` to `start + count` of the storage; or, where `compact` is given, just the
+        elements of one strided view from `start`
+    compact : (shape, stride) of unique elements in storage order
     """
 
-    __slots__ = ("compact", "count", "dtype", "entry", "start", "storage", "version")
+    start: int
+    count: int
+    compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def __init__(
-        self,
-        storage: StorageWeakRef,
-        version: int,
-        dtype: torch.dtype,
-        start: int,
-        count: int,
-        compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-    ) -> None:
-        self.storage = storage
-        self.version = version
-        self.dtype = dtype
-        self.start = start
-        self.count = count
-        self.compact = compact
-        self.entry: ref[Entry] | None = None
-
-    def covers(self, tensor: Tensor, offset: int, span: int, compact: Any) -> bool:
+    def covers(self, offset: int, layout: Layout) -> bool:
         """Whether a view of the same storage can be rebuilt from this region."""
-        if tensor.dtype != self.dtype or tensor._version != self.version:
-            return False
         if self.compact is not None:
-            return offset == self.start and compact == self.compact
-        return self.start <= offset and offset + span <= self.start + self.count
+            return offset == self.start and layout.compact == self.compact
+        return self.start <= offset and offset + layout.span <= self.start + self.count
 
 
-def region_of(tensor: Tensor, version: int, *, lossless: bool) -> tuple[Tensor, Region]:
+def is_whole(tensor: Tensor, total: int) -> bool:
+    """Whether `tensor` is all of a storage of `total` bytes, contiguous and without lazy bits."""
+    return tensor.nbytes == total and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
     """What to encode so that `tensor` can be rebuilt: a dense source, and the region of the storage that it is.
 
     * the whole storage, when it is little more than the view: all its views then share one payload, as q, k and v do.
@@ -66,24 +47,22 @@ def region_of(tensor: Tensor, version: int, *, lossless: bool) -> tuple[Tensor, 
     * else the span of the view, where that is little more than the view;
     * else just the elements of the view, gathered.
     """
-    storage = tensor.untyped_storage()
-    weak, total, itemsize = StorageWeakRef(storage), storage.nbytes(), tensor.dtype.itemsize
-    layout = layout_of(tuple(tensor.shape), tensor.stride())
+    total, nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.nbytes, tensor.dtype.itemsize
+    layout = layout_of(tensor.shape, tensor.stride())
     offset, base = tensor.storage_offset(), tensor._base
     whole_is_meant = lossless or (base is not None and _written_at_once(base))
     tensor = _stored_bits(tensor.detach())
-    if layout.dense and total == layout.span * itemsize:
-        return tensor, Region(weak, version, tensor.dtype, 0, layout.span)
-    nbytes = tensor.nbytes
+    if layout.dense and total == nbytes:
+        return tensor, Region(0, layout.span)
     if whole_is_meant and total <= SPARE * nbytes and total % itemsize == 0:
         count = total // itemsize
-        return storage_view(tensor, 0, count), Region(weak, version, tensor.dtype, 0, count)
+        return storage_view(tensor, 0, count), Region(0, count)
     if layout.dense:
-        return tensor, Region(weak, version, tensor.dtype, offset, layout.span)
+        return tensor, Region(offset, layout.span)
     if layout.compact is None or (lossless and layout.span * itemsize <= SPARE * nbytes):
-        return storage_view(tensor, offset, layout.span), Region(weak, version, tensor.dtype, offset, layout.span)
+        return storage_view(tensor, offset, layout.span), Region(offset, layout.span)
     gathered = tensor.as_strided(*layout.compact).contiguous()
-    return gathered, Region(weak, version, tensor.dtype, offset, gathered.numel(), layout.compact)
+    return gathered, Region(offset, gathered.numel(), layout.compact)
 
 
 def can_be_lossy(layout: Layout) -> bool:

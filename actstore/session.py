@@ -97,7 +97,7 @@ class ActivationStore:
         self._active = 0
         self._wrapped = self._fit_model()
         self._places: dict[Module, Place] = {}
-        self._top = Place("", self._store.ledger, self._decision_of(""))
+        self._top = self._place("")
         if "disk" in _tiers_of(self._policy):
             self._store.open(_device_of(model) or torch.device("cpu"), "disk")
 
@@ -149,8 +149,7 @@ class ActivationStore:
         entry.hooks.__exit__(kind, error, trace)
         modules.stop(entry.before)
         try:
-            if error is None:
-                entry.scope.settle()
+            entry.scope.close()
         finally:
             with self._lock:
                 self._active -= 1
@@ -217,12 +216,13 @@ class ActivationStore:
             if place is None or place.name != name:
                 place = by_name.get(name)
                 if place is None:
-                    place = by_name[name] = Place(name, self._store.ledger, self._decision_of(name))
+                    place = by_name[name] = self._place(name)
             places[module] = place
         self._places = places
 
-    def _decision_of(self, name: str) -> Decision | None:
-        return self._policy.decide(name) if isinstance(self._policy, Rules) else None
+    def _place(self, name: str) -> Place:
+        decision = self._policy.decide(name) if isinstance(self._policy, Rules) else None
+        return Place(name, self._store.ledger, decision, self._min_nbytes)
 
     def _scope_here(self) -> Scope | None:
         """The scope of this store on this thread, if it is the innermost."""

@@ -47,11 +47,15 @@ class Spec(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A place in the model that saves a tensor: module name, index within its call, optional tag."""
+    """A place in the model that saves a tensor: module name, index within its call, optional tag.
+
+    Index -1 stands for all tensors of the module that are kept because they are small.
+    """
 
     name: str
     index: int
     tag: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name or '(top)'}{'/' + self.tag if self.tag else ''}[{self.index}]"
+        tag = f"/{self.tag}" if self.tag else ""
+        return f"{self.name or '(top)'}{tag}{f'[{self.index}]' if self.index >= 0 else ''}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from threading import Lock
-from typing import Any
 from weakref import ref
 
 import torch
@@ -31,31 +30,52 @@ class StoreOptions:
 
 
 class Entry:
-    """One payload. It frees its slot when the last handle to it is gone."""
+    """One payload, or none yet. It frees its slot when it dies."""
 
-    __slots__ = ("__weakref__", "account", "codec", "fresh", "nbytes", "slot", "store", "tier")
+    __slots__ = ("__weakref__", "account", "codec", "nbytes", "slot", "store", "tier")
 
-    def __init__(self, store: Store, account: Account, codec: Codec, tier: Tier, slot: Slot, nbytes: int) -> None:
-        self.store = store
-        self.account = account
-        self.codec = codec
-        self.tier = tier
-        self.slot: Slot | None = slot
-        self.nbytes = nbytes  # of the payload; the slot may be larger
-        self.fresh: Any = None  # the last decoded copy that several views share, owned by the handles
-        store.live[id(self)] = ref(self)
+    store: Store
+    account: Account
+    codec: Codec
+    tier: Tier
+    slot: Slot | None
+    nbytes: int  # of the payload; the slot may be larger
 
     def free(self) -> None:
         """Give the slot back. What is asked of the entry later raises StateError."""
-        slot, self.slot = self.slot, None
+        slot = self.slot
         if slot is not None:
+            self.slot = None
             self.tier.free(slot)
-            on_device = self.tier.on_device
-            self.store.ledger.release(self.account, slot.nbytes if on_device else 0, 0 if on_device else slot.nbytes)
+            if self.tier.on_device:
+                self.store.ledger.release(self.account, slot.nbytes, 0)
+            else:
+                self.store.ledger.release(self.account, 0, slot.nbytes)
 
-    def __del__(self) -> None:
-        self.store.live.pop(id(self), None)
-        self.free()
+
+class _Route:
+    """Where the last tensor of a site went: the next one of its kind goes there without a search."""
+
+    __slots__ = ("codec", "device", "dtype", "nbytes", "numel", "place", "tier", "tiers")
+
+    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: _Place) -> None:
+        self.codec = codec
+        self.tiers = tiers
+        self.numel = src.numel()
+        self.dtype = src.dtype
+        self.device = src.device
+        self.nbytes = codec.size(Spec.of(src)).nbytes
+        self.place = place
+        self.tier = place.tier(tiers[0])
+
+    def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
+        return (
+            self.codec is codec
+            and self.tiers is tiers
+            and self.numel == src.numel()
+            and self.dtype is src.dtype
+            and self.device == src.device
+        )
 
 
 class _Place:
@@ -103,7 +123,7 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
-        self.live: dict[int, ref[Entry]] = {}
+        self._entries: list[ref[Entry]] = []
         self._places: dict[torch.device, _Place] = {}
         self._lock = Lock()
         self._closed = False
@@ -117,17 +137,19 @@ class Store:
         """
         self._place(device).tier(tier)
 
-    def put(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], account: Account) -> Entry | None:
-        """Encode `src` into the first tier that has room.
+    def put(self, entry: Entry, src: torch.Tensor, codec: Codec, tiers: Sequence[str], saved: int) -> bool:
+        """Encode `src` into the first tier that has room, and give the slot to `entry`.
 
         Parameters
         ----------
+        entry : an empty one, with its account, where the bytes are booked
         src : Tensor, dense strides, any dtype that `codec` accepts
         tiers : names of tiers, first choice first
+        saved : bytes that plain autograd would hold in place of the payload
 
         Returns
         -------
-        Entry, or None when no tier has room
+        bool : False when no tier has room
 
         Raises
         ------
@@ -138,25 +160,37 @@ class Store:
         Stream: current. On return `src` has been read in stream order and may change. The host never waits for the
         device; it waits for the disk when more than a window of bytes is still to be written.
         """
-        place = self._places.get(src.device) or self._place(src.device)
-        size = codec.size(Spec.of(src)).nbytes
-        for name in tiers:
-            tier = place.tier(name)
-            slot = tier.reserve(size)
+        account = entry.account
+        route: _Route | None = account.route
+        if route is None or not route.fits(src, codec, tiers):
+            route = account.route = _Route(src, codec, tiers, self._place(src.device))
+        tier = route.tier
+        slot = tier.reserve(route.nbytes)
+        for name in tiers[1:] if slot is None else ():
+            tier = route.place.tier(name)
+            slot = tier.reserve(route.nbytes)
             if slot is not None:
                 break
-        else:
+        if slot is None:
             if self.options.strict:
                 raise CapacityError(
-                    f"no room for {format_nbytes(size)} in {' > '.join(tiers)}; raise the budget, add a tier to the "
-                    "ladder, or use strict=False to keep what does not fit",
-                    nbytes=size,
+                    f"no room for {format_nbytes(route.nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
+                    "to the ladder, or use strict=False to keep what does not fit",
+                    nbytes=route.nbytes,
                     tiers=tuple(tiers),
                 )
-            return None
+            return False
         if tier.on_device:
-            return self._encode_in_place(src, codec, tier, slot, account)
-        return self._encode_and_offload(src, codec, place, tier, slot, account)
+            try:
+                used = codec.encode(src, slot.buffer)  # type: ignore[arg-type]  # a tier of the device is memory
+            except BaseException:
+                tier.free(slot)
+                raise
+            self.ledger.add(account, saved, used, slot.nbytes)
+        else:
+            used = self._encode_and_offload(src, codec, route.place, tier, slot, account, saved)
+        entry.store, entry.codec, entry.tier, entry.slot, entry.nbytes = self, codec, tier, slot, used
+        return True
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
         """Decode a payload into `out`. Repeatable, and safe from any thread.
@@ -193,6 +227,11 @@ class Store:
         for place in self._places.values():
             place.trim()
 
+    def remember(self, entries: Iterable[ref[Entry]]) -> None:
+        """Know these entries, so that `close` can free those that are still alive."""
+        with self._lock:
+            self._entries = [weak for weak in (*self._entries, *entries) if weak() is not None]
+
     def poll(self) -> None:
         """Let go of device memory whose bytes have arrived elsewhere."""
         for place in list(self._places.values()):
@@ -203,9 +242,12 @@ class Store:
         with self._lock:
             self._closed = True
             places, self._places = self._places, {}
-        for entry in [weak() for weak in list(self.live.values())]:
+        for weak in self._entries:
+            entry = weak()
             if entry is not None:
                 entry.free()
+        for account in self.ledger.accounts():
+            account.route = None
         for place in places.values():
             place.close()
 
@@ -218,19 +260,9 @@ class Store:
                 place = self._places[device] = _Place(device, self.options)
             return place
 
-    def _encode_in_place(self, src: torch.Tensor, codec: Codec, tier: Tier, slot: Slot, account: Account) -> Entry:
-        assert slot.buffer is not None
-        try:
-            used = codec.encode(src, slot.buffer)
-        except BaseException:
-            tier.free(slot)
-            raise
-        self.ledger.add(account, stored=used, held=slot.nbytes)
-        return Entry(self, account, codec, tier, slot, used)
-
     def _encode_and_offload(
-        self, src: torch.Tensor, codec: Codec, place: _Place, tier: Tier, slot: Slot, account: Account
-    ) -> Entry:
+        self, src: torch.Tensor, codec: Codec, place: _Place, tier: Tier, slot: Slot, account: Account, saved: int
+    ) -> int:
         device_tier = place.tier("device")
         stage = device_tier.reserve(slot.nbytes)
         assert stage is not None
@@ -238,19 +270,19 @@ class Store:
         nbytes = slot.nbytes
 
         def landed(_: torch.Tensor) -> None:
-            self.ledger.add(account, held=-nbytes, away=nbytes)
+            self.ledger.add(account, 0, 0, -nbytes, nbytes)
             device_tier.free(stage)
 
-        booked = 0
+        booked = False
         try:
             used = codec.encode(src, stage.buffer)
-            self.ledger.add(account, stored=used, held=nbytes)
-            booked = used
+            self.ledger.add(account, saved, used, nbytes)
+            booked = True
             place.transfer.offload(tier, slot, stage.buffer, landed)
         except BaseException:
             if booked:
-                self.ledger.add(account, stored=-booked, held=-nbytes)
+                self.ledger.add(account, -saved, -used, -nbytes)
             device_tier.free(stage)
             tier.free(slot)
             raise
-        return Entry(self, account, codec, tier, slot, used)
+        return used

@@ -16,7 +16,7 @@ Payload = Callable[[Any], Iterable[Tensor]]
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
     """Equal for the same storage only: while it lives, no other storage gets the same identity."""
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return StorageWeakRef(storage)
 
 
 class Census:
@@ -49,7 +49,7 @@ class Census:
     @property
     def held_bytes(self) -> int:
         """Of those that are still alive."""
-        alive: list[int] = [nbytes for key, nbytes in self._seen.items() if not key.expired()]  # type: ignore[no-untyped-call]
+        alive: list[int] = [nbytes for key, nbytes in self._seen.items() if not key.expired()]
         return sum(alive)
 
     def plain(self) -> saved_tensors_hooks:

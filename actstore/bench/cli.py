@@ -26,12 +26,18 @@ WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 
 
-@app.callback()
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
-    """Store training activations kept, quantized, offloaded, on disk or recomputed."""
-    if version:
+def _say_version(asked: bool) -> None:
+    if asked:
         typer.echo(__version__)
         raise typer.Exit
+
+
+_VERSION = typer.Option("--version", help="Print the version.", is_eager=True, callback=_say_version)
+
+
+@app.callback()
+def _top(version: Annotated[bool, _VERSION] = False) -> None:
+    """Store training activations kept, quantized, offloaded, on disk or recomputed."""
 
 
 @app.command()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import hypot
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from actstore.bench.result import Result, RowResult
 from actstore.bench.table import MIB
+
+_Point = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ _LOOKS = {
     "lossless": _Look("actstore, exact gradients", "#0b6bcb", "o"),
     "lossy": _Look("actstore, lossy", "#d9640d", "D"),
 }
-# Where a label may stand: right, left, above, below and the corners, near first, in points from its mark.
-_ANGLES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-_PLACES = tuple((dx * reach, dy * reach) for reach in (9, 16, 26, 38, 52, 70) for dx, dy in _ANGLES)
+_REACHES = (0, 9, -9, 16, -16, 26, -26, 38, -38, 52, -52, 70, -70)
+# Where a name may stand, in points from its mark, near places first and beside before above.
+_PLACES = sorted(((dx, dy) for dx in _REACHES for dy in _REACHES if dx or dy), key=lambda p: hypot(p[0], 1.5 * p[1]))
 
 
 def save(result: Result, path: Path) -> None:
@@ -48,9 +51,17 @@ def save(result: Result, path: Path) -> None:
             axes.scatter(
                 [row.ratio or 0.0 for row in mine],
                 [_height(row) for row in mine],
-                s=64, color=look.color, marker=look.marker, label=look.label, zorder=3, edgecolors="white", linewidths=0.8,
-            )  # fmt: skip
+                s=64,
+                color=look.color,
+                marker=look.marker,
+                label=look.label,
+                zorder=3,
+                edgecolors="white",
+                linewidths=0.8,
+            )
     _dress(axes, result, rows)
+    if rows:
+        figure.legend(loc="outside lower center", ncols=len(_LOOKS), frameon=False, fontsize=9)
     figure.draw_without_rendering()
     _label(axes, rows)
     figure.savefig(path)
@@ -80,35 +91,47 @@ def _dress(axes: Axes, result: Result, rows: list[RowResult]) -> None:
     heights = [_height(row) for row in rows] or [1.0]
     spread = max(ratios) - min(ratios) or 0.2
     axes.set_xlim(min(ratios) - 0.12 * spread, max(ratios) + 0.2 * spread)
-    axes.set_ylim(-0.06 * max(heights), 1.1 * max(heights))
+    axes.set_ylim(-0.09 * max(heights), 1.1 * max(heights))
     axes.axvline(1, color="#cccccc", linewidth=1, zorder=1)
     axes.grid(True, color="#eeeeee", zorder=0)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if rows:
-        axes.legend(loc="upper right", frameon=True, framealpha=1, edgecolor="#dddddd", fontsize=8.5)
 
 
 def _label(axes: Axes, rows: list[RowResult]) -> None:
-    """Name each mark at the nearest place where the name covers no mark, no other name and not the legend."""
-    points = [axes.transData.transform((row.ratio or 0.0, _height(row))) for row in rows]
-    taken = [Bbox.from_bounds(x - 9, y - 9, 18, 18) for x, y in points]
-    legend = axes.get_legend()
-    if legend is not None:
-        taken.append(legend.get_window_extent())
+    """Name each mark at the nearest place where neither the name nor the line to it touches a mark or another name."""
+    points: list[_Point] = [tuple(axes.transData.transform((row.ratio or 0.0, _height(row)))) for row in rows]
+    reach = 5 * axes.figure.dpi / 72  # from the middle of a mark to its edge
+    marks = [Bbox.from_extents(x - reach, y - reach, x + reach, y + reach) for x, y in points]
+    names: list[Bbox] = []
     inside = axes.get_window_extent()
-    for row in sorted(rows, key=lambda row: (row.ratio or 0.0, _height(row))):
+    for index in sorted(range(len(rows)), key=points.__getitem__):
+        others = marks[:index] + marks[index + 1 :] + names
         for place in _PLACES:
-            name = _annotate(axes, row, place)
-            box = name.get_window_extent().padded(2)
-            free = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
-            if free and not any(box.overlaps(other) for other in taken):
+            name = _annotate(axes, rows[index], place)
+            box = _extent(name)
+            within = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+            touches = any(box.overlaps(other) for other in [*marks, *names])
+            if within and not touches and not _crosses(points[index], box, others):
                 break
             name.remove()
         else:
-            name = _annotate(axes, row, _PLACES[0])
-            box = name.get_window_extent()
-        taken.append(box)
+            box = _extent(_annotate(axes, rows[index], _PLACES[0]))
+        names.append(box)
+
+
+def _crosses(mark: _Point, box: Bbox, others: list[Bbox]) -> bool:
+    """Whether the line from a mark to the nearest point of its name runs through another name or mark."""
+    x, y = mark
+    end_x, end_y = min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
+    steps = [i / 16 for i in range(17)]
+    return any(other.contains(x + s * (end_x - x), y + s * (end_y - y)) for s in steps for other in others)
+
+
+def _extent(name: Annotation) -> Bbox:
+    """Of the letters alone: the annotation's own extent takes in the line to its mark."""
+    name.get_window_extent()  # puts the letters in their place
+    return Text.get_window_extent(name).padded(2)
 
 
 def _annotate(axes: Axes, row: RowResult, place: tuple[int, int]) -> Annotation:

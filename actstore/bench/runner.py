@@ -20,6 +20,14 @@ Progress = Callable[[str], None]
 """Called with the name of the row each time one of its timed steps is done."""
 
 
+def _silent(name: str) -> None:
+    pass
+
+
+def _forget(result: Result) -> None:
+    pass
+
+
 class Metronome:
     """The plain process, which keeps time for the others. Once it has failed it is out of use.
 
@@ -50,9 +58,16 @@ class Metronome:
 
 
 def run(
-    work: Workload, rows: list[Row], disk_path: str | None = None, progress: Progress = lambda name: None
+    work: Workload,
+    rows: list[Row],
+    disk_path: str | None = None,
+    progress: Progress = _silent,
+    row_done: Callable[[Result], None] = _forget,
 ) -> Result:
-    """Measure `rows`, of which the first is plain. A row that fails is kept with the reason, and the others go on."""
+    """Measure `rows`, of which the first is plain. A row that fails is kept with the reason, and the others go on.
+
+    `row_done` is given the result so far after each row.
+    """
     result = Result(environment(), work.to_dict())
     present: list[Row] = []
     for row in rows:
@@ -71,6 +86,7 @@ def run(
             result.rows.append(found)
             with Client(work, row, disk_path) as worker:
                 found.failed = _guarded(partial(_run_row, found, worker, metronome, work, progress))
+            row_done(result)
         if metronome.times_ms:
             plain.set_times(metronome.times_ms, list(metronome.times_ms))
         plain.failed = metronome.failed or _guarded(lambda: plain.update(client.ask("check")))

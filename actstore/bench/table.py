@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,13 +12,15 @@ from rich.text import Text
 from actstore.bench.result import Result, RowResult
 
 MIB = 2**20
-_COLUMNS = ("step ms", "x plain", "saved MiB", "held MiB", "held %", "peak MiB", "loss", "grad error")
+_COLUMNS = ("step\nms", "times\nplain", "saved\nMiB", "held\nMiB", "held\n%", "peak\nMiB", "\nloss", "gradient\nerror")
 
 
 def render(result: Result) -> RenderableType:
     """The table with its legend; readable in 100 columns."""
-    table = Table(title=_title(result), title_justify="left", title_style="bold", header_style="bold", show_edge=False)
-    table.add_column("row", no_wrap=True)
+    table = Table(
+        title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("\nrow", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
@@ -75,10 +78,10 @@ def _legend(result: Result) -> str:
     peak = "what the GPU's allocator gave out" if work["device"].startswith("cuda") else "the process's resident memory"
     same = "" if work["device"].startswith("cuda") else " On a CPU host memory is that device."
     return (
-        f"step ms: median of {work['steps']} steps, forward to optimizer. x plain: median over pairs of neighbouring steps.\n"
+        f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps.\n"
         "saved: what plain autograd would hold, each storage once, parameters excluded.\n"
         f"held: on the compute device at the end of forward; % of saved.{same}\n"
         f"peak: high-water of {peak}, model and libraries included.\n"
         f"loss: after {work['warmup'] + work['steps']} steps. "
-        "grad error: |g - g_plain| / |g_plain| over all parameters, same batch."
+        "Gradient error: |g - g_plain| / |g_plain| over all parameters, same batch."
     )

@@ -75,9 +75,9 @@ class KernelCodec(Codec):
 
     def _prepare(self, tensor: torch.Tensor) -> Kernels:
         self._check_dtype(tensor.dtype)
-        kernels = _find_kernels(self.name, tensor.device.type)(tensor.dtype, **self.__getstate__())
+        kernels = find_kernels(self.name, tensor.dtype, tensor.device, self.__getstate__())
         self._kernels[tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)] = kernels
-        return kernels  # type: ignore[no-any-return]
+        return kernels
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if not self.accepts(dtype):
@@ -113,12 +113,20 @@ class KernelCodec(Codec):
             )
 
 
-@cache
-def _find_kernels(name: str, device_type: str) -> Any:
-    """The `kernels` function of the best back end that this machine has, with one warning where it is not the best."""
-    if device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None):
+def find_kernels(name: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> Kernels:
+    """Kernels of the best back end that this machine has, with one warning where it is not the best."""
+    back_ends = ["torch"]
+    if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
+        back_ends.insert(0, device.type)
+    for back_end in back_ends:
         try:
-            return import_module(f"actstore.kernels.{name}_{device_type}").kernels
+            kernels: Kernels = import_module(f"actstore.kernels.{name}_{back_end}").kernels(dtype, device, **options)
+            return kernels
         except KernelUnavailable as error:
-            warnings.warn(f"{name} runs on {device_type} as PyTorch operations: {error}", RuntimeWarning, stacklevel=4)
-    return import_module(f"actstore.kernels.{name}_torch").kernels
+            _warn_once(f"{name} runs on {device.type} as PyTorch operations: {error}")
+    raise AssertionError("the torch back end is always available")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -13,9 +13,9 @@ import torch
 from actstore.errors import KernelUnavailable
 
 try:
+    import numba
     from llvmlite import ir
-    from numba import njit, types
-    from numba.extending import intrinsic
+    from numba.extending import intrinsic as _intrinsic
 except ImportError as error:
     raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
 
@@ -29,12 +29,17 @@ INF_F32 = u32(0x7F800000)
 INF_BF16 = u16(0x7F80)
 INF_F16 = u16(0x7C00)
 
-kernel = njit("void(int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy")
-inline = njit(forceinline=True, error_model="numpy")
+# Any: numba's own annotations describe the Python side of a compiled function, not what it compiles to
+types: Any = numba.types
+intrinsic: Any = _intrinsic
+kernel: Any = numba.njit(
+    "void(int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
+)
+inline: Any = numba.njit(forceinline=True, error_model="numpy")
 
 
 def _pointer_to(element: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -50,7 +55,7 @@ u16_at = _pointer_to(types.uint16)
 u32_at = _pointer_to(types.uint32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def get(_typing: Any, base: Any, _index: Any) -> Any:
     """``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
 
@@ -60,7 +65,7 @@ def get(_typing: Any, base: Any, _index: Any) -> Any:
     return base.dtype(base, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def put(_typing: Any, base: Any, _index: Any, value: Any) -> Any:
     """``base[index] = value``, cut to the width of the element."""
 
@@ -72,7 +77,7 @@ def put(_typing: Any, base: Any, _index: Any, value: Any) -> Any:
     return types.none(base, types.int64, value), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_f32(_typing: Any, _bits: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -80,7 +85,7 @@ def as_f32(_typing: Any, _bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_u32(_typing: Any, _value: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))

@@ -40,7 +40,7 @@ MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, tie
 
 
 @cache
-def kernels(dtype: torch.dtype, group: int) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, group: int) -> Kernels:
     """Kernels for one dtype and group size; compiled at first use, then read from numba's cache on disk."""
     run_encode, run_decode = _compile_encode(KINDS[dtype], group), _compile_decode(KINDS[dtype], group)
     large = SPLIT_NBYTES // dtype.itemsize
@@ -62,12 +62,8 @@ def kernels(dtype: torch.dtype, group: int) -> Kernels:
 
 @inline
 def _encode_group(source: Any, codes: Any, scales: Any, index: Any, start: Any, count: Any, kind: Any) -> None:
-    if kind == F32:
-        inf, top = INF_F32, u32(0)
-    elif kind == BF16:
-        inf, top = INF_BF16, u16(0)
-    else:
-        inf, top = INF_F16, u16(0)
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + count):
         magnitude = load_magnitude(source, i, kind)
         top = max(top, magnitude)

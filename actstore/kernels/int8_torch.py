@@ -12,7 +12,7 @@ INF = 0x7F800000
 FLUSH = 0x08800000  # 2^-110
 
 
-def kernels(dtype: torch.dtype, group: int) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, group: int) -> Kernels:
     """Kernels for one dtype and group size. They allocate temporaries and never wait for the device."""
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int) -> None:
@@ -59,4 +59,5 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, gro
     largest = torch.finfo(values.dtype).max
     groups = pad(codes, (0, -len(codes) % group)).view(-1, group)
     decoded = (groups.to(torch.float32) * scales.to(torch.float32).view(-1, 1)).clamp_(-largest, largest)
-    values.copy_(torch.where(groups == -128, torch.nan, decoded).view(-1)[: len(values)])
+    # NaN enters after the conversion, which writes other NaN bits on some processors
+    values.copy_(decoded.to(values.dtype).masked_fill_(groups == -128, torch.nan).view(-1)[: len(values)])

@@ -12,7 +12,7 @@ from actstore.kernels.threads import SPLIT_NBYTES, split
 BLOCK = 1 << 16  # bytes: a range of a split copy is a whole number of these
 
 
-def kernels(dtype: torch.dtype) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype."""
     itemsize = dtype.itemsize
 

@@ -7,7 +7,7 @@ import torch
 from actstore.kernels.base import Kernels, payload_pointer, storage_slice
 
 
-def kernels(dtype: torch.dtype) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype."""
     itemsize = dtype.itemsize
 

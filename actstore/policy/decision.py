@@ -110,7 +110,7 @@ def _require_codec(where: str, codec: object) -> None:
     if isinstance(codec, Codec):
         return
     if isinstance(codec, type) and issubclass(codec, Codec):
-        raise ChainError(f"{where} takes a codec, not its class; write {where}({codec.__name__}(), ...)", codec=codec)
+        raise ChainError(f"{where} takes a codec, not its class; call it: {codec.__name__}()", codec=codec)
     raise ChainError(
         f"{where} takes a codec such as Int8() or Raw(), not {codec!r}; text goes through Rules.parse", codec=codec
     )

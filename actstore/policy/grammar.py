@@ -81,6 +81,8 @@ def parse_decision(text: str) -> Decision:
 
 
 class _Parser:
+    """Reads the tokens of one decision; `at` is the index of the next one."""
+
     def __init__(self, source: RuleText) -> None:
         self.source = source
         self.tokens = source.tokens()
@@ -167,11 +169,13 @@ class _Parser:
         try:
             return registry.get(token.text)
         except UnknownCodecError as error:
+            hint = ""
             if self.next.kind == "word":
-                hint = f"if {token} is a module, a colon is missing: '{token.text} : {self.next.text}'"
-                error.args = (f"{error.args[0]}; {hint}",)
+                hint = f" If {token} is a module, a colon is missing: '{token.text} : {self.next.text}'"
             elif near := near_words(token.text, _WORDS):
-                error.args = (f"{error.args[0]}; did you mean {near}?",)
+                hint = f" Did you mean {near}?"
+            if hint:
+                error.args = (error.args[0] + "." * (not error.args[0].endswith("?")) + hint,)
             raise self.source.locate(error, token.offset, len(token.text)) from None
 
     def argument(self, kind: type[Codec], values: dict[str, Any]) -> None:
@@ -182,8 +186,10 @@ class _Parser:
                 near = did_you_mean(token.text, options)
                 raise self.fail(token, f"{kind.name} has no option {token}{near} {self.usage(kind)}")
             name, value = self.take().text, self.skip("=") and self.value(kind, token.text)
-        elif token.text in options and options[token.text].type is bool:
+        elif token.text in options:
             name, value = self.take().text, True
+            if options[name].type is not bool:
+                raise self.fail(token, f"{token} is no flag: write '{name}=' and {options[name].expected}")
         else:
             inner = [name for name, option in options.items() if option.takes_codec and name not in values]
             if not inner:

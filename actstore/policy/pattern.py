@@ -61,7 +61,7 @@ class Pattern(NamedTuple):
         """Whether all that `other` covers is plainly covered by this pattern too, in any model."""
         if self.tag and not (other.tag and _includes(self.tag, other.tag)):
             return False
-        return self.any_module or any(_includes(self.module, outer) for outer in ancestry(other.module))
+        return any(_includes(self.module, outer) for outer in ancestry(other.module))
 
 
 EVERYTHING = Pattern("*")
@@ -82,15 +82,22 @@ def near_modules(module: str, names: Sequence[str]) -> list[str]:
             return [alike[0], alike[-1]] if len(alike) > 1 else alike
     known = shapes(names)
     inside = [shape for shape in known if f".{shape}".endswith(f".{_shape(module)}")]
-    if near := inside[:3] or difflib.get_close_matches(_shape(module), known, n=3, cutoff=0.6):
+    if near := inside[:3] or _closest(_shape(module), known):
         return near
     last = {shape.rpartition(".")[2]: shape for shape in known}
-    return [last[part] for part in difflib.get_close_matches(module.rpartition(".")[2], last, n=3, cutoff=0.6)]
+    return [last[part] for part in _closest(module.rpartition(".")[2], last)]
 
 
 def shapes(names: Iterable[str]) -> list[str]:
     """The module names with ``*`` for their numbers, each once, outermost first."""
     return sorted(dict.fromkeys(_shape(name) for name in names if name), key=lambda shape: shape.count("."))
+
+
+def _closest(word: str, known: Iterable[str]) -> list[str]:
+    """The nearest of `known`, and those that are about as near: long names are alike by their common beginnings."""
+    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    likeness = [difflib.SequenceMatcher(a=word, b=name).ratio() for name in near]
+    return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.05]
 
 
 def _shape(name: str) -> str:

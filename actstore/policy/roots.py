@@ -24,8 +24,7 @@ def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Seque
             f"the modules to recompute instead, such as 'encoder : {ordered[-1][1]}'"
         )
     names = [name for name in names if name]
-    modules = [rule for rule in ordered if not rule[0].tag]  # a tag decides tensors, not modules
-    owners = {name: next(rule for rule in modules if rule[0].covers(name)) for name in names}
+    owners = {name: next(rule for rule in ordered if rule[0].covers(name)) for name in names}  # never one for a tag
     matched = {
         name
         for name, (pattern, decision) in owners.items()

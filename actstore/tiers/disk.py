@@ -76,8 +76,8 @@ class DiskTier(Tier):
         _warn_if_memory(self._folder)
 
     def reserve(self, nbytes: int) -> Slot | None:
-        self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             if self._file is None:
                 raise TransferError("the disk tier is closed", folder=str(self._folder))
             if self._file.pid != os.getpid():
@@ -123,8 +123,8 @@ class DiskTier(Tier):
             self._back.put(slot)
 
     def close(self) -> None:
-        self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             file, self._file = self._file, None
         if file is not None:
             file.close()

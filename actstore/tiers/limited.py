@@ -24,8 +24,8 @@ class Limited(Tier):
         self._back = Reaper[int](self._lock, self._receive)
 
     def reserve(self, nbytes: int) -> Slot | None:
-        self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             if self._used_nbytes + nbytes > self.budget_nbytes:
                 return None
             self._used_nbytes += nbytes

@@ -39,11 +39,11 @@ class BufferPool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """An uninitialised buffer of exactly `nbytes`."""
-        if self._back:
-            self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             self._used_nbytes = used = self._used_nbytes + nbytes
-            self._high_nbytes = max(self._high_nbytes, used)
+            if used > self._high_nbytes:
+                self._high_nbytes = used
             sized = self._idle.get(nbytes)
             if sized:
                 self._idle_nbytes -= nbytes
@@ -62,14 +62,14 @@ class BufferPool:
 
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""
-        self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             self._shrink()
             self._high_nbytes = self._used_nbytes
 
     def close(self) -> None:
-        self._back.drain()
         with self._lock:
+            self._back.drain_locked()
             self._high_nbytes = 0
             self._shrink()
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from actstore.codecs import Int8, Raw, registry
+
+from actstore.codecs import Raw, registry
 from actstore.codecs.base import Codec, Exact
 from actstore.errors import ChainError
 
@@ -37,6 +38,7 @@ class Options(_Inert):
     ratio: float = 0.5
     mode: Literal["nearest", "dither"] = "nearest"
     word: str = "plain"
+    own: int = field(default=0, init=False)  # no option: it cannot be given
 
     def __post_init__(self):
         if self.count % 2:
@@ -46,7 +48,7 @@ class Options(_Inert):
 @dataclass(frozen=True)
 class Wrap(_Inert):
     name = "wrap"
-    inner: Codec = Raw()
+    inner: Codec = field(default_factory=Raw)
     share: float = 1.0
 
 
@@ -64,6 +66,3 @@ def these_codecs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "get", lambda name: mine[name] if name in mine else find(name))
         yield
-
-
-EXAMPLES = (Raw(), Int8())

@@ -19,9 +19,7 @@ def codecs():
         mode=st.sampled_from(["nearest", "dither"]),
         word=st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True),
     )
-    return st.recursive(
-        plain, lambda inner: st.builds(Wrap, inner=inner) | st.builds(Needy, inner=inner), max_leaves=3
-    )
+    return st.recursive(plain, lambda inner: st.builds(Wrap, inner=inner) | st.builds(Needy, inner=inner), max_leaves=3)
 
 
 def ladders():

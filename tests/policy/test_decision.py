@@ -56,9 +56,12 @@ def test_one_tier_may_be_given_alone():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Encode("int8"), "Encode takes a codec such as Int8() or Raw(), not 'int8'; text goes through Rules.parse"),
-        (lambda: Encode(Int8), "Encode takes a codec, not its class; write Encode(Int8())"),
-        (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class; write Offload(Raw(), ...)"),
+        (
+            lambda: Encode("int8"),
+            "Encode takes a codec such as Int8() or Raw(), not 'int8'; text goes through Rules.parse",
+        ),
+        (lambda: Encode(Int8), "Encode takes a codec, not its class; call it: Int8()"),
+        (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class; call it: Raw()"),
         (lambda: Offload(Raw(), ()), "Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')"),
         (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier; the tiers are device, host, disk"),
         (

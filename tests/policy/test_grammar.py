@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a case stands on one line
 import pytest
 
 from actstore.codecs import Int8, Raw
@@ -73,6 +74,7 @@ ERRORS = [
     ("a : «raw @ disk > host»", ChainError, "the ladder 'disk > host' goes up; each tier holds what the one before refuses: 'host > disk'"),
     ("«raw @ host > host» # x", ChainError, "the ladder 'host > host' names a tier twice; each tier holds what the one before refuses: 'host'"),
     ("«host»", PolicyError, "'host' is a tier, not a codec; for the bytes as they are, write 'raw @ host'"),
+    ("a\t:\t«host»", PolicyError, "'host' is a tier, not a codec; for the bytes as they are, write 'raw @ host'"),
     ("raw «>» host", PolicyError, "'>' is unexpected after 'raw'; a tier stands after '@': 'raw @ host'"),
     ("raw @ host «@» disk", PolicyError, "'@' is unexpected after 'raw @ host'; a further tier stands after '>': 'raw @ host > disk'"),
     ("keep «@» host", PolicyError, "'@' is unexpected after 'keep'; keep takes nothing more; to move tensors away, write 'raw @ host'"),
@@ -82,7 +84,9 @@ ERRORS = [
     ("«recompute(recompute)»", ChainError, "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as in recompute(keep), recompute(int8), recompute(raw @ host)"),
     ("options(«coutn»=2)", PolicyError, f"options has no option 'coutn'; did you mean 'count'? Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
     ("options(«sparse»)", PolicyError, f"'sparse' is not a flag of options. Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
-    ("options(«count»)", PolicyError, f"'count' is not a flag of options; did you mean 'count'? Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
+    ("options(«count»)", PolicyError, "'count' is no flag: write 'count=' and a whole number"),
+    ("wrap(«inner»)", PolicyError, "'inner' is no flag: write 'inner=' and a codec"),
+    ("options(«flg»)", PolicyError, f"'flg' is not a flag of options; did you mean 'flag'? Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
     ("options(«64»)", PolicyError, f"'64' is not a flag of options. Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
     ("raw(«fast»)", PolicyError, "'fast' is not a flag of raw. It has no options"),
     ("options(count=«1.5»)", PolicyError, "options takes a whole number for 'count', not '1.5'"),
@@ -122,7 +126,7 @@ def test_an_error_says_what_is_wrong_where_and_what_to_do(marked, kind, words):
     assert (error.line, error.column) == (line, column)
     head, shown, carets = str(error).split("\n")
     assert head == f"policy, line {line}, column {column}: {words}"
-    assert shown.strip() == text.split("\n")[line - 1].strip()
+    assert shown.strip() == text.split("\n")[line - 1].strip().replace("\t", " ")
     assert carets.strip() == "^" * max(len(wrong), 1)
     start = carets.index("^")
     assert shown[start : start + len(wrong)] == wrong
@@ -133,9 +137,9 @@ def test_an_error_says_what_is_wrong_where_and_what_to_do(marked, kind, words):
     [
         ("int9 @ host", 1, ["int9", "int8"]),
         ("blocks : imt8", 10, ["imt8", "int8"]),
-        ("head keep", 1, ["if 'head' is a module, a colon is missing: 'head : keep'"]),
-        ("kep", 1, ["kep", "did you mean 'keep'?"]),
-        ("wrap(recomputed)", 6, ["did you mean 'recompute'?"]),
+        ("head keep", 1, ["If 'head' is a module, a colon is missing: 'head : keep'"]),
+        ("kep", 1, ["kep", "Did you mean 'keep'?"]),
+        ("wrap(recomputed)", 6, ["Did you mean 'recompute'?"]),
     ],
 )
 def test_an_unknown_codec_is_named_with_near_ones(text, place, words):

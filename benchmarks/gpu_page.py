@@ -1,0 +1,125 @@
+"""The figures of a GPU as a page of Markdown. It shows what was measured and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MIB = 2**20
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of one GPU; each part says when and with what it was measured."""
+    lines = [f"# {found['gpu']}", "", "Written by `make gpu`; how each figure is measured: [README](../README.md).", ""]
+    for name, part in found["parts"].items():
+        env, figures = part["environment"], part["figures"]
+        lines += [f"## {_TITLES.get(name, name)}", ""]
+        if part["status"] != "ok":
+            lines += [f"**{part['status']}** after {part['seconds']} s: {_cell(part['said'])}", ""]
+        if name in ("tests", "triangle"):
+            lines += [f"`{part['said'].strip('= ')}`", ""]
+        elif figures is not None:
+            lines += [*_PAGES[name](figures), ""]
+        lines += [f"{env['time']}: actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}", ""]
+    return "\n".join(lines)
+
+
+def _cupy(env: dict[str, Any]) -> str:
+    versions = [f"{name} {env[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if env.get(name)]
+    return f"{', '.join(versions) or 'no CuPy'}, Python {env['python']}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    rule = "|" + "|".join(["---", *(["---:"] * (len(header) - 1))]) + "|"
+    return [_line(header), rule, *(_line(row) for row in rows)]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _ceilings(figures: dict[str, Any]) -> list[str]:
+    names = {
+        "device_copy": "device copy, read plus written",
+        "host_to_device": "pinned host to device",
+        "device_to_host": "device to pinned host",
+        "both_ways": "both at once, together",
+    }
+    rows = [
+        [title, f"{figures[key]['gbps']:.1f}", f"{figures[key]['ms']:.3f}", _spread(figures[key])]
+        for key, title in names.items()
+        if key in figures
+    ]
+    size = f"Buffers of {figures['nbytes'] / MIB:.0f} MiB."
+    return [size, "", *_table(["copy", "GB/s", "median ms", "quartiles ms"], rows)]
+
+
+def _spread(times: dict[str, float]) -> str:
+    return f"{times['low_ms']:.3f} .. {times['high_ms']:.3f}"
+
+
+def _kernels(figures: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in figures["rows"]:
+        cells = [f"{row['codec']} {row['dtype']}", f"{row['error']:.2e}" if row["correct"] else "**WRONG**"]
+        for verb in ("encode", "decode"):
+            times = row.get(verb)
+            cells += [f"{times['gbps']:.0f}", f"{100 * times['of_copy']:.0f} %"] if times else ["-", "-"]
+        rows.append(cells)
+    gbps = figures["device_copy"]["gbps"]
+    copy = f"Sources of {figures['nbytes'] / MIB:.0f} MiB; a device copy beside them: {gbps:.0f} GB/s."
+    header = ["codec", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
+    return [copy, "", *_table(header, rows)]
+
+
+def _bench(figures: dict[str, Any]) -> list[str]:
+    work = figures["workload"]
+    size = (
+        f"GPT, {work['layers']} layers, width {work['width']}, heads {work['heads']}, context {work['context']}, "
+        f"batch {work['batch']}, {work['dtype']}; {work['steps']} timed steps."
+    )
+    rows = [[row["name"], *_bench_cells(row)] for row in figures["rows"]]
+    header = ["row", "step ms", "times plain", "saved MiB", "held MiB", "peak MiB", "loss", "gradient error"]
+    notes = [f"- {row['name']} failed: {_cell(row['failed'])}" for row in figures["rows"] if row["failed"]]
+    notes += [f"- {out['name']} is left out: {out['reason']}" for out in figures["left_out"]]
+    return [size, "", *_table(header, rows), *([""] if notes else []), *notes]
+
+
+def _bench_cells(row: dict[str, Any]) -> list[str]:
+    def number(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "-" if value is None else format(value * scale, form)
+
+    error = "0 (exact)" if row["bit_equal"] else number(row["grad_error"], ".3f", 100) + " %"
+    return [
+        number(row["step_ms"], ".1f"),
+        number(row["ratio"], ".2f"),
+        number(row["saved_bytes"], ".0f", 1 / MIB),
+        number(row["held_bytes"], ".0f", 1 / MIB),
+        number(row["peak_bytes"], ".0f", 1 / MIB),
+        number(row["loss"], ".4f"),
+        error if row["grad_error"] is not None else "-",
+    ]
+
+
+def _hotpath(figures: dict[str, Any]) -> list[str]:
+    rows = [
+        [name, f"{row['added_us']:.2f}", f"{row['chain']:.2f}", f"{row['direct']:.2f}"]
+        for name, row in figures["rows"].items()
+    ]
+    unit = f"One unit, what identity hooks add to a saved tensor: {figures['unit_us']:.2f} us."
+    return [unit, "", *_table(["store", "added us", "chain, units", "direct, units"], rows)]
+
+
+_TITLES = {
+    "ceilings": "What the GPU and its link can move",
+    "kernels": "Codecs",
+    "tests": "Tests that need a GPU",
+    "triangle": "Codec tests",
+    "main": "The main job",
+    "exact": "Exactness in float32",
+    "hotpath": "Host time for a saved tensor of 4 KB",
+}
+_PAGES = {"ceilings": _ceilings, "kernels": _kernels, "main": _bench, "exact": _bench, "hotpath": _hotpath}

@@ -1,0 +1,220 @@
+"""What a saved tensor costs in Python: ``python benchmarks/hotpath.py``.
+
+The unit is what a pair of identity hooks, written in Python, adds to one saved tensor. Each store is given as a
+multiple of it, twice:
+
+chain   a chain of cheap operators, each saving one tensor of 4 KB, forward and backward; the time without hooks is
+        taken away. In each round all variants run once, in a new order; the figures are medians over the rounds.
+direct  the same hooks called from Python without operators around them: 1 + what they take beyond identity hooks over
+        the unit. Quieter, because the operators' own noise is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from actstore import ActivationStore
+from actstore.bench.environment import environment
+
+SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
+GROUP = 128
+IDENTITY = "identity hooks"
+LIMITS = {"kept": 3.0, "int8": 15.0}
+
+Hooks = Callable[[], AbstractContextManager[Any]]
+
+
+class Chain(nn.Module):
+    """`length` operators that each save one 4 KB tensor: what flows through them, or a frozen parameter each."""
+
+    def __init__(self, length: int, of_parameters: bool, device: str) -> None:
+        super().__init__()
+        self.length = length
+        shape = (SIDE, SIDE)
+        self.x = torch.randn(shape, device=device).requires_grad_()
+        frozen = [nn.Parameter(torch.rand(shape, device=device), requires_grad=False) for _ in range(length)]
+        self.weights = nn.ParameterList(frozen if of_parameters else [])
+
+    def forward(self) -> Tensor:
+        y = self.x
+        if not len(self.weights):
+            for _ in range(self.length):
+                y = y.sin()
+        for weight in self.weights:
+            y = y * weight
+        total: Tensor = y.sum()
+        return total
+
+
+def naive_int8() -> saved_tensors_hooks:
+    """Int8 in groups as one would first write it, in PyTorch operations."""
+
+    def pack(t: Tensor) -> Any:
+        groups = t.detach().reshape(-1, GROUP)
+        scale = groups.abs().amax(dim=1, keepdim=True) / 127
+        return (groups / scale).round().to(torch.int8), scale, t.shape, t.dtype
+
+    def unpack(packed: Any) -> Tensor:
+        codes, scale, shape, dtype = packed
+        return (codes * scale).to(dtype).reshape(shape)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def variants(model: nn.Module | None, on_cuda: bool) -> dict[str, Hooks]:
+    """Context managers by name; the stores are made once and entered for each forward."""
+    stores = {name: ActivationStore(model, text, min_bytes=0) for name, text in OURS.items()}
+    return {
+        "no hooks": nullcontext,
+        IDENTITY: lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+        **{name: partial(_itself, store) for name, store in stores.items()},
+        "save_on_cpu": lambda: save_on_cpu(pin_memory=on_cuda),
+        "naive int8": naive_int8,
+    }
+
+
+OURS = {"kept": "keep", "int8": "int8", "raw @ device": "raw"}
+
+
+def _itself(store: ActivationStore) -> ActivationStore:
+    return store
+
+
+def time_chain(chain: Chain, hooks: Hooks, synchronize: Callable[[], None]) -> float:
+    """Microseconds for one operator of the chain, forward and backward."""
+    synchronize()
+    start = perf_counter()
+    with hooks():
+        loss = chain()
+    torch.autograd.backward(loss)
+    synchronize()
+    return (perf_counter() - start) / chain.length * 1e6
+
+
+def time_direct(tensors: list[Tensor], hooks: Hooks, synchronize: Callable[[], None]) -> float:
+    """Microseconds to pack and unpack one tensor and to let go of what was packed."""
+    with hooks():
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        synchronize()
+        start = perf_counter()
+        packed = [pack(t) for t in tensors]
+        with torch.no_grad():
+            while packed:
+                unpack(packed.pop())
+        synchronize()
+        return (perf_counter() - start) / len(tensors) * 1e6
+
+
+def sample(measure: Callable[[Hooks], float], hooks: dict[str, Hooks], rounds: int) -> dict[str, list[float]]:
+    """Run all variants `rounds` times, in a new order each time, after two rounds that do not count."""
+    order = list(hooks)
+    found: dict[str, list[float]] = {name: [] for name in hooks}
+    shuffle = random.Random(0).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(-2, rounds):
+            shuffle(order)
+            for name in order:
+                elapsed_us = measure(hooks[name])
+                if index >= 0:
+                    found[name].append(elapsed_us)
+            if index % 16 == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+    return found
+
+
+def added(found: dict[str, list[float]], base: str) -> dict[str, list[float]]:
+    """What each variant takes beyond `base` in the same round."""
+    return {name: [a - b for a, b in zip(times, found[base], strict=True)] for name, times in found.items()}
+
+
+def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
+    """All figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
+    on_cuda = torch.device(device).type == "cuda"
+    synchronize: Callable[[], None] = torch.cuda.synchronize if on_cuda else _nothing
+    activations, parameters = Chain(length, False, device), Chain(length, True, device)
+    hooks = variants(activations, on_cuda)
+    rows: dict[str, dict[str, float]] = {}
+    chained = added(sample(lambda h: time_chain(activations, h, synchronize), hooks, rounds), "no hooks")
+    unit_us = median(chained[IDENTITY])
+    tensors = [(activations.x + i).sin() for i in range(length)]
+    packing = variants(None, on_cuda)  # no forward of a model runs around a direct call
+    del packing["no hooks"]
+    direct = added(sample(lambda h: time_direct(tensors, h, synchronize), packing, rounds), IDENTITY)
+    for name in packing:
+        rows[name] = _row(chained[name], unit_us, 1 + median(direct[name]) / unit_us)
+    store = ActivationStore(parameters, "int8", min_bytes=0)
+    some: dict[str, Hooks] = {
+        "no hooks": nullcontext,
+        IDENTITY: hooks[IDENTITY],
+        "a parameter": partial(_itself, store),
+    }
+    chained = added(sample(lambda h: time_chain(parameters, h, synchronize), some, rounds), "no hooks")
+    views = [w.t() for w in parameters.weights]
+    some.pop("no hooks")
+    direct = added(sample(lambda h: time_direct(views, h, synchronize), some, rounds), IDENTITY)
+    beyond = median(direct["a parameter"]) / unit_us
+    rows["a parameter"] = _row(chained["a parameter"], median(chained[IDENTITY]), 1 + beyond)
+    return {"unit_us": unit_us, "device": device, "length": length, "rounds": rounds, "rows": rows}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _row(added_us: list[float], unit_us: float, direct: float) -> dict[str, float]:
+    low, middle, high = quantiles(added_us, n=4)
+    return {"added_us": middle, "low_us": low, "high_us": high, "chain": middle / unit_us, "direct": direct}
+
+
+def render(found: dict[str, Any]) -> Table:
+    """The figures as a table."""
+    title = f"What a saved tensor of 4 KB costs on {found['device']}; one unit is {found['unit_us']:.2f} us"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in ("added us", "quartiles us", "chain x", "direct x", "at most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in found["rows"].items():
+        spread = f"{row['low_us']:.2f} .. {row['high_us']:.2f}"
+        limit = f"{LIMITS[name]:.0f}" if name in LIMITS else ""
+        table.add_row(name, f"{row['added_us']:.2f}", spread, f"{row['chain']:.2f}", f"{row['direct']:.2f}", limit)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--length", type=int, default=200, help="operators in the chain")
+    parser.add_argument("--rounds", type=int, default=200, help="how often each variant runs")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = measure(options.device, options.length, options.rounds)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": environment(), **found}, indent=2) + "\n")
+    Console().print(render(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The scripts in benchmarks/: what can be tested of them without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actstore.bench.environment import environment
+from actstore.bench.result import Result
+from actstore.codecs import Int8, Raw
+from benchmarks import gpu, gpu_device, gpu_page, gpu_train, hotpath
+
+COPY = {"ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "gbps": 1000.0}
+
+
+def test_hotpath_measures_every_variant() -> None:
+    found = hotpath.measure("cpu", length=4, rounds=3)
+    assert set(found["rows"]) == {
+        "identity hooks", "kept", "int8", "raw @ device", "save_on_cpu", "naive int8", "a parameter",
+    }  # fmt: skip
+    assert found["rows"]["identity hooks"]["chain"] == 1.0
+    assert found["rows"]["identity hooks"]["direct"] == 1.0
+    assert hotpath.render(found).row_count == len(found["rows"])
+
+
+def test_the_chain_saves_one_tensor_of_4_kb_for_each_operator() -> None:
+    sizes: list[int] = []
+    for of_parameters in (False, True):
+        sizes.clear()
+        chain = hotpath.Chain(5, of_parameters, "cpu")
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            chain()
+        assert sizes == [4096] * 5
+
+
+def test_kernels_that_are_wrong_are_found() -> None:
+    source = torch.randn(1000)
+    for codec, limit in ((Raw(), 0.0), (Int8(), gpu_device.INT8_ERROR)):
+        payload = torch.empty(codec.size(gpu_device.Spec.of(source)).nbytes, dtype=torch.uint8)
+        assert gpu_device.check(codec, source, payload, torch.empty_like(source)) <= limit
+
+
+def test_rate() -> None:
+    found = gpu_device.rate([1.0, 2.0, 3.0], 2 * 10**9)
+    assert found["ms"] == 2.0
+    assert found["gbps"] == 1000.0
+
+
+@pytest.mark.parametrize("name", ["main", "exact"])
+def test_jobs_have_a_plain_row_first(name: str) -> None:
+    work, rows = gpu_train.job(name)
+    assert work.device == "cuda"
+    assert rows[0].name == "plain"
+
+
+def test_a_lossless_row_that_is_not_exact_is_named(result: Result) -> None:
+    for row in result.rows:
+        row.policy = row.name if row.kind == "ours" else ""
+    assert gpu_train.inexact(result) == []
+    result.rows[2].loss_hex = (3.5).hex()
+    assert gpu_train.inexact(result) == ["raw @ host"]
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(Path(gpu.__file__)), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=gpu.ROOT, env={"PYTHONPATH": "."}, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("no CUDA device here")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_keeps_what_it_wrote_when_its_time_ends(tmp_path: Path) -> None:
+    code = "import sys, time; open(sys.argv[1], 'w').write('[1]'); print('so far', flush=True); time.sleep(60)"
+    found = gpu.run_part(gpu.Part("slow", ("-c", code, "{json}"), 60), 3, tmp_path)
+    assert found["status"] == "stopped"
+    assert found["seconds"] < 30
+    assert found["said"] == "so far"
+    assert found["figures"] == [1]
+
+
+def test_a_part_that_fails_says_its_last_line(tmp_path: Path) -> None:
+    found = gpu.run_part(gpu.Part("bad", ("-c", "raise SystemExit('no luck')"), 60), 60, tmp_path)
+    assert (found["status"], found["said"], found["figures"]) == ("failed", "no luck", None)
+
+
+def test_every_part_has_its_page_and_its_limit() -> None:
+    assert {part.name for part in gpu.PARTS} == set(gpu_page._TITLES)
+    assert sum(part.limit_s for part in gpu.PARTS if part.name != "hotpath") > 0
+    assert gpu.TOTAL_S < 9 * 60
+
+
+def test_results_are_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fake_environment() -> dict[str, Any]:
+        return environment() | {"gpu": "Some GPU (80 GB)"}
+
+    monkeypatch.setattr(gpu, "environment", fake_environment)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
+    code = "import sys, json; json.dump({'nbytes': 1, 'device_copy': {}}, open(sys.argv[1], 'w')); sys.exit(1)"
+    parts = [gpu.Part("tests", ("-c", "print('3 passed')"), 60), gpu.Part("late", ("-c", code, "{json}"), 60)]
+    assert gpu.run_all(parts[:1], tmp_path / "out", 60) == 0
+    assert gpu.run_all(parts[1:], None, 0) == 1
+    page = (tmp_path / "results" / "some-gpu-80-gb.md").read_text()
+    assert "3 passed" in page
+    assert (tmp_path / "out" / "some-gpu-80-gb.json").exists()
+
+
+def test_the_page_shows_what_was_measured_and_nothing_else(result: Result) -> None:
+    env = environment() | {"gpu": "Some GPU"}
+    kernel = {"codec": "int8", "dtype": "float32", "error": 0.006, "correct": True, "encode": COPY | {"of_copy": 0.9}}
+    figures: dict[str, Any] = {
+        "ceilings": {"nbytes": 2**20, "device_copy": COPY},
+        "kernels": {"nbytes": 2**20, "device_copy": COPY, "rows": [kernel, kernel | {"correct": False}]},
+        "main": gpu.json.loads(result.to_json()),
+        "hotpath": {"unit_us": 2.5, "rows": {"kept": {"added_us": 5.0, "chain": 2.0, "direct": 2.1}}},
+    }
+    parts = {
+        name: {"environment": env, "status": "ok", "seconds": 1.0, "said": "", "figures": values}
+        for name, values in figures.items()
+    }
+    parts["exact"] = {"environment": env, "status": "stopped", "seconds": 9.0, "said": "a | b", "figures": None}
+    page = gpu_page.page({"gpu": "Some GPU", "parts": parts})
+    for words in ("| device copy, read plus written | 1000.0 |", "| int8 float32 | 6.00e-03 | 1000 | 90 % | - | - |"):
+        assert words in page
+    assert "**WRONG**" in page
+    assert "pinned host" not in page
+    assert "**stopped** after 9.0 s: a \\| b" in page
+    assert "- raw @ disk failed: OSError: the disk is full" in page

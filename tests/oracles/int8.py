@@ -1,0 +1,72 @@
+"""int8, written for clarity, one group at a time; csrc/int8.md in NumPy.
+
+Elements come and go as bytes in storage order; `dtype` is "float32", "float16" or "bfloat16".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+SMALLEST = np.float32(2.0**-110)
+LARGEST = {
+    "float32": np.finfo(np.float32).max,
+    "float16": np.float32(65504),
+    "bfloat16": np.uint32(0x7F7F0000).view(np.float32),
+}
+
+
+def to_float32(data: bytes, dtype: str) -> Floats:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, {"float32": "<f4", "float16": "<f2"}[dtype]).astype(np.float32)
+
+
+def from_float32(values: Floats, dtype: str) -> bytes:
+    """Round to nearest even; every NaN becomes the positive quiet one."""
+    values = np.where(np.isnan(values), np.float32(np.nan), values)
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
+    return values.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
+
+
+def scale_of(values: Floats) -> Floats:
+    """The float32 value, exactly a bfloat16, that one group is divided by; zero where the group is too small."""
+    finite = values[np.isfinite(values)]
+    largest = np.abs(finite).max() if finite.size else np.float32(0)
+    if largest < SMALLEST:
+        return np.float32(0)
+    exact = np.float32(largest) / np.float32(127)
+    return ((exact.view(np.uint32).astype(np.uint64) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def encode_group(values: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+    scale = scale_of(values)
+    finite = np.isfinite(values)
+    codes = np.full(values.shape, -128, np.int8)
+    reciprocal = np.float32(1) / scale if scale else np.float32(0)
+    codes[finite] = np.clip(np.rint(values[finite] * reciprocal), -127, 127).astype(np.int8)
+    return codes, scale
+
+
+def encode(data: bytes, dtype: str, group: int = 128) -> bytes:
+    values = to_float32(data, dtype)
+    codes, scales = b"", b""
+    for start in range(0, len(values), group):
+        group_codes, scale = encode_group(values[start : start + group])
+        codes += group_codes.tobytes()
+        scales += (scale.view(np.uint32) >> 16).astype("<u2").tobytes()
+    return codes + bytes(-len(codes) % 16) + scales
+
+
+def decode(payload: bytes, numel: int, dtype: str, group: int = 128) -> bytes:
+    codes = np.frombuffer(payload, np.int8, numel)
+    bits = np.frombuffer(payload, "<u2", -(-numel // group), offset=-(-numel // 16) * 16).astype(np.uint32) << 16
+    scales = np.repeat(bits.view(np.float32), group)[:numel]
+    with np.errstate(over="ignore"):
+        values = codes.astype(np.float32) * scales
+    values = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
+    return from_float32(np.where(codes == -128, np.float32(np.nan), values), dtype)

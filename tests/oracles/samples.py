@@ -1,0 +1,75 @@
+"""Elements that codecs of floats must survive, as bytes in storage order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+DTYPES = ("float32", "float16", "bfloat16")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+SUFFIX = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+# bits of: zeros, ones, least and largest denormals, least normal, largest finite, Inf, quiet and signalling NaN
+SPECIAL = {
+    "float32": (0, 0x3F800000, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7F800001),
+    "float16": (0, 0x3C00, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7E00, 0x7C01),
+    "bfloat16": (0, 0x3F80, 1, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81),
+}
+
+
+def to_bytes(values: object, dtype: str) -> bytes:
+    """Real numbers, cut to the dtype."""
+    with np.errstate(over="ignore"):
+        single = np.asarray(values, np.float64).astype(np.float32)
+        if dtype == "bfloat16":
+            return (single.view(np.uint32) >> 16).astype("<u2").tobytes()
+        return single.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
+
+
+def random_bits(numel: int, dtype: str, seed: int) -> bytes:
+    """Values around one with, in most groups, none, and in some a few special elements of either sign."""
+    rng = np.random.default_rng(seed)
+    itemsize = ITEMSIZE[dtype]
+    bits = np.frombuffer(to_bytes(rng.standard_normal(numel) * 4, dtype), f"<u{itemsize}").copy()
+    special = np.array(SPECIAL[dtype], bits.dtype)
+    special = np.concatenate([special, special | bits.dtype.type(1 << (8 * itemsize - 1))])
+    for _ in range(numel // 150 + seed % 2):
+        bits[rng.integers(numel)] = rng.choice(special)
+    return bits.tobytes()
+
+
+def samples(dtype: str) -> dict[str, bytes]:
+    """Named cases of a few groups each."""
+    rng = np.random.default_rng(0)
+    itemsize = ITEMSIZE[dtype]
+    unsigned = np.dtype(f"<u{itemsize}")
+    sign = unsigned.type(1 << (8 * itemsize - 1))
+    zero, one, least, denormal, normal, largest, inf, nan, signalling = np.array(SPECIAL[dtype], unsigned)
+
+    def bits(*patterns: object, repeat: int = 1) -> bytes:
+        return np.array(patterns * repeat, unsigned).tobytes()
+
+    threshold = np.float64(2.0**-110)
+    ties = np.concatenate([[127.0], np.arange(-126.5, 127.5)])  # with scale 1, every code lies half way
+    return {
+        "zeros": bits(zero, repeat=200),
+        "negative zeros": bits(zero | sign, repeat=200),
+        "ones": bits(one, repeat=200),
+        "one of many": bits(*[zero] * 130, one | sign, *[zero] * 60),
+        "largest": bits(largest, largest | sign, one, repeat=80),
+        "denormals": bits(least, denormal, denormal | sign, repeat=80),
+        "denormals and a one": bits(least, denormal, one, normal, repeat=80),
+        "least normal": bits(normal, normal | sign, repeat=80),
+        "infinite": bits(inf, inf | sign, repeat=80),
+        "not a number": bits(nan, signalling, nan | sign, signalling | sign, repeat=40),
+        "one infinite": bits(*[one] * 50, inf, *[one | sign] * 150),
+        "one NaN in zeros": bits(*[zero] * 50, nan, *[zero] * 150),
+        "one NaN in the largest": bits(*[largest] * 50, signalling | sign, *[largest] * 150),
+        "around the threshold": to_bytes(
+            np.repeat([threshold * (1 - 2.0**-8), threshold, threshold * 1.5, -threshold], 128), dtype
+        ),
+        "ties": to_bytes(ties, dtype),
+        "steps": to_bytes(np.linspace(-3, 3, 500), dtype),
+        "powers": to_bytes(np.sign(rng.standard_normal(600)) * 2.0 ** rng.integers(-148, 128, 600), dtype),
+        "groups of every size": to_bytes(rng.standard_normal((40, 128)) * 2.0 ** rng.integers(-20, 16, (40, 1)), dtype),
+        "any bits": rng.integers(0, 1 << 8, 3000 * itemsize, dtype=np.uint8).tobytes(),
+    }

@@ -1,0 +1,85 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actstore.errors import ConfigError
+from actstore.units import format_nbytes, parse_nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("4096 b", 4096),
+        ("1KB", 1000),
+        ("1 KiB", 1024),
+        ("  20GiB  ", 20 * 2**30),
+        ("20gib", 20 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("1.5MiB", 3 * 2**19),
+        ("2TB", 2 * 10**12),
+        ("2TiB", 2**41),
+        ("0.5 KiB", 512),
+    ],
+)
+def test_bytes_are_read(text, nbytes):
+    assert parse_nbytes(text) == nbytes
+    assert type(parse_nbytes(text)) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "budget=-1 is negative; give zero or more bytes"),
+        (True, "budget=True is not a number of bytes; give an int or text such as '20GiB'"),
+        (1.5, "budget=1.5 is not a number of bytes; give an int or text such as '20GiB'"),
+        (None, "budget=None is not a number of bytes; give an int or text such as '20GiB'"),
+    ],
+)
+def test_what_is_not_a_number_of_bytes_is_refused(value, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_nbytes(value, "budget")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", " ", "GiB", "20 gigs", "-1", "1e9", "1,5GB", "20GiB/s", "0x10", "1..5", "ten"])
+def test_text_that_is_no_size_is_refused_with_the_units(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_nbytes(text, "disk")
+    assert str(caught.value) == (
+        f"disk={text!r} does not parse as bytes; write a number and one of B, KB, MB, GB, TB (powers of 1000) or "
+        "KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
+    )
+
+
+@given(st.integers(0, 2**53))
+def test_an_int_is_what_it_is_as_text_too(nbytes):
+    assert parse_nbytes(nbytes) == parse_nbytes(str(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (20 * 2**30, "20.0 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+        (-1536, "-1.5 KiB"),
+    ],
+)
+def test_bytes_are_written_for_people(nbytes, text):
+    assert format_nbytes(nbytes) == text
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_written_reads_back_within_its_precision(nbytes):
+    assert abs(parse_nbytes(format_nbytes(nbytes)) - nbytes) <= max(0.05 / 1.0 * nbytes, 0.5)
