@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from actstore.errors import ActstoreError, MutationError
 from actstore.layout import layout_of
@@ -22,9 +22,8 @@ from actstore.ledger import Account, Ledger
 from actstore.modules import Frame
 from actstore.regions import Region
 from actstore.spec import Site, Spec
+from actstore.storage import free_weak, hold_weak, revive, whole_of
 from actstore.store import Entry
-
-_free_weak = UntypedStorage._free_weak_ref  # held here: the module may be gone when the last finalizers run
 
 Small = tuple[Tensor, int, Frame]
 
@@ -61,16 +60,17 @@ class Stored(Entry):
     """
 
     __slots__ = (
-        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "spec", "version", "witness",
+        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "spec", "version",
+        "witness",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, account: Account, empty: Tensor, *, any_version: bool) -> None:
+    def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
         self.account = account
         self.slot = None
         self.spec = Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        self.offset = tensor.storage_offset()
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
+        self.offset = 0 if whole else int(tensor.storage_offset())
+        self.conj = not whole and tensor.is_conj()
+        self.neg = not whole and tensor.is_neg()
         self.version = tensor._version
         self.any_version = any_version  # the tensor may change after it was saved
         self.witness = witness = tensor.detach()
@@ -83,7 +83,7 @@ class Stored(Entry):
 
     def __del__(self) -> None:
         if self.key:
-            _free_weak(self.key)
+            free_weak(self.key)
             self.free()
 
     def get(self) -> Tensor:
@@ -119,11 +119,11 @@ class Stored(Entry):
             owner.store.get(owner, dense)
             tensor = spec.empty()
             tensor.as_strided(*region.compact).copy_(dense)
-        elif region.count == spec.numel and layout_of(spec.shape, spec.stride).dense:
+        elif region.numel == spec.numel and layout_of(spec.shape, spec.stride).dense:
             tensor = spec.empty()
             owner.store.get(owner, tensor)
         else:
-            tensor = self._share(owner, region.count).as_strided(spec.shape, spec.stride, self.offset - region.start)
+            tensor = self._share(owner, region.numel).as_strided(spec.shape, spec.stride, self.offset - region.start)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
@@ -131,7 +131,7 @@ class Stored(Entry):
         spec.check(tensor)
         return tensor
 
-    def _share(self, owner: Stored, count: int) -> Tensor:
+    def _share(self, owner: Stored, numel: int) -> Tensor:
         """The decoded region, in memory that the views of one backward node share as their originals did.
 
         A copy is given to each handle once: whoever asks again gets a fresh one. So does everybody once a copy was
@@ -141,7 +141,7 @@ class Stored(Entry):
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         base = owner.fresh.take(self, stream) if owner.fresh is not None else None
         if base is None:
-            base = torch.empty(count, dtype=self.spec.dtype, device=device)
+            base = torch.empty(numel, dtype=self.spec.dtype, device=device)
             owner.store.get(owner, base)
             owner.fresh = _Fresh(base, self, stream)
         return base
@@ -153,7 +153,7 @@ class _Fresh:
     __slots__ = ("key", "served", "stream", "version", "witness")
 
     def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
-        self.key: int = base.untyped_storage()._weak_ref()
+        self.key = hold_weak(base.untyped_storage())
         self.witness = base.detach()
         self.witness.data = base.new_empty(0)
         self.version = base._version
@@ -161,19 +161,17 @@ class _Fresh:
         self.served = {id(handle)}
 
     def __del__(self) -> None:
-        _free_weak(self.key)
+        free_weak(self.key)
 
     def take(self, handle: Stored, stream: Any) -> Tensor | None:
         if id(handle) in self.served or stream != self.stream or self.witness._version != self.version:
             return None
-        storage = UntypedStorage._new_with_weak_ptr(self.key)
+        storage = revive(self.key)
         if storage is None:
             return None
         self.served.add(id(handle))
-        dtype = handle.spec.dtype
         base = self.witness.detach()  # shares the version counter, so that a change is seen by all
-        view = torch.empty(0, dtype=dtype, device=handle.spec.device)
-        base.data = view.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+        base.data = whole_of(storage, handle.spec.dtype)
         return base
 
 

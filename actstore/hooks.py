@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -22,6 +23,7 @@ from actstore.policy import Decision, Encode, Offload
 from actstore.protect import is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, is_whole, region_of
 from actstore.spec import Site, Spec
+from actstore.storage import hold_weak
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from actstore.store import Store
 
 RAW = Raw()
-DEVICE = ("device",)
+DEVICE: tuple[str, ...] = ("device",)
 
 Handle = Small | Kept | Stored
 
@@ -77,7 +79,7 @@ class Scope:
         self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...], Tensor | None]] = []
         self._unsettled_nr = 0
         self._prune_at = 1024
-        self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._empty: dict[torch.dtype, Tensor] = {}
 
     # -- pack ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class Scope:
         tag = self._tags[key][1] if key in self._tags else ""
         if tag:
             account.count -= 1
-            account = self.ledger.account(account.site._replace(tag=tag))
+            account = self.ledger.account(replace(account.site, tag=tag))
             account.count += 1
         decision = self._decide(tensor, account, tag)
         if isinstance(decision, Encode):
@@ -193,14 +195,15 @@ class Scope:
         if weak is not None and weak() is not None:  # alive as it is: a second form of it would only add bytes
             return self._keep(tensor, account, key, storage)
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
-        handle = Stored(tensor, account, self._empty_like(tensor), any_version=allow)
+        whole = is_whole(tensor, storage.nbytes())
+        handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
         for other in self._stored.get(key, ()):
             owner = other()
             if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
                 handle.owner = owner
                 return handle
         if tensor.requires_grad:
-            if not self._encode(handle, tensor, storage, codec, tiers):
+            if not self._encode(handle, tensor, storage, whole, codec, tiers):
                 account.note = f"kept: no room in {' > '.join(tiers)}"
                 return self._keep(tensor, account, key, storage)
             return handle
@@ -223,8 +226,9 @@ class Scope:
                 if copy is None:
                     continue  # stays an alias: its unpack gives autograd's verdict
                 tensor = copy
-                handle.offset = copy.storage_offset()
-            if self._encode(handle, tensor, tensor.untyped_storage(), codec, tiers):
+                handle.offset = int(copy.storage_offset())
+            storage = tensor.untyped_storage()
+            if self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers):
                 handle.alias = None
             else:
                 handle.account.note = f"kept: no room in {' > '.join(tiers)}"
@@ -258,12 +262,18 @@ class Scope:
     # -- encode -------------------------------------------------------------------------------------------------------
 
     def _encode(
-        self, handle: Stored, tensor: Tensor, storage: UntypedStorage, codec: Codec, tiers: tuple[str, ...]
+        self,
+        handle: Stored,
+        tensor: Tensor,
+        storage: UntypedStorage,
+        whole: bool,
+        codec: Codec,
+        tiers: tuple[str, ...],
     ) -> bool:
         """Put the bytes that `handle` needs into the store; False when no tier has room."""
-        if not is_whole(tensor, storage.nbytes()):
+        if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
-        handle.key = key = storage._weak_ref()
+        handle.key = key = hold_weak(storage)
         known = handle.alias is not None or self._is_stored(key) or key in self._counted
         if not self._store.put(handle, tensor, codec, tiers, 0 if known else storage.nbytes()):
             return False
@@ -277,7 +287,7 @@ class Scope:
         return True
 
     def _is_stored(self, key: int) -> bool:
-        return key in self._stored and any([weak() is not None for weak in self._stored[key]])
+        return key in self._stored and any(weak() is not None for weak in self._stored[key])
 
     def _prune(self) -> None:
         """Forget what has died, so that a context without an end does not grow."""
@@ -288,15 +298,14 @@ class Scope:
         self._prune_at = 1024 + 2 * len(self._stored)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
-        key = (tensor.dtype, tensor.device)
-        empty = self._empty.get(key)
-        if empty is None:
-            empty = self._empty[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        empty = self._empty.get(tensor.dtype)
+        if empty is None or empty.device != tensor.device:
+            empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty
 
 
 def _refuse_reentrant() -> None:
-    node = _current_autograd_node()
+    node: Any = _current_autograd_node()  # None outside of a node
     if node is not None and node.name() == "CheckpointFunctionBackward":
         raise StateError(
             "a checkpoint with use_reentrant=True recomputes inside this store's context, because backward runs there: "

@@ -145,7 +145,7 @@ def _after(module: Module, _args: Any, _output: Any) -> None:
 
 def start(tracker: Tracker) -> Tracker | None:
     """Follow modules of this thread with `tracker`; returns the one that did so before."""
-    global _users  # noqa: PLW0603  # one registration for the whole process
+    global _users  # one registration for the whole process
     with _lock:
         _users += 1
         if _users == 1:
@@ -158,7 +158,7 @@ def start(tracker: Tracker) -> Tracker | None:
 
 def stop(before: Tracker | None) -> None:
     """End what `start` began and go back to the tracker it returned."""
-    global _users  # noqa: PLW0603
+    global _users
     _active.tracker = before
     with _lock:
         _users -= 1

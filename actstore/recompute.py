@@ -15,12 +15,13 @@ from torch.nn import Module, ModuleList, Parameter, Sequential
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from actstore.errors import PolicyError
 from actstore.modules import named_modules
 from actstore.policy import Keep, Recompute
 
 if TYPE_CHECKING:
-    from actstore.ledger import Account
     from actstore.hooks import Scope
+    from actstore.ledger import Account
 
 
 class Wrapped:
@@ -30,7 +31,13 @@ class Wrapped:
     copied and pickled in between. It acts on the threads that have entered the store, and calls through on others.
     """
 
-    def __init__(self, module: Module, decision: Recompute, scope_of: Callable[[], Scope | None]) -> None:
+    def __init__(self, name: str, module: Module, decision: Recompute, scope_of: Callable[[], Scope | None]) -> None:
+        if type(module).forward is Module.forward:
+            raise PolicyError(
+                f"'{name} : {decision}' recomputes a {type(module).__name__}, which has no forward of its own; "
+                f"name what it holds: '{name}.* : {decision}'",
+                module=name,
+            )
         self._module = module
         self._decision = decision
         self._scope_of = scope_of
@@ -119,7 +126,7 @@ class _Delegating:
         self._hooks.append(hooks)
 
     def __exit__(self, *exc: object) -> None:
-        self._hooks.pop().__exit__(*exc)  # type: ignore[arg-type]
+        self._hooks.pop().__exit__(*exc)
         self.end()
 
     def begin(self) -> None:

@@ -17,20 +17,20 @@ class Region(NamedTuple):
 
     Attributes
     ----------
-    start, count : the elements `start` to `start + count` of the storage; or, where `compact` is given, just the
+    start, numel : the elements `start` to `start + numel` of the storage; or, where `compact` is given, just the
         elements of one strided view from `start`
     compact : (shape, stride) of unique elements in storage order
     """
 
     start: int
-    count: int
+    numel: int
     compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def covers(self, offset: int, layout: Layout) -> bool:
         """Whether a view of the same storage can be rebuilt from this region."""
         if self.compact is not None:
             return offset == self.start and layout.compact == self.compact
-        return self.start <= offset and offset + layout.span <= self.start + self.count
+        return self.start <= offset and offset + layout.span <= self.start + self.numel
 
 
 def is_whole(tensor: Tensor, total: int) -> bool:
@@ -49,7 +49,7 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
     """
     total, nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.nbytes, tensor.dtype.itemsize
     layout = layout_of(tensor.shape, tensor.stride())
-    offset, base = tensor.storage_offset(), tensor._base
+    offset, base = int(tensor.storage_offset()), tensor._base
     whole_is_meant = lossless or (base is not None and _written_at_once(base))
     tensor = _stored_bits(tensor.detach())
     if layout.dense and total == nbytes:

@@ -82,23 +82,23 @@ class Report:
         """A table of the modules, with the sites of each added up, and the totals."""
         rows: dict[tuple[str, str, str], list[int]] = {}
         for site in self.sites:
-            key = (site.site.rpartition("[")[0], site.decision, site.note)
+            key = (site.site.split("[")[0], site.decision, site.note)
             row = rows.setdefault(key, [0] * 5)
             figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
             rows[key] = [a + b for a, b in zip(row, figures, strict=True)]
-        lines = [("site", "tensors", "saved", "stored", "held", "live", "decision")]
+        lines: list[tuple[str, ...]] = [("site", "tensors", "saved", "stored", "held", "live", "decision")]
         for (name, decision, note), (tensors, *sizes) in rows.items():
             if any(sizes):
                 text = f"{decision or 'keep'}{f' ({note})' if note else ''}"
                 lines.append((name, str(tensors), *map(format_nbytes, sizes), text))
         totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
-        lines.append(
-            ("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), "")
-        )
+        lines.append(("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), ""))
         widths = [max(len(line[i]) for line in lines) for i in range(6)]
         table = "\n".join(
             "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 6)), line[6]]).rstrip()
             for line in lines
         )
-        held = f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
+        held = (
+            f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
+        )
         return f"{table}\nheld at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"

@@ -193,7 +193,8 @@ class ActivationStore:
         if not isinstance(policy, Rules):
             return []
         if model is None:
-            if policy.rules or isinstance(policy.default, Recompute):
+            named_rules = [pattern for pattern, _ in policy.rules if not pattern.startswith("*/")]
+            if named_rules or _recomputes(policy):
                 raise PolicyError(
                     f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
                     "write ActivationStore(model, policy)"
@@ -203,7 +204,7 @@ class ActivationStore:
         _refuse_mixed_devices(model)
         policy.check(named)
         roots = policy.recompute_roots(list(named), repeated_blocks(model) if _recomputes(policy) else [])
-        return [Wrapped(named[name], decision, self._scope_here) for name, decision in roots.items()]
+        return [Wrapped(name, named[name], decision, self._scope_here) for name, decision in roots.items()]
 
     def _name_modules(self) -> None:
         """Look at the model's modules again: users replace them between steps."""
@@ -313,7 +314,7 @@ def _refuse_mixed_devices(model: Module) -> None:
 
 
 def _innermost_pack() -> Any:
-    hooks = _top_saved_tensors_default_hooks(False)
+    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
     return None if hooks is None else hooks[0]
 
 
@@ -327,5 +328,3 @@ def _refuse_checkpointed_region() -> None:
             f"a store was entered inside {where}: it would save what the checkpoint is to recompute. Enter the store "
             "outside, around the checkpointed forward; it then stores the inputs of the regions."
         )
-
-

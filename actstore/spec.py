@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -46,7 +47,8 @@ class Spec(NamedTuple):
         return f"{dtype} {'x'.join(map(str, self.shape)) or 'scalar'} stride {self.stride} on {self.device}"
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Site:
     """A place in the model that saves a tensor: module name, index within its call, optional tag.
 
     Index -1 stands for all tensors of the module that are kept because they are small.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from threading import Lock
+from typing import Any
 from weakref import ref
 
 import torch
@@ -123,7 +124,7 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
-        self._entries: list[ref[Entry]] = []
+        self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, _Place] = {}
         self._lock = Lock()
         self._closed = False
@@ -227,7 +228,7 @@ class Store:
         for place in self._places.values():
             place.trim()
 
-    def remember(self, entries: Iterable[ref[Entry]]) -> None:
+    def remember(self, entries: Iterable[ref[Any]]) -> None:
         """Know these entries, so that `close` can free those that are still alive."""
         with self._lock:
             self._entries = [weak for weak in (*self._entries, *entries) if weak() is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from actstore.errors import ConfigError
 
@@ -34,7 +35,7 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
             f"{name}={value!r} does not parse as bytes; write a number and one of "
             "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
         )
-    return int(float(match.group(1)) * scale)
+    return int(Decimal(match.group(1)) * scale)
 
 
 def format_nbytes(nbytes: float) -> str:
