@@ -18,21 +18,19 @@ from actstore.codecs import Codec, Raw
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, mutated
 from actstore.layout import layout_of
-from actstore.modules import GROUP, SMALL
-from actstore.policy import Decision, Encode, Offload
-from actstore.protect import is_cast_parameter, lossy_reason
+from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
+from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, is_whole, region_of
 from actstore.spec import Site, Spec
 from actstore.storage import hold_weak
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
-    from actstore.modules import Tracker
+    from actstore.modules import Frame, Target, Tracker
     from actstore.policy import Policy
     from actstore.store import Store
 
 RAW = Raw()
-DEVICE: tuple[str, ...] = ("device",)
 
 Handle = Small | Kept | Stored
 
@@ -113,12 +111,14 @@ class Scope:
         account = accounts[index] if index < len(accounts) else frame.place.account(index)
         account.count += 1
         try:
-            return self._place(tensor, account, key, storage)
+            return self._place(tensor, frame, account, key, storage)
         except ActstoreError as error:
             error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
             raise
 
-    def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Kept:
+    def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, reason: str = "") -> Kept:
+        if reason:
+            account.note = f"kept: {reason}"
         weak = self._kept.get(key)
         first = weak() if weak is not None else None
         if first is not None:
@@ -130,82 +130,48 @@ class Scope:
         self.ledger.add(account, 0 if known else nbytes, 0, nbytes)
         return kept
 
-    def _place(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Kept | Stored:
+    def _place(
+        self, tensor: Tensor, frame: Frame, account: Account, key: int, storage: UntypedStorage
+    ) -> Kept | Stored:
         """Where a tensor of some size waits."""
-        if type(tensor) is not Tensor or tensor.is_nested:
-            account.note = f"kept: {type(tensor).__name__} has no codec"
-            return self._keep(tensor, account, key, storage)
-        tag = self._tags[key][1] if key in self._tags else ""
-        if tag:
-            account.count -= 1
-            account = self.ledger.account(replace(account.site, tag=tag))
-            account.count += 1
-        decision = self._decide(tensor, account, tag)
-        if isinstance(decision, Encode):
-            codec, tiers = decision.codec, DEVICE
-        elif isinstance(decision, Offload):
-            codec, tiers = decision.codec, decision.tiers
+        if self._tags:
+            account, target = self._tagged(frame, account, key)
         else:
+            target = frame.target
+        if target is ASK:
+            target = target_of(self._policy(account.site, Spec.of(tensor)))
+        if target is None:
             return self._keep(tensor, account, key, storage)
+        codec, tiers, account.where = target
+        nbytes = storage.nbytes()
+        if type(tensor) is not Tensor or tensor.is_nested:
+            return self._keep(tensor, account, key, storage, f"{type(tensor).__name__} has no codec")
         if _current_graph_task_id() != -1:
             _refuse_reentrant()
-            account.note = "kept: saved by a backward that is itself differentiated"
-            return self._keep(tensor, account, key, storage)
-        if is_cast_parameter(tensor):
-            account.note = "kept: a view or a cast of a parameter"
-            return self._keep(tensor, account, key, storage)
-        if tensor.nbytes < self._min_nbytes and storage.nbytes() <= SPARE * tensor.nbytes:
-            return self._keep(tensor, account, key, storage)
+            return self._keep(tensor, account, key, storage, "saved by a backward that is itself differentiated")
+        whole = is_whole(tensor, nbytes)
+        if not whole and tensor.nbytes < self._min_nbytes and nbytes <= SPARE * tensor.nbytes:
+            return self._keep(tensor, account, key, storage, "small")
+        node = tensor.grad_fn
+        name = "" if node is None else node.name()
+        if name in TRANSPARENT and is_cast_parameter(tensor):
+            return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
         if not (codec.lossless and codec.accepts(tensor.dtype)):
-            reason = self._exact_reason(tensor, codec)
+            reason = self._exact_reason(tensor, frame, name, codec, whole)
             if reason:
-                account.note = f"exact: {reason}"
-                if tiers is DEVICE:
-                    return self._keep(tensor, account, key, storage)
+                if tiers == DEVICE:
+                    return self._keep(tensor, account, key, storage, reason)
+                account.note = f"raw: {reason}"
                 codec = RAW
-        return self._save(tensor, account, key, storage, codec, tiers)
-
-    def _decide(self, tensor: Tensor, account: Account, tag: str) -> Decision:
-        frame = self.tracker.frame
-        if frame.inputs is not None:
-            decision = frame.inputs
-        elif frame.place.decision is not None and not tag:
-            decision = frame.place.decision
-        else:
-            decision = self._policy(account.site, Spec.of(tensor))
-        if not account.where:
-            account.where = str(decision)
-        return decision
-
-    def _exact_reason(self, tensor: Tensor, codec: Codec) -> str:
-        """Why `tensor` cannot go through `codec`; empty when it can."""
-        if not codec.accepts(tensor.dtype):
-            return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
-        frame = self.tracker.frame
-        if self._has_model and frame.module is None and frame.inputs is None:
-            return "saved outside of the model: part of the loss"
-        if not tensor.is_contiguous() and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
-            return "its elements overlap in memory"
-        return lossy_reason(tensor)
-
-    def _save(
-        self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, codec: Codec, tiers: tuple[str, ...]
-    ) -> Kept | Stored:
-        weak = self._kept.get(key)
-        if weak is not None and weak() is not None:  # alive as it is: a second form of it would only add bytes
+        if key in self._kept and self._kept[key]() is not None:  # alive as it is: a second form would only add bytes
             return self._keep(tensor, account, key, storage)
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
-        whole = is_whole(tensor, storage.nbytes())
         handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
-        for other in self._stored.get(key, ()):
-            owner = other()
-            if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
-                handle.owner = owner
-                return handle
+        if key in self._stored and self._find_owner(handle, key, codec):
+            return handle
         if tensor.requires_grad:
             if not self._encode(handle, tensor, storage, whole, codec, tiers):
-                account.note = f"kept: no room in {' > '.join(tiers)}"
-                return self._keep(tensor, account, key, storage)
+                return self._keep(tensor, account, key, storage, f"no room in {' > '.join(tiers)}")
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
         handle.alias = self._keep(tensor, account, key, storage)
@@ -213,6 +179,34 @@ class Scope:
         self._unsettled.append((ref(handle), codec, tiers, copy))
         self._unsettled_nr = _get_sequence_nr()
         return handle
+
+    def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | None]:
+        """The account and the target of a storage that may have a tag."""
+        if key not in self._tags:
+            return account, frame.target
+        account.count -= 1
+        account = self.ledger.account(replace(account.site, tag=self._tags[key][1]))
+        account.count += 1
+        return account, ASK
+
+    def _exact_reason(self, tensor: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool) -> str:
+        """Why `tensor` cannot go through `codec`; empty when it can."""
+        if not codec.accepts(tensor.dtype):
+            return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
+        if self._has_model and frame.module is None and frame.inputs is None:
+            return "saved outside of the model: part of the loss"
+        if not whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
+            return "its elements overlap in memory"
+        return lossy_reason(tensor, producer)
+
+    def _find_owner(self, handle: Stored, key: int, codec: Codec) -> bool:
+        """Let an earlier payload of the same storage serve `handle`, where one can."""
+        for other in self._stored[key]:
+            owner = other()
+            if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
+                handle.owner = owner
+                return True
+        return False
 
     def settle(self) -> None:
         """Encode what waited for its operator to end."""

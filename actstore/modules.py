@@ -13,8 +13,9 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from actstore.codecs import Codec, Raw
 from actstore.ledger import Account, Ledger
-from actstore.policy import Decision, Keep
+from actstore.policy import Decision, Encode, Keep, Offload
 from actstore.spec import Site
 
 SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
@@ -22,15 +23,30 @@ GROUP = 64  # small tensors that share one frame at most
 GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
 
-class Place:
-    """What is remembered of one module name: its accounts in the order of its saves, and its decision."""
+Target = tuple[Codec, tuple[str, ...], str]  # codec, tiers, and the decision as policy text
 
-    __slots__ = ("_ledger", "_small", "accounts", "decision", "keep_below", "name")
+DEVICE: tuple[str, ...] = ("device",)
+ASK: Target = (Raw(), (), "ask the policy for each tensor")
+
+
+def target_of(decision: Decision) -> Target | None:
+    """Where a decision sends a tensor; None where it stays as it is."""
+    if isinstance(decision, Encode):
+        return decision.codec, DEVICE, str(decision)
+    if isinstance(decision, Offload):
+        return decision.codec, decision.tiers, str(decision)
+    return None
+
+
+class Place:
+    """What is remembered of one module name: its accounts in the order of its saves, and where they go."""
+
+    __slots__ = ("_ledger", "_small", "accounts", "keep_below", "name", "target")
 
     def __init__(self, name: str, ledger: Ledger, decision: Decision | None, min_nbytes: int) -> None:
         self.name = name
         self.accounts: list[Account] = []
-        self.decision = decision  # None: ask the policy for each tensor
+        self.target = ASK if decision is None else target_of(decision)
         # Storages below this many bytes are kept, and accounted for in groups.
         self.keep_below = max(min_nbytes, GROUPED_NBYTES) if isinstance(decision, Keep) else min_nbytes
         self._ledger = ledger
@@ -63,7 +79,7 @@ class Frame:
     the call ends, and released once. That is what makes a kept tensor cheap.
     """
 
-    __slots__ = ("booked", "index", "inputs", "keep_below", "keys", "module", "place", "small")
+    __slots__ = ("booked", "index", "inputs", "keep_below", "keys", "module", "place", "small", "target")
 
     def __init__(
         self, module: Module | None, place: Place, small: dict[int, int], inputs: Decision | None = None
@@ -71,6 +87,7 @@ class Frame:
         self.module = module
         self.place = place
         self.inputs = inputs
+        self.target = place.target if inputs is None else target_of(inputs)
         self.keep_below = place.keep_below
         self.index = 0
         self.small = small  # bytes of the small storages of all frames, by identity

@@ -19,7 +19,7 @@ _EXACT_PRODUCERS = frozenset(
 )  # fmt: skip
 
 # Nodes that only look at a tensor in another way, or cast it: what they give is still the parameter.
-_TRANSPARENT = frozenset(
+TRANSPARENT = frozenset(
     {
         "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ReshapeAliasBackward0",
         "UnsafeViewBackward0", "ExpandBackward0", "SliceBackward0", "SelectBackward0", "UnsqueezeBackward0",
@@ -31,8 +31,8 @@ _TRANSPARENT = frozenset(
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def lossy_reason(tensor: Tensor) -> str:
-    """Why `tensor` must come back exactly; empty when an approximation will do.
+def lossy_reason(tensor: Tensor, producer: str) -> str:
+    """Why `tensor`, the output of the autograd node `producer`, must come back exactly; empty when it need not.
 
     Exact are integers and bools, float64 and complex, what requires no gradient (norm statistics, logsumexp, masks,
     noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
@@ -41,16 +41,15 @@ def lossy_reason(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')} is never lossy"
     if not tensor.requires_grad:
         return "requires no gradient: a statistic, a mask or an index"
-    node = tensor.grad_fn
-    if node is not None and (name := node.name()) in _EXACT_PRODUCERS:
-        return f"output of {name.rstrip('01').removesuffix('Backward')}: its error is amplified"
+    if producer in _EXACT_PRODUCERS:
+        return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
     return ""
 
 
 def is_cast_parameter(tensor: Tensor) -> bool:
     """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer."""
     node = tensor.grad_fn
-    while node is not None and node.name() in _TRANSPARENT:
+    while node is not None and node.name() in TRANSPARENT:
         node = node.next_functions[0][0]
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             return isinstance(getattr(node, "variable", None), Parameter)
