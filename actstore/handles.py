@@ -60,21 +60,22 @@ class Stored(Entry):
     """
 
     __slots__ = (
-        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "spec", "version",
-        "witness",
+        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "shape", "stride",
+        "version", "witness",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
         self.account = account
         self.slot = None
-        self.spec = Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
         self.offset = 0 if whole else int(tensor.storage_offset())
         self.conj = not whole and tensor.is_conj()
         self.neg = not whole and tensor.is_neg()
         self.version = tensor._version
         self.any_version = any_version  # the tensor may change after it was saved
         self.witness = witness = tensor.detach()
-        witness.data = empty  # keeps the version counter and none of the memory
+        witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
         self.owner: Stored | None = None  # who holds the payload, when it is another one's
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
@@ -86,6 +87,10 @@ class Stored(Entry):
             free_weak(self.key)
             self.free()
 
+    @property
+    def spec(self) -> Spec:
+        return Spec(tuple(self.shape), self.stride, self.witness.dtype, self.witness.device)
+
     def get(self) -> Tensor:
         found = self.witness._version
         if found != self.version and not self.any_version:
@@ -95,8 +100,7 @@ class Stored(Entry):
         try:
             owner = self.owner
             if owner is None and self.region is None:
-                spec = self.spec
-                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+                tensor = self.witness.new_empty_strided(self.shape, self.stride)
                 self.store.get(self, tensor)
                 return tensor
             return self._rebuild(self if owner is None else owner)
@@ -106,14 +110,14 @@ class Stored(Entry):
 
     def covers(self, other: Stored) -> bool:
         """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
-        if self.spec.dtype != other.spec.dtype or self.version != other.version:
+        if self.witness.dtype != other.witness.dtype or self.version != other.version:
             return False
-        region = self.region or Region(0, self.spec.numel)
-        return region.covers(other.offset, layout_of(other.spec.shape, other.spec.stride))
+        region = self.region or Region(0, self.shape.numel())
+        return region.covers(other.offset, layout_of(other.shape, other.stride))
 
     def _rebuild(self, owner: Stored) -> Tensor:
         spec = self.spec
-        region = owner.region or Region(0, owner.spec.numel)
+        region = owner.region or Region(0, owner.shape.numel())
         if region.compact is not None:
             dense = torch.empty(region.compact[0], dtype=spec.dtype, device=spec.device)
             owner.store.get(owner, dense)
@@ -137,11 +141,11 @@ class Stored(Entry):
         A copy is given to each handle once: whoever asks again gets a fresh one. So does everybody once a copy was
         changed in place, or its memory is gone, or another stream is current.
         """
-        device = self.spec.device
+        device = self.witness.device
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         base = owner.fresh.take(self, stream) if owner.fresh is not None else None
         if base is None:
-            base = torch.empty(numel, dtype=self.spec.dtype, device=device)
+            base = torch.empty(numel, dtype=self.witness.dtype, device=device)
             owner.store.get(owner, base)
             owner.fresh = _Fresh(base, self, stream)
         return base
@@ -171,7 +175,7 @@ class _Fresh:
             return None
         self.served.add(id(handle))
         base = self.witness.detach()  # shares the version counter, so that a change is seen by all
-        base.data = whole_of(storage, handle.spec.dtype)
+        base.data = whole_of(storage, self.witness.dtype)
         return base
 
 

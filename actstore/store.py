@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 
 from actstore.codecs import Codec
+from actstore.codecs.base import Bound
 from actstore.errors import CapacityError, StateError
 from actstore.ledger import Account, Ledger
-from actstore.spec import Spec
 from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
 from actstore.transfer import Transfer
 from actstore.units import format_nbytes
@@ -33,14 +33,14 @@ class StoreOptions:
 class Entry:
     """One payload, or none yet. It frees its slot when it dies."""
 
-    __slots__ = ("__weakref__", "account", "codec", "nbytes", "slot", "store", "tier")
+    __slots__ = ("__weakref__", "account", "bound", "codec", "slot", "store", "tier")
 
     store: Store
     account: Account
     codec: Codec
+    bound: Bound
     tier: Tier
     slot: Slot | None
-    nbytes: int  # of the payload; the slot may be larger
 
     def free(self) -> None:
         """Give the slot back. What is asked of the entry later raises StateError."""
@@ -57,7 +57,7 @@ class Entry:
 class _Route:
     """Where the last tensor of a site went: the next one of its kind goes there without a search."""
 
-    __slots__ = ("codec", "device", "dtype", "nbytes", "numel", "place", "tier", "tiers")
+    __slots__ = ("bound", "codec", "device", "dtype", "numel", "place", "tier", "tiers")
 
     def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: _Place) -> None:
         self.codec = codec
@@ -65,7 +65,7 @@ class _Route:
         self.numel = src.numel()
         self.dtype = src.dtype
         self.device = src.device
-        self.nbytes = codec.size(Spec.of(src)).nbytes
+        self.bound = codec.bind(src)
         self.place = place
         self.tier = place.tier(tiers[0])
 
@@ -165,32 +165,32 @@ class Store:
         route: _Route | None = account.route
         if route is None or not route.fits(src, codec, tiers):
             route = account.route = _Route(src, codec, tiers, self._place(src.device))
-        tier = route.tier
-        slot = tier.reserve(route.nbytes)
+        tier, bound = route.tier, route.bound
+        slot = tier.reserve(bound.nbytes)
         for name in tiers[1:] if slot is None else ():
             tier = route.place.tier(name)
-            slot = tier.reserve(route.nbytes)
+            slot = tier.reserve(bound.nbytes)
             if slot is not None:
                 break
         if slot is None:
             if self.options.strict:
                 raise CapacityError(
-                    f"no room for {format_nbytes(route.nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
+                    f"no room for {format_nbytes(bound.nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
                     "to the ladder, or use strict=False to keep what does not fit",
-                    nbytes=route.nbytes,
+                    nbytes=bound.nbytes,
                     tiers=tuple(tiers),
                 )
             return False
         if tier.on_device:
             try:
-                used = codec.encode(src, slot.buffer)  # type: ignore[arg-type]  # a tier of the device is memory
+                used = bound.encode(src, slot.buffer)  # type: ignore[arg-type]  # a tier of the device is memory
             except BaseException:
                 tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
         else:
-            used = self._encode_and_offload(src, codec, route.place, tier, slot, account, saved)
-        entry.store, entry.codec, entry.tier, entry.slot, entry.nbytes = self, codec, tier, slot, used
+            self._encode_and_offload(src, bound, route.place, tier, slot, account, saved)
+        entry.store, entry.codec, entry.bound, entry.tier, entry.slot = self, codec, bound, tier, slot
         return True
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
@@ -207,17 +207,17 @@ class Store:
         if entry.tier.on_device:
             buffer = slot.buffer
             assert buffer is not None
-            entry.codec.decode(buffer, out)
+            entry.bound.decode(buffer, out)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
         device_tier = self._place(out.device).tier("device")
-        stage = device_tier.reserve(entry.nbytes)
+        stage = device_tier.reserve(slot.nbytes)
         assert stage is not None
         assert stage.buffer is not None
         try:
             entry.tier.read(slot, stage.buffer)
-            entry.codec.decode(stage.buffer, out)
-            self.ledger.touch_peak(entry.account, out.nbytes + entry.nbytes)
+            entry.bound.decode(stage.buffer, out)
+            self.ledger.touch_peak(entry.account, out.nbytes + slot.nbytes)
         finally:
             device_tier.free(stage)
 
@@ -262,8 +262,8 @@ class Store:
             return place
 
     def _encode_and_offload(
-        self, src: torch.Tensor, codec: Codec, place: _Place, tier: Tier, slot: Slot, account: Account, saved: int
-    ) -> int:
+        self, src: torch.Tensor, bound: Bound, place: _Place, tier: Tier, slot: Slot, account: Account, saved: int
+    ) -> None:
         device_tier = place.tier("device")
         stage = device_tier.reserve(slot.nbytes)
         assert stage is not None
@@ -276,7 +276,7 @@ class Store:
 
         booked = False
         try:
-            used = codec.encode(src, stage.buffer)
+            used = bound.encode(src, stage.buffer)
             self.ledger.add(account, saved, used, nbytes)
             booked = True
             place.transfer.offload(tier, slot, stage.buffer, landed)
@@ -286,4 +286,3 @@ class Store:
             device_tier.free(stage)
             tier.free(slot)
             raise
-        return used

@@ -6,8 +6,11 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
+
+BUSY_SAMPLES = 8  # fewer say nothing about the machine
+BUSY_SPREAD = 0.3  # between the quartiles, over the median; a quiet machine has 0.05 to 0.15
 
 
 @dataclass
@@ -88,6 +91,18 @@ class Result:
     workload: dict[str, Any]
     rows: list[RowResult] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> tuple[float, float] | None:
+        """Quartiles of plain's step times in milliseconds where they lie so far apart that something else was running.
+
+        Ratios of neighbouring steps bear with that, medians of step times do not.
+        """
+        samples = self.rows[0].step_samples_ms if self.rows else []
+        if len(samples) < BUSY_SAMPLES:
+            return None
+        low, middle, high = quantiles(samples, n=4)
+        return (low, high) if high - low > BUSY_SPREAD * middle else None
 
     @property
     def failed(self) -> list[RowResult]:

@@ -27,6 +27,12 @@ def render(result: Result) -> RenderableType:
         table.add_row(Text(row.name), *_cells(row), style="red" if row.failed else None)
     notes = [Text(f"{row.name} failed: {row.failed}", style="red") for row in result.failed]
     notes += [Text(f"{out['name']} is left out: {out['reason']}", style="yellow") for out in result.left_out]
+    if result.busy:
+        low, high = result.busy
+        words = (
+            f"The machine was busy: half of plain's steps took {low:.0f} to {high:.0f} ms. Run again when it is quiet."
+        )
+        notes.append(Text(words, style="yellow"))
     return Group(table, Text(), *notes, Text(_legend(result), style="dim"))
 
 

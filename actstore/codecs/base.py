@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -33,6 +34,14 @@ Size = Exact | AtMost
 def align(nbytes: int) -> int:
     """Round up to the next section boundary."""
     return -(-nbytes // ALIGN) * ALIGN
+
+
+class Bound(NamedTuple):
+    """A codec for one kind of tensor: the bytes to reserve, ``encode(src, out) -> used``, ``decode(buf, out)``."""
+
+    nbytes: int
+    encode: Callable[[torch.Tensor, torch.Tensor], int]
+    decode: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,17 @@ class Codec(ABC):
         -----
         Runs on the current stream, never waits for the device.
         """
+
+    def bind(self, src: torch.Tensor) -> Bound:
+        """Encode and decode without checks, for tensors with `src`'s dtype, device and number of elements.
+
+        For callers that repeat one kind of tensor and keep the rules of `encode` and `decode` themselves.
+
+        Raises
+        ------
+        SpecError : the dtype is not accepted
+        """
+        return Bound(self.size(Spec.of(src)).nbytes, self.encode, self.decode)
 
     @abstractmethod
     def decode(self, buf: torch.Tensor, out: torch.Tensor) -> None:

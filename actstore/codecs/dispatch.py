@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actstore.codecs.base import Codec, Exact
+from actstore.codecs.base import Bound, Codec, Exact
 from actstore.errors import ActstoreError, KernelUnavailable, PayloadError, SpecError
 from actstore.kernels.base import Kernels
 from actstore.layout import layout_of
@@ -64,6 +64,23 @@ class KernelCodec(Codec):
             self._check(out, buf, nbytes, "decode", PayloadError)
         if numel:
             kernels.decode(buf, out, numel)
+
+    def bind(self, src: torch.Tensor) -> Bound:
+        kernels = self._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or self._prepare(src)
+        numel = src.numel()
+        nbytes = self._nbytes(numel, kernels.itemsize)
+        if not numel:
+            return Bound(nbytes, self.encode, self.decode)
+        run_encode, run_decode = kernels.encode, kernels.decode
+
+        def encode(src: torch.Tensor, out: torch.Tensor) -> int:
+            run_encode(src, out, numel)
+            return nbytes
+
+        def decode(buf: torch.Tensor, out: torch.Tensor) -> None:
+            run_decode(buf, out, numel)
+
+        return Bound(nbytes, encode, decode)
 
     @cached_property
     def _kernels(self) -> dict[Any, Kernels]:

@@ -10,9 +10,9 @@ from actstore.codecs import Int8
 from actstore.codecs.int8 import GROUPS
 from actstore.errors import ConfigError, SpecError
 from actstore.spec import Spec
-from tests.codecs.contract import check_codec, tensor_of
+from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.oracles import int8 as oracle
-from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, samples, to_bytes
+from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, every_code_and_scale, samples, to_bytes
 
 
 def roundtrip(x, group=128):
@@ -108,6 +108,18 @@ def test_the_documented_example():
     assert bytes(payload.tolist()) == bytes.fromhex("7ec1208000" + "00" * 11 + "023c")
     assert back.nan_to_num(7).tolist() == [0.999755859375, -0.4998779296875, 0.25390625, 7, 0]
     assert not back.signbit()[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_code_with_any_normal_scale_decodes_alike(dtype):
+    payload = every_code_and_scale()
+    expected = oracle.decode(payload, 256 * 32, dtype, 32)
+    assert np.isinf(oracle.to_float32(expected, dtype)).sum() == 0
+    for name, _, decode in implementations(Int8(32), getattr(torch, dtype)):
+        _, buf = aligned(len(payload))
+        back = torch.empty(256 * 32, dtype=getattr(torch, dtype))
+        decode(buf.copy_(tensor_of(payload, torch.uint8)), back)
+        assert storage_bytes(back) == expected, name
 
 
 def test_ties_go_to_even():

@@ -45,7 +45,7 @@ class Emulator:
         contract = ["-mfma", "-ffp-contract=fast"] if _has_fma() else []
         build = subprocess.run(
             [
-                *(compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+                *(compiler, "-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
                 *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", *contract),
                 f'-DEMU_SOURCE="{source.folder() / name}.cu"',
                 f"-DEMU_KERNELS={''.join(f'K({kernel})' for kernel in kernels)}",

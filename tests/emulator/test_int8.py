@@ -6,7 +6,7 @@ from actstore.codecs.int8 import GROUPS, Int8
 from actstore.kernels.int8_cuda import blocks, log2_lanes
 from tests.emulator.emulator import Buffer, Emulator, Launch
 from tests.oracles import int8 as oracle
-from tests.oracles.samples import DTYPES, ITEMSIZE, SUFFIX, random_bits, samples
+from tests.oracles.samples import DTYPES, ITEMSIZE, SUFFIX, every_code_and_scale, random_bits, samples
 
 NUMELS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 100, 127, 128, 129, 255, 256, 511, 513, 1000, 1024, 1025, 4100)
 
@@ -69,6 +69,14 @@ def test_elements_at_any_address(emulator, dtype, misaligned):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_pattern_of_16_bits(emulator, dtype):
     check(emulator, dtype, 32, [b"".join(i.to_bytes(2, "little") for i in range(1 << 16))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_code_with_any_normal_scale(emulator, dtype):
+    numel, payload = 256 * 32, every_code_and_scale()
+    args = (Buffer(payload), Buffer(bytes(numel * ITEMSIZE[dtype])), numel, 0)
+    (((_, found)),) = emulator.run([Launch(f"int8_decode_{SUFFIX[dtype]}", blocks(numel, 32), args)])
+    assert found == oracle.decode(payload, numel, dtype, 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -37,6 +37,21 @@ def random_bits(numel: int, dtype: str, seed: int) -> bytes:
     return bits.tobytes()
 
 
+def almost_ties() -> np.ndarray:
+    """A one, and elements whose product with 1 / scale is half way between two codes only after it was rounded.
+
+    Rounding the product and the sum at once, as a fused multiply-add does, gives other codes.
+    """
+    scale = np.uint32(0x3C020000).view(np.float32)
+    reciprocal = np.float32(1) / scale
+    half = np.arange(32, 126, dtype=np.float32) + np.float32(0.5)
+    steps = np.arange(-4, 5, dtype=np.int32)
+    near = ((half * scale).view(np.int32)[:, None] + steps).view(np.float32)
+    exact = near.astype(np.float64) * np.float64(reciprocal)
+    chosen = (near * reciprocal == half[:, None]) & (np.rint(exact) != np.rint(half)[:, None])
+    return np.concatenate([np.ones(1, np.float32), near[chosen]])
+
+
 def samples(dtype: str) -> dict[str, bytes]:
     """Named cases of a few groups each."""
     rng = np.random.default_rng(0)
@@ -68,8 +83,17 @@ def samples(dtype: str) -> dict[str, bytes]:
             np.repeat([threshold * (1 - 2.0**-8), threshold, threshold * 1.5, -threshold], 128), dtype
         ),
         "ties": to_bytes(ties, dtype),
+        "almost ties": to_bytes(almost_ties()[:128], dtype),
         "steps": to_bytes(np.linspace(-3, 3, 500), dtype),
         "powers": to_bytes(np.sign(rng.standard_normal(600)) * 2.0 ** rng.integers(-148, 128, 600), dtype),
         "groups of every size": to_bytes(rng.standard_normal((40, 128)) * 2.0 ** rng.integers(-20, 16, (40, 1)), dtype),
         "any bits": rng.integers(0, 1 << 8, 3000 * itemsize, dtype=np.uint8).tobytes(),
     }
+
+
+def every_code_and_scale() -> bytes:
+    """An int8 payload, groups of 32: all codes, under scales over the range of normal numbers, up to the largest."""
+    codes = np.repeat(np.arange(256, dtype=np.uint8).reshape(8, 32), 32, axis=0)
+    exponents = np.linspace(1, 254, 32).astype(np.uint16)
+    scales = np.tile(exponents << 7 | 0x7F, 8).astype("<u2")
+    return codes.tobytes() + scales.tobytes()

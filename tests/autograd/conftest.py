@@ -1,0 +1,37 @@
+"""After each test of this folder every store that it made is empty again."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from weakref import WeakSet
+
+import pytest
+
+from actstore import ActivationStore
+from tests.autograd.checks import check_drained
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"))
+
+
+@pytest.fixture(autouse=True)
+def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Watch the stores of a test; what a kept traceback holds may need the collector."""
+    made: WeakSet[ActivationStore] = WeakSet()
+    init = ActivationStore.__init__
+
+    def watched(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.add(self)
+
+    monkeypatch.setattr(ActivationStore, "__init__", watched)
+    yield
+    gc.collect()
+    for store in made:
+        check_drained(store)
+        store.close()
