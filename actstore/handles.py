@@ -22,7 +22,7 @@ from actstore.ledger import Account, Ledger
 from actstore.modules import Frame
 from actstore.regions import Region
 from actstore.spec import Site, Spec
-from actstore.storage import free_weak, hold_weak, revive, whole_of
+from actstore.storage import free_weak, hold_weak, revive, same_counter, settled_version, whole_of
 from actstore.store import Entry
 
 Small = tuple[Tensor, int, Frame]
@@ -42,10 +42,9 @@ class Kept:
         self.first = first
 
     def get(self) -> Tensor:
-        alias = self.alias
-        if alias._version != self.version:
-            raise mutated(Spec.of(alias), self.version, alias._version, self.account.site)
-        return alias
+        if self.alias._version != self.version:
+            check_version(self.alias, self.version, self.account.site)
+        return self.alias
 
     def __del__(self) -> None:
         if self.nbytes:
@@ -53,15 +52,11 @@ class Kept:
 
 
 class Stored(Entry):
-    """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`.
-
-    While one that owns its entry lives, no other storage has the address `key`: it holds a weak reference, which keeps
-    the address and not the memory.
-    """
+    """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
 
     __slots__ = (
-        "alias", "any_version", "conj", "fresh", "key", "neg", "offset", "owner", "region", "shape", "stride",
-        "version", "witness",
+        "alias", "any_version", "conj", "fresh", "neg", "offset", "owner", "region", "shape", "snapshot",
+        "stride", "version", "witness",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
@@ -77,26 +72,24 @@ class Stored(Entry):
         self.witness = witness = tensor.detach()
         witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
+        self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
         self.owner: Stored | None = None  # who holds the payload, when it is another one's
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
-        self.key = 0
         self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
 
     def __del__(self) -> None:
-        if self.key:
-            free_weak(self.key)
-            self.free()
+        self.free()
 
     @property
     def spec(self) -> Spec:
         return Spec(tuple(self.shape), self.stride, self.witness.dtype, self.witness.device)
 
     def get(self) -> Tensor:
-        found = self.witness._version
-        if found != self.version and not self.any_version:
-            raise mutated(self.spec, self.version, found, self.account.site)
+        changed = self.witness._version != self.version
+        if changed and not self.any_version:
+            check_version(self.witness, self.version, self.account.site, self.spec)
         if self.alias is not None:
-            return self.alias.alias
+            return self.snapshot if changed and self.snapshot is not None else self.alias.alias
         try:
             owner = self.owner
             if owner is None and self.region is None:
@@ -110,7 +103,9 @@ class Stored(Entry):
 
     def covers(self, other: Stored) -> bool:
         """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
-        if self.witness.dtype != other.witness.dtype or self.version != other.version:
+        if self.witness.dtype != other.witness.dtype or not same_counter(self.witness, other.witness):
+            return False
+        if self.version != other.version:
             return False
         region = self.region or Region(0, self.shape.numel())
         return region.covers(other.offset, layout_of(other.shape, other.stride))
@@ -147,7 +142,7 @@ class Stored(Entry):
         if base is None:
             base = torch.empty(numel, dtype=self.witness.dtype, device=device)
             owner.store.get(owner, base)
-            owner.fresh = _Fresh(base, self, stream)
+            owner.fresh = None if base.is_inference() else _Fresh(base, self, stream)
         return base
 
 
@@ -179,14 +174,21 @@ class _Fresh:
         return base
 
 
-def mutated(spec: Spec, expected: int, found: int, site: Site) -> MutationError:
-    """The verdict that autograd gives without a store, with the site named."""
-    return MutationError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{spec}], saved at {site}, is at version {found}; expected "
-        f"version {expected} instead. Replace the in-place operation that follows in the model, or, where a copy is "
-        "stored and the value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
-        site=site,
-        expected=expected,
-        found=found,
-    )
+def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:
+    """Give the verdict that autograd gives without a store, with the site named.
+
+    Raises
+    ------
+    MutationError : `tensor`, or what it is the witness of, is at another version than `expected`
+    """
+    found = settled_version(tensor)
+    if found != expected:
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{spec or Spec.of(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
+            "instead. Replace the in-place operation that follows in the model, or, where a copy is stored and the "
+            "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
+            site=site,
+            expected=expected,
+            found=found,
+        )

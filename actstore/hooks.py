@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -11,18 +13,17 @@ from torch import Tensor, UntypedStorage
 from torch._C import _current_autograd_node, _current_graph_task_id
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import graph
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from actstore.census import Census
 from actstore.codecs import Codec, Raw
 from actstore.errors import ActstoreError, StateError
-from actstore.handles import Kept, Small, Stored, mutated
+from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
 from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
 from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
-from actstore.regions import SPARE, can_be_lossy, is_whole, region_of
+from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.spec import Site, Spec
-from actstore.storage import hold_weak
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
@@ -39,7 +40,7 @@ def unpack(handle: Handle) -> Tensor:
     if type(handle) is tuple:
         alias, version, frame = handle
         if alias._version != version:
-            raise mutated(Spec.of(alias), version, alias._version, Site(frame.place.name, SMALL))
+            check_version(alias, version, Site(frame.place.name, SMALL))
         return alias
     return handle.get()  # type: ignore[union-attr]
 
@@ -69,65 +70,70 @@ class Scope:
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._has_model = has_model
-        self._small = tracker.small
         self._kept: dict[int, ref[Kept]] = {}
         self._stored: dict[int, list[ref[Stored]]] = {}
-        self._counted: dict[int, StorageWeakRef] = {}  # storages seen inside recomputed regions
-        self._tags: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...], Tensor | None]] = []
+        self._census = Census()
+        self._tags: dict[int, str] = {}
+        self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
         self._unsettled_nr = 0
         self._prune_at = 1024
         self._empty: dict[torch.dtype, Tensor] = {}
 
     # -- pack ---------------------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Handle:
-        if self._unsettled and _get_sequence_nr() != self._unsettled_nr:
-            self.settle()
-        frame = self.tracker.frame
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-            frame.place.account(frame.index).note = f"kept: a {tensor.layout} tensor has no storage of its own"
-            return tensor.detach(), tensor._version, frame
-        key = storage._cdata
-        if key in self.parameters:
-            return tensor.detach(), tensor._version, frame
-        if type(tensor) is Parameter or type(tensor._base) is Parameter:
-            self.parameters.add(key)
-            return tensor.detach(), tensor._version, frame
-        nbytes = storage.nbytes()
-        if nbytes < frame.keep_below:
-            small = self._small
-            if key not in small:
-                small[key] = 0 if key in self._counted else nbytes
-                frame.keys.append(key)
-                if len(frame.keys) == GROUP:
-                    self.tracker.renew()
-            return tensor.detach(), tensor._version, frame
-        index = frame.index
-        frame.index = index + 1
-        accounts = frame.place.accounts
-        account = accounts[index] if index < len(accounts) else frame.place.account(index)
-        account.count += 1
-        try:
-            return self._place(tensor, frame, account, key, storage)
-        except ActstoreError as error:
-            error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
-            raise
+    def pack_hook(self) -> Callable[[Tensor], Handle]:
+        """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
+        tracker, parameters, small, unsettled = self.tracker, self.parameters, self.tracker.small, self._unsettled
+        counted = self._census.counted
+
+        def pack(tensor: Tensor) -> Handle:
+            if unsettled and _get_sequence_nr() != self._unsettled_nr:
+                self.settle()
+            frame = tracker.frame
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
+                frame.place.account(frame.index).note = f"kept: a {tensor.layout} tensor has no storage of its own"
+                return tensor.detach(), tensor._version, frame
+            key = storage._cdata
+            if key in parameters:
+                return tensor.detach(), tensor._version, frame
+            if type(tensor) is Parameter or type(tensor._base) is Parameter:
+                parameters.add(key)
+                return tensor.detach(), tensor._version, frame
+            nbytes = storage.nbytes()
+            if nbytes < frame.keep_below:
+                if key not in small:
+                    small[key] = 0 if counted and key in counted else nbytes
+                    keys = frame.keys
+                    keys.append(key)
+                    if len(keys) == GROUP:
+                        tracker.renew()
+                return tensor.detach(), tensor._version, frame
+            index = frame.index
+            frame.index = index + 1
+            accounts = frame.place.accounts
+            account = accounts[index] if index < len(accounts) else frame.place.account(index)
+            account.count += 1
+            try:
+                return self._place(tensor, frame, account, key, storage)
+            except ActstoreError as error:
+                error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
+                raise
+
+        return pack
 
     def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, reason: str = "") -> Kept:
         if reason:
             account.note = f"kept: {reason}"
         weak = self._kept.get(key)
         first = weak() if weak is not None else None
+        nbytes = storage.nbytes() if first is None else 0
+        kept = Kept(tensor, account, self.ledger, nbytes, first)
+        self.ledger.add(account, self._saved_nbytes(key, storage), 0, nbytes)
         if first is not None:
-            return Kept(tensor, account, self.ledger, 0, first)
-        nbytes = storage.nbytes()
-        kept = Kept(tensor, account, self.ledger, nbytes, None)
+            return kept
         self._kept[key] = ref(kept)
-        known = self._is_stored(key) or key in self._counted
-        self.ledger.add(account, 0 if known else nbytes, 0, nbytes)
         return kept
 
     def _place(
@@ -167,7 +173,7 @@ class Scope:
             return self._keep(tensor, account, key, storage)
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
         handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
-        if key in self._stored and self._find_owner(handle, key, codec):
+        if key in self._stored and self._find_owner(handle, key, storage, codec):
             return handle
         if tensor.requires_grad:
             if not self._encode(handle, tensor, storage, whole, codec, tiers):
@@ -175,8 +181,8 @@ class Scope:
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
         handle.alias = self._keep(tensor, account, key, storage)
-        copy = tensor.clone(memory_format=torch.preserve_format) if allow else None
-        self._unsettled.append((ref(handle), codec, tiers, copy))
+        handle.snapshot = exact_copy(tensor) if allow else None
+        self._unsettled.append((ref(handle), codec, tiers))
         self._unsettled_nr = _get_sequence_nr()
         return handle
 
@@ -185,7 +191,7 @@ class Scope:
         if key not in self._tags:
             return account, frame.target
         account.count -= 1
-        account = self.ledger.account(replace(account.site, tag=self._tags[key][1]))
+        account = self.ledger.account(replace(account.site, tag=self._tags[key]))
         account.count += 1
         return account, ASK
 
@@ -199,59 +205,70 @@ class Scope:
             return "its elements overlap in memory"
         return lossy_reason(tensor, producer)
 
-    def _find_owner(self, handle: Stored, key: int, codec: Codec) -> bool:
+    def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
         for other in self._stored[key]:
             owner = other()
             if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
                 handle.owner = owner
+                self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
                 return True
         return False
 
     def settle(self) -> None:
-        """Encode what waited for its operator to end."""
-        unsettled, self._unsettled = self._unsettled, []
-        for weak, codec, tiers, copy in unsettled:
+        """Encode what waited for its operator to end. What cannot be encoded stays an alias."""
+        unsettled = self._unsettled[:]
+        self._unsettled.clear()
+        for weak, codec, tiers in unsettled:
             handle = weak()
             if handle is None or handle.alias is None:
                 continue
             tensor = handle.alias.alias
             if tensor._version != handle.version:
-                if copy is None:
-                    continue  # stays an alias: its unpack gives autograd's verdict
-                tensor = copy
-                handle.offset = int(copy.storage_offset())
+                if handle.snapshot is None:
+                    continue  # its unpack gives autograd's verdict
+                tensor, handle.offset = handle.snapshot, 0
             storage = tensor.untyped_storage()
-            if self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers):
-                handle.alias = None
+            with self._naming(handle.account, tensor):
+                stored = self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
+            if stored:
+                handle.alias = handle.snapshot = None
             else:
                 handle.account.note = f"kept: no room in {' > '.join(tiers)}"
 
     def close(self) -> None:
         """Book what is still open, and forget every storage."""
-        self.settle()
-        self.tracker.end()
-        self._store.remember(weak for stored in self._stored.values() for weak in stored)
-        self._kept.clear()
-        self._stored.clear()
-        self._counted.clear()
-        self._tags.clear()
+        try:
+            self.settle()
+        finally:
+            self.tracker.end()
+            self._store.remember(weak for stored in self._stored.values() for weak in stored)
+            self._kept.clear()
+            self._stored.clear()
+            self._tags.clear()
+            self._census.clear()
+
+    @contextmanager
+    def _naming(self, account: Account, tensor: Tensor) -> Iterator[None]:
+        """Say in errors what was being saved."""
+        try:
+            yield
+        except ActstoreError as error:
+            error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
+            raise
 
     # -- what others tell ---------------------------------------------------------------------------------------------
 
-    def count(self, storage: UntypedStorage, account: Account) -> None:
+    def count(self, key: int, storage: UntypedStorage, account: Account) -> None:
         """Book a storage that plain autograd would save, and that a recomputed region does not."""
-        key = storage._cdata
-        weak = self._kept.get(key)
-        known = key in self.parameters or key in self._counted or self._is_stored(key) or key in self._small
-        if not known and (weak is None or weak() is None):
-            self._counted[key] = StorageWeakRef(storage)
-            self.ledger.add(account, storage.nbytes(), 0, 0)
+        if key not in self.parameters and key not in self.tracker.small:
+            self.ledger.add(account, self._census.count(key, storage), 0, 0)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage under `tensor`, for the rules of tensors that are saved after this."""
         storage = tensor.untyped_storage()
-        self._tags[storage._cdata] = (StorageWeakRef(storage), name)
+        self._census.meet(storage._cdata, storage)
+        self._tags[storage._cdata] = name
 
     # -- encode -------------------------------------------------------------------------------------------------------
 
@@ -267,29 +284,32 @@ class Scope:
         """Put the bytes that `handle` needs into the store; False when no tier has room."""
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
-        handle.key = key = hold_weak(storage)
-        known = handle.alias is not None or self._is_stored(key) or key in self._counted
-        if not self._store.put(handle, tensor, codec, tiers, 0 if known else storage.nbytes()):
+        key = storage._cdata
+        if not self._store.put(handle, tensor, codec, tiers, self._saved_nbytes(key, storage)):
             return False
-        stored = self._stored
-        if key in stored:
-            stored[key].append(ref(handle))
+        if key in self._stored:
+            self._stored[key].append(ref(handle))
         else:
-            stored[key] = [ref(handle)]
-            if len(stored) > self._prune_at:
-                self._prune()
+            self._stored[key] = [ref(handle)]
         return True
 
-    def _is_stored(self, key: int) -> bool:
-        return key in self._stored and any(weak() is not None for weak in self._stored[key])
+    def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:
+        """What plain autograd holds of a storage because it is saved now."""
+        census = self._census
+        if len(census) > self._prune_at:
+            self._prune()
+        if self.tracker.frame.inputs is None:
+            return census.count(key, storage)
+        census.meet(key, storage)  # the input of a region: plain autograd need not save it
+        return 0
 
     def _prune(self) -> None:
-        """Forget what has died, so that a context without an end does not grow."""
-        self._stored = {key: alive for key, weak in self._stored.items() if (alive := [w for w in weak if w()])}
-        self._kept = {key: weak for key, weak in self._kept.items() if weak() is not None}
-        self._counted = {key: weak for key, weak in self._counted.items() if not weak.expired()}
-        self._tags = {key: tag for key, tag in self._tags.items() if not tag[0].expired()}
-        self._prune_at = 1024 + 2 * len(self._stored)
+        """Forget what is gone, so that a context without an end does not grow."""
+        for key in self._census.prune():
+            self._stored.pop(key, None)
+            self._kept.pop(key, None)
+            self._tags.pop(key, None)
+        self._prune_at = 1024 + 2 * len(self._census)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         empty = self._empty.get(tensor.dtype)

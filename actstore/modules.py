@@ -88,7 +88,7 @@ class Frame:
         self.place = place
         self.inputs = inputs
         self.target = place.target if inputs is None else target_of(inputs)
-        self.keep_below = place.keep_below
+        self.keep_below = place.keep_below if inputs is None else 0
         self.index = 0
         self.small = small  # bytes of the small storages of all frames, by identity
         self.keys: list[int] = []  # those of this frame
@@ -126,6 +126,14 @@ class Tracker:
         self.frame.end()
         self.frame = self.stack.pop()
 
+    def leave(self, module: Module) -> None:
+        """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
+        if self.frame.module is not module and all(frame.module is not module for frame in self.stack):
+            return
+        while self.frame.module is not module:
+            self.pop()
+        self.pop()
+
     def renew(self) -> None:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
@@ -137,7 +145,7 @@ class Tracker:
         """Book what frames that are still open hold."""
         while self.stack:
             self.pop()
-        self.frame.end()
+        self.renew()  # from here on the last frame belongs to its handles alone
 
 
 _active = local()
@@ -156,8 +164,8 @@ def _before(module: Module, _: Any) -> None:
 
 def _after(module: Module, _args: Any, _output: Any) -> None:
     tracker: Tracker | None = getattr(_active, "tracker", None)
-    if tracker is not None and tracker.frame.module is module:
-        tracker.pop()
+    if tracker is not None:
+        tracker.leave(module)
 
 
 def start(tracker: Tracker) -> Tracker | None:

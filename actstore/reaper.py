@@ -29,6 +29,14 @@ class Reaper(Generic[T]):
             with self._lock:
                 self.drain_locked()
 
+    def try_drain(self) -> None:
+        """Handle what is queued, unless the lock is taken. Safe in finalizers."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.drain_locked()
+            finally:
+                self._lock.release()
+
     def drain_locked(self) -> None:
         """Handle what is queued; the caller owns the lock."""
         while self._queue:

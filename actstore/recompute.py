@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +51,7 @@ class Wrapped:
         if self._users == 1:
             self._own = self._module.__dict__.get("forward")
             forward = self._module.forward
-            self._module.__dict__["forward"] = functools.wraps(forward)(functools.partial(self._run, forward))
+            self._module.__dict__["forward"] = _Forward(self, self._module, forward)
 
     def exit(self) -> None:
         """Give the module its own forward back."""
@@ -60,7 +61,7 @@ class Wrapped:
             if self._own is not None:
                 self._module.__dict__["forward"] = self._own
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scope = self._scope_of()
         if scope is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -79,7 +80,7 @@ class Wrapped:
                 call_args, call_kwargs = tree_unflatten(full, form)
                 return forward(*call_args, **call_kwargs)
 
-            counter = _CountRecomputed(scope, tracker.frame.place.account(0))
+            counter = _CountRecomputed(scope, tracker.frame.place.account(0), self._module)
             if isinstance(self._decision.inputs, Keep):  # these are held already
                 counter.ignored = {leaves[i].untyped_storage()._cdata for i in where}
             return checkpoint(
@@ -91,6 +92,22 @@ class Wrapped:
             )
         finally:
             tracker.pop()
+
+
+class _Forward:
+    """A module's forward as its region runs it. A copy or a pickle of the module has the module's own forward."""
+
+    def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._region = region
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._region.run(self._forward, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward
 
 
 # Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
@@ -148,14 +165,19 @@ class _CountSaved(_Delegating):
         self._scope = scope
 
     def see(self, storage: torch.UntypedStorage) -> None:
-        self._scope.count(storage, self.account)
+        self._scope.count(storage._cdata, storage, self.account)
 
 
 class _CountRecomputed(_Delegating):
-    """Books the high-water of a recomputation: all that the region saved exists when it ends."""
+    """Books the high-water of a recomputation: all that the region saved exists when it ends.
 
-    def __init__(self, scope: Scope, account: Account) -> None:
+    Normalisations see copies of their buffers meanwhile, so that running statistics are updated once a step.
+    """
+
+    def __init__(self, scope: Scope, account: Account, module: Module) -> None:
         super().__init__(scope, account)
+        self._norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
+        self._buffers: list[dict[str, Tensor | None]] = []
         self._ledger = scope.ledger
         self._parameters = scope.parameters
         self.ignored = set[int]()
@@ -163,6 +185,10 @@ class _CountRecomputed(_Delegating):
 
     def begin(self) -> None:
         self._seen.clear()
+        self._buffers = [dict(norm._buffers) for norm in self._norms]
+        for norm in self._norms:
+            copies = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+            norm._buffers.update(copies)
 
     def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -170,6 +196,8 @@ class _CountRecomputed(_Delegating):
             self._seen[key] = storage.nbytes()
 
     def end(self) -> None:
+        for norm, buffers in zip(self._norms, self._buffers, strict=True):
+            norm._buffers.update(buffers)
         self._ledger.touch_peak(self.account, sum(self._seen.values()))
 
 

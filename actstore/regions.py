@@ -65,6 +65,16 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
     return gathered, Region(offset, gathered.numel(), layout.compact)
 
 
+def exact_copy(tensor: Tensor) -> Tensor:
+    """The same values with the same strides in memory of its own, at offset 0."""
+    bits = _stored_bits(tensor.detach())
+    span = layout_of(tensor.shape, tensor.stride()).span
+    copy = storage_view(bits, int(tensor.storage_offset()), span).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    if tensor.is_conj():
+        copy = copy.conj()
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
 def can_be_lossy(layout: Layout) -> bool:
     """Whether the unique elements of a view can be told: a lossy codec then encodes them and nothing else."""
     return layout.dense or layout.compact is not None

@@ -63,7 +63,7 @@ class Report:
                 live_bytes=account.held + account.away,
             )
             for account in ledger.accounts()
-            if account.count or account.held or account.away
+            if account.count or account.saved or account.held or account.away
         )
         return cls(
             saved_bytes=sum(site.saved_bytes for site in sites),

@@ -119,7 +119,7 @@ class ActivationStore:
                 allow_mutation=self._allow_mutation,
                 has_model=self._model is not None,
             )
-            hooks = saved_tensors_hooks(scope.pack, unpack)
+            hooks = saved_tensors_hooks(scope.pack_hook(), unpack)
             hooks.__enter__()
             self._active += 1
             for wrapped in self._wrapped:
@@ -139,7 +139,7 @@ class ActivationStore:
             )
         entry = entries[-1]
         pack = _innermost_pack()
-        if pack != entry.scope.pack:
+        if pack is not entry.hooks.pack_hook:
             raise StateError(
                 "other saved-tensor hooks were entered inside this store's context and not left before it; "
                 "leave contexts in the reverse order",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
+
+from actstore.errors import StateError, TransferError
 
 
 class Ticket(ABC):
@@ -12,7 +15,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether the operation has completed, without waiting."""
+        """Whether the bytes have left the source or reached the target, without waiting."""
 
     @abstractmethod
     def wait_on(self, stream: Any) -> None:
@@ -67,20 +70,30 @@ class EventTicket(Ticket):
 
 
 class FutureTicket(Ticket):
-    """An operation on a worker thread, whose source may be free earlier than its end (`copied`)."""
+    """A write by a worker thread, whose source may be free earlier than its end (`copied`).
+
+    A forked child has no worker: nothing waits there for what the parent still writes.
+    """
 
     def __init__(self, future: Future[None], copied: Ticket | None = None) -> None:
-        self.future = future
+        self._future = future
         self._copied = copied
+        self._pid = os.getpid()
 
     def ready(self) -> bool:
-        return self.future.done()
+        if self._copied is not None:
+            return self._copied.ready()
+        return self._pid != os.getpid() or self._future.done()
 
     def wait_on(self, stream: Any) -> None:
         if self._copied is not None:
             self._copied.wait_on(stream)
-        else:
-            wait([self.future])  # a failure is told by result()
+        elif self._pid == os.getpid():
+            self._future.exception()  # waits; a failure is told by result()
 
     def result(self) -> None:
-        self.future.result()
+        if self._pid != os.getpid():
+            raise StateError("a forked child cannot wait for the writes of its parent; run backward in the parent")
+        error = self._future.exception()
+        if error is not None:  # a new error for each caller, who will add where it happened
+            raise TransferError(str(error) or repr(error), **getattr(error, "facts", {})) from error

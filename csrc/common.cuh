@@ -1,7 +1,7 @@
 #pragma once
 // Shared by all kernels. No header is included: NVRTC has none of its own, and the emulator of the tests defines the
-// same intrinsics. CuPy compiles with -ftz=true, and any compiler may contract a product with a sum: where a bit depends
-// on it, kernels use the intrinsics that say how they round, and keep every float32 normal.
+// same intrinsics. CuPy compiles with -ftz=true, and any compiler may contract a product with a sum: where a bit
+// depends on it, kernels use the intrinsics that say how they round, and keep every float32 normal.
 
 using u8 = unsigned char;
 using i8 = signed char;
@@ -14,9 +14,7 @@ using u64 = unsigned long long;
 [[maybe_unused]] constexpr u32 INF = 0x7f800000u;
 [[maybe_unused]] constexpr u32 ALL_LANES = 0xffffffffu;
 
-__device__ inline bool aligned16(const void* pointer) {
-    return (reinterpret_cast<u64>(pointer) & 15) == 0;
-}
+__device__ inline bool aligned16(const void* pointer) { return (reinterpret_cast<u64>(pointer) & 15) == 0; }
 
 // The bytes 0 of four words as one word.
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {

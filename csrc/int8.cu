@@ -1,8 +1,9 @@
 // int8: symmetric 8-bit blocks with a bfloat16 scale. Format: int8.md.
 //
-// A thread owns 32 elements of one group, so a group of 32 << shift elements is a team of 1 << shift neighbouring lanes.
-// The elements come in units of 32 bytes, one memory sector: unit `u` of lane `l` is unit `u << shift | l` of the group,
-// so that a team reads and writes consecutive sectors. All threads stay to the end: the shuffles name all lanes.
+// A thread owns 32 elements of one group, so a group of 32 << shift elements is a team of 1 << shift neighbouring
+// lanes. The elements come in units of 32 bytes, one memory sector: unit `u` of lane `l` is unit `u << shift | l` of
+// the group, so that a team reads and writes consecutive sectors. All threads stay to the end: the shuffles name all
+// lanes.
 #include "common.cuh"
 
 constexpr int OWNED = 32;
@@ -177,10 +178,10 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
     }
 }
 
-#define INT8_KERNELS(name, T)                                                                                  \
+#define INT8_KERNELS(name, T)                                                                                   \
     extern "C" __global__ void int8_encode_##name(const T::bits* src, u8* payload, i64 numel, i64 log2_lanes) { \
         int8_encode<T>(src, payload, numel, log2_lanes);                                                        \
-    }                                                                                                          \
+    }                                                                                                           \
     extern "C" __global__ void int8_decode_##name(const u8* payload, T::bits* dst, i64 numel, i64 log2_lanes) { \
         int8_decode<T>(payload, dst, numel, log2_lanes);                                                        \
     }

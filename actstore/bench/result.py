@@ -10,7 +10,7 @@ from statistics import median, quantiles
 from typing import Any
 
 BUSY_SAMPLES = 8  # fewer say nothing about the machine
-BUSY_SPREAD = 0.3  # between the quartiles, over the median; a quiet machine has 0.05 to 0.15
+BUSY_SPREAD = 0.3  # between the quartiles, over the median
 
 
 @dataclass

@@ -39,7 +39,7 @@ class KernelCodec(Codec):
         if (
             out.numel() < nbytes
             or out.dtype is not torch.uint8
-            or out.is_cpu is not src.is_cpu
+            or out.device != src.device
             or not out.is_contiguous()
             or not src.is_contiguous()
             or src.is_neg()
@@ -57,7 +57,7 @@ class KernelCodec(Codec):
         if (
             buf.numel() < nbytes
             or buf.dtype is not torch.uint8
-            or buf.is_cpu is not out.is_cpu
+            or buf.device != out.device
             or not buf.is_contiguous()
             or not out.is_contiguous()
         ):
@@ -113,7 +113,7 @@ class KernelCodec(Codec):
         where = f"{self.name} {verb} of {spec}"
         if payload.dtype is not torch.uint8 or not payload.is_contiguous():
             raise SpecError(f"{where}: the payload must be contiguous uint8, but is {Spec.of(payload)}", spec=spec)
-        if payload.device.type != tensor.device.type:
+        if payload.device != tensor.device:
             raise SpecError(f"{where}: the payload is on {payload.device}; give a buffer on {tensor.device}", spec=spec)
         if payload.numel() < nbytes:
             raise short(

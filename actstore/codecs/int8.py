@@ -49,4 +49,4 @@ class Int8(KernelCodec):
         return dtype in DTYPES
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
-        return (numel + 15 & -16) + 2 * -(-numel // self.group)
+        return ((numel + 15) & -16) + 2 * -(-numel // self.group)

@@ -1,6 +1,7 @@
 """What numba kernels are made of: typed access to addresses, bit casts, the 16-bit floats that numba has no type for.
 
 Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 64 bits, which halves the vectors.
+numba's cache on disk watches only the file that a kernel stands in: after a change here, touch those files.
 """
 
 from __future__ import annotations

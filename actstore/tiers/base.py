@@ -41,7 +41,12 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
-        """Room for `nbytes`, or None when the tier is full."""
+        """Room for `nbytes`, or None when the tier is full.
+
+        Raises
+        ------
+        StateError : the tier is closed
+        """
 
     @abstractmethod
     def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
@@ -54,21 +59,22 @@ class Tier(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        """Start to copy the slot into `dst`, in the order of the current stream of `dst`'s device.
+        """Copy the slot into `dst`, in the order of the current stream of `dst`'s device; on a CPU before returning.
 
         Raises
         ------
         TransferError : the write failed, or the bytes cannot be read
         PayloadError : the bytes read are not the bytes written
+        StateError : the tier was closed
         """
 
     @abstractmethod
     def free(self, slot: Slot) -> None:
         """Give the room back. The slot is not used again."""
 
-    def trim(self) -> None:
+    def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle
         """Return idle memory beyond what the last step needed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Return everything. Reservations fail afterwards."""
+        """Return everything. Whoever reserves or reads afterwards gets StateError."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from threading import Lock
 
 import torch
 
+from actstore.errors import StateError
 from actstore.reaper import Reaper
 from actstore.units import format_nbytes
+
+OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where they would keep freed blocks from merging
 
 
 class BufferPool:
@@ -16,10 +20,15 @@ class BufferPool:
 
     In use and idle together never exceed the most that was in use since the last `trim`, so that variable shapes
     cannot make it grow. Thread-safe; `give` is safe in finalizers.
+
+    Attributes
+    ----------
+    pinned : whether buffers are in pinned memory; no longer so once the system has refused it
     """
 
     def __init__(self, *, pin: bool = False) -> None:
-        self._pin = pin
+        self.pinned = pin
+        self._closed = False
         self._lock = Lock()
         self._back = Reaper[torch.Tensor](self._lock, self._receive)
         self._idle: dict[int, list[torch.Tensor]] = {}
@@ -38,8 +47,15 @@ class BufferPool:
         return self._idle_nbytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised buffer of exactly `nbytes`."""
+        """An uninitialised buffer of exactly `nbytes`.
+
+        Raises
+        ------
+        StateError : the pool is closed
+        """
         with self._lock:
+            if self._closed:
+                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
             self._back.drain_locked()
             self._used_nbytes = used = self._used_nbytes + nbytes
             if used > self._high_nbytes:
@@ -59,6 +75,8 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""
         self._back.put(buffer)
+        if self._closed:
+            self._back.try_drain()
 
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""
@@ -68,24 +86,31 @@ class BufferPool:
             self._high_nbytes = self._used_nbytes
 
     def close(self) -> None:
+        """Return what is idle, and what comes back from now on."""
         with self._lock:
+            self._closed = True
             self._back.drain_locked()
             self._high_nbytes = 0
             self._shrink()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._pin:
+        if self.pinned:
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                self._pin = False
-                warnings.warn(
-                    f"the system refused {format_nbytes(nbytes)} of pinned memory ({error}); pageable memory is used "
-                    "from now on: copies no longer overlap with compute. Raise the limit of locked memory "
-                    "(ulimit -l) or give host_budget= a smaller value.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                with self._lock:
+                    first, self.pinned = self.pinned, False
+                if first:
+                    warnings.warn(
+                        f"the system refused {format_nbytes(nbytes)} of pinned memory ({error}); pageable memory is "
+                        "used from now on: copies no longer overlap with compute. Raise the limit of locked memory "
+                        "(ulimit -l) or give host_budget= a smaller value.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        if nbytes >= OWN_PAGES_NBYTES:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _receive(self, buffer: torch.Tensor) -> None:

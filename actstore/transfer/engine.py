@@ -36,41 +36,47 @@ class Transfer:
         self._flights: deque[_Flight] = deque()
         self._nbytes = 0
         self._lock = Lock()
+        self._gate = Lock()  # one offload at a time, so that the window holds for several threads
 
     def offload(self, tier: Tier, slot: Slot, buffer: torch.Tensor, landed: Callable[[torch.Tensor], None]) -> None:
         """Start to move `buffer` into `slot`; `landed(buffer)` is called once its bytes have left.
 
         A buffer larger than the window flies alone.
         """
-        while self._flights and self._nbytes + buffer.numel() > self._window_nbytes:
-            self._land_oldest()
-        ticket = tier.write(slot, buffer)
-        stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
-        with self._lock:
-            self._flights.append(_Flight(ticket, stream, buffer, landed))
-            self._nbytes += buffer.numel()
+        with self._gate:
+            while self._flights and self._nbytes + buffer.numel() > self._window_nbytes:
+                self._land_oldest()
+            ticket = tier.write(slot, buffer)
+            stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+            with self._lock:
+                self._flights.append(_Flight(ticket, stream, buffer, landed))
+                self._nbytes += buffer.numel()
         self.poll()
 
     def poll(self) -> None:
         """Let go of buffers whose bytes have left, without waiting."""
-        while (flight := self._pop(only_ready=True)) is not None:
-            flight.landed(flight.buffer)
+        while (flight := self._oldest()) is not None and flight.ticket.ready():
+            self._land(flight)
 
     def drain(self) -> None:
-        """Wait for every flight."""
+        """Have every flight land; what is said of a full window holds here too."""
         while self._flights:
             self._land_oldest()
 
     def _land_oldest(self) -> None:
-        flight = self._pop(only_ready=False)
+        flight = self._oldest()
         if flight is not None:
             flight.ticket.wait_on(flight.stream)  # before that stream's allocator uses the memory again
-            flight.landed(flight.buffer)
+            self._land(flight)
 
-    def _pop(self, *, only_ready: bool) -> _Flight | None:
+    def _oldest(self) -> _Flight | None:
         with self._lock:
-            if not self._flights or (only_ready and not self._flights[0].ticket.ready()):
-                return None
-            flight = self._flights.popleft()
+            return self._flights[0] if self._flights else None
+
+    def _land(self, flight: _Flight) -> None:
+        with self._lock:
+            if not self._flights or self._flights[0] is not flight:
+                return  # another thread was faster
+            self._flights.popleft()
             self._nbytes -= flight.buffer.numel()
-            return flight
+        flight.landed(flight.buffer)

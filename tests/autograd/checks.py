@@ -85,10 +85,9 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
                 yield f"{name} budget", tier._used_nbytes
                 tier = tier.tier
             if isinstance(tier, DiskTier):
-                if tier._file is not None:
-                    tier._file.worker.submit(int).result()  # what was queued before has been written
+                tier._worker.submit(int).result()  # what was queued before has been written
                 tier._back.drain()
-                yield name, tier._file.extents.end if tier._file is not None else 0
+                yield name, tier._extents.end
             elif isinstance(pool := getattr(tier, "_pool", None), BufferPool):
                 yield name, pool.used_nbytes
 

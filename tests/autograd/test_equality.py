@@ -5,7 +5,7 @@ import torch
 
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
-from tests.autograd.models import CASES, LOSSLESS, build, policy_of
+from tests.autograd.models import AUTOCAST, CASES, LOSSLESS, build, policy_of
 
 DECISIONS = [pytest.param(decision, id=decision.replace(" ", "")) for decision in LOSSLESS]
 
@@ -35,12 +35,22 @@ def test_two_steps_are_those_of_plain_autograd(name, decision, inside):
             check_same(found, train_step(twin, batch, seed=seed))
             check_acted(store.report(), decision)
             check_drained(store)
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_running_statistics(decision):
+    model, batch = build("conv")
+    twin, _ = build("conv")
+    train_step(model, batch, store_for("conv", model, decision))
+    train_step(twin, batch)
     check_same(dict(model.named_buffers()), dict(twin.named_buffers()))
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
-@pytest.mark.parametrize("kind", ["float64", "autocast"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "float64") for name in CASES), *((name, "autocast") for name in AUTOCAST)],
+)
 def test_dtypes(name, kind, decision):
     dtype, autocast = (torch.float64, False) if kind == "float64" else (torch.float32, True)
     model, batch = build(name, dtype)
@@ -84,7 +94,7 @@ def test_accumulated_gradients(decision):
     check_same(found, wanted)
 
 
-@pytest.mark.parametrize("min_bytes", [0, 200, "1KiB", "1GiB"])
+@pytest.mark.parametrize("min_bytes", [0, 200, "0.5KiB", "1GiB"])
 @pytest.mark.parametrize("decision", ["keep", "raw", "raw @ disk", "int8"])
 def test_what_is_smaller_than_min_bytes_is_kept(decision, min_bytes):
     model, batch = build("mlp")

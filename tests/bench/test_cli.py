@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from actstore import __version__
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
 from actstore.bench import cli
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 2, "threads": 1}

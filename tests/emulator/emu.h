@@ -44,7 +44,7 @@ struct Lane {
     State state = State::READY;
     Op op = Op::NONE;
     uint32_t mask = 0;
-    uint64_t posted = 0;    // what this lane brings to the warp operation
+    uint64_t posted = 0;     // what this lane brings to the warp operation
     uint64_t seen[32] = {};  // what all lanes brought
 };
 
@@ -194,8 +194,8 @@ To bit_cast(From from) {
 
 }  // namespace emu
 
-// The CUDA words that kernels use. The `_rn` intrinsics are calls, so that this compiler, too, may contract only what is
-// written with operators.
+// The CUDA words that kernels use. The `_rn` intrinsics are calls, so that this compiler, too, may contract only what
+// is written with operators.
 struct alignas(8) uint2 {
     unsigned x, y;
 };

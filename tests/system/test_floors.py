@@ -14,7 +14,7 @@ FLOORS = (
     ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}),
     ({"transfer"}, {"plan"}, {"ledger"}),
     ({"store"},),
-    ({"hooks", "modules", "recompute", "protect", "handles", "regions"},),
+    ({"hooks", "modules", "recompute", "protect", "handles", "regions", "census"},),
     ({"session", "report"},),
     ({"__init__"},),  # the public names, which floor 7 uses as any user does
     ({"integrations"}, {"bench", "cli", "__main__"}),

@@ -1,0 +1,168 @@
+"""Buffers that are used again: bounded, exact, shared by threads and finalizers."""
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actstore.errors import StateError
+from actstore.tiers import BufferPool
+
+
+def test_a_buffer_is_exact_and_comes_again():
+    pool = BufferPool()
+    buffer = pool.take(1000)
+    assert (buffer.numel(), buffer.dtype, buffer.dim()) == (1000, torch.uint8, 1)
+    address = buffer.data_ptr()
+    pool.give(buffer)
+    del buffer
+    assert (pool.used_nbytes, pool.idle_nbytes) == (0, 1000)
+    again = pool.take(1000)
+    assert again.data_ptr() == address
+    pool.give(again)
+
+
+@given(st.lists(st.one_of(st.integers(0, 5).map(lambda n: ("take", 100 * n)), st.just(("give", 0)),
+                          st.just(("trim", 0))), max_size=60))  # fmt: skip
+def test_never_more_than_the_high_water(commands):
+    pool, taken, high = BufferPool(), [], 0
+    for what, nbytes in commands:
+        if what == "take":
+            taken.append(pool.take(nbytes))
+            assert taken[-1].numel() == nbytes
+        elif what == "give" and taken:
+            pool.give(taken.pop(0))
+        used = sum(buffer.numel() for buffer in taken)
+        high = used if what == "trim" else max(high, used)
+        if what == "trim":
+            pool.trim()
+        assert pool.used_nbytes == used
+        assert used + pool.idle_nbytes <= high
+        assert pool.idle_nbytes == sum(buffer.numel() for sized in pool._idle.values() for buffer in sized)
+    for buffer in taken:
+        pool.give(buffer)
+    pool.close()
+    assert (pool.used_nbytes, pool.idle_nbytes) == (0, 0)
+
+
+def test_variable_shapes_do_not_make_it_grow():
+    pool = BufferPool()
+    for step in range(200):
+        buffers = [pool.take(1000 + 7 * step + i) for i in range(4)]
+        for buffer in buffers:
+            pool.give(buffer)
+        assert pool.idle_nbytes <= 4 * (1000 + 7 * step + 3)
+        assert len(pool._idle) <= 8
+        if step % 3 == 0:
+            pool.trim()
+
+
+def test_trim_returns_what_the_last_step_did_not_need():
+    pool = BufferPool()
+    large, small = pool.take(10_000), pool.take(100)
+    alive = weakref.ref(large)
+    pool.give(large)
+    pool.give(small)
+    del large, small
+    pool.trim()
+    assert pool.idle_nbytes == 10_100  # the step that ends here needed it
+    pool.give(pool.take(100))
+    pool.trim()
+    assert pool.idle_nbytes == 100
+    assert alive() is None
+
+
+def test_close_returns_what_comes_back_later():
+    pool = BufferPool()
+    buffer = pool.take(100)
+    pool.close()
+    alive = weakref.ref(buffer)
+    pool.give(buffer)
+    del buffer
+    assert alive() is None
+    assert pool.used_nbytes == 0
+    with pytest.raises(StateError, match="make a new ActivationStore"):
+        pool.take(100)
+
+
+def test_threads():
+    pool = BufferPool()
+
+    def work(seed):
+        for i in range(200):
+            buffers = [pool.take(64 * ((seed + i + j) % 4)) for j in range(3)]
+            for number, buffer in enumerate(buffers):
+                buffer.fill_(number)
+            for number, buffer in enumerate(buffers):
+                assert (buffer == number).all()
+                pool.give(buffer)
+            if i % 20 == 0:
+                pool.trim()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+
+
+def test_give_from_a_finalizer_while_the_lock_is_held():
+    pool = BufferPool()
+
+    class Owner:
+        def __init__(self):
+            self.buffer = pool.take(100)
+            self.me = self  # a cycle: only the collector frees it
+
+        def __del__(self):
+            pool.give(self.buffer)
+
+    def collect_inside():
+        for close in (False, True):
+            Owner()
+            if close:
+                pool.close()
+            with pool._lock:
+                gc.collect()
+
+    thread = threading.Thread(target=collect_inside, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "deadlock"
+    assert pool.used_nbytes == 0
+
+
+def test_a_refusal_of_pinned_memory_falls_back_with_one_warning(monkeypatch):
+    empty, asked = torch.empty, []
+
+    def refuse(*size, pin_memory=False, **options):
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    pool = BufferPool(pin=True)
+    assert pool.pinned
+    with pytest.warns(RuntimeWarning, match=r"refused 100 B of pinned memory \(CUDA error: out of memory\).*ulimit -l"):
+        buffers = [pool.take(100)]
+    assert not pool.pinned
+    buffers.append(pool.take(200))
+    assert asked == [True, False, False]
+    for buffer in buffers:
+        pool.give(buffer)
+
+
+def test_a_failed_allocation_is_not_counted(monkeypatch):
+    def fail(*size, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    pool = BufferPool()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fail)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            pool.take(100)
+    assert pool.used_nbytes == 0
+    pool.give(pool.take(100))

@@ -1,0 +1,3 @@
+from tests.contracts.clean import all_freed
+
+__all__ = ["all_freed"]
