@@ -285,7 +285,8 @@ class Scope:
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         key = storage._cdata
-        if not self._store.put(handle, tensor, codec, tiers, self._saved_nbytes(key, storage)):
+        saved = 0 if handle.alias is not None else self._saved_nbytes(key, storage)  # an alias has been counted
+        if not self._store.put(handle, tensor, codec, tiers, saved):
             return False
         if key in self._stored:
             self._stored[key].append(ref(handle))
@@ -299,7 +300,8 @@ class Scope:
         if len(census) > self._prune_at:
             self._prune()
         if self.tracker.frame.inputs is None:
-            return census.count(key, storage)
+            nbytes = census.count(key, storage)
+            return 0 if key in self.tracker.small else nbytes
         census.meet(key, storage)  # the input of a region: plain autograd need not save it
         return 0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from threading import Lock
 from typing import Any
 
-from actstore.reaper import Reaper
 from actstore.spec import Site
 
 
@@ -33,7 +33,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._gone = Reaper[tuple[Account, int, int]](self._lock, self._book_gone)
+        self._gone: deque[tuple[Account, int, int]] = deque()  # appended to by finalizers at any moment
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
@@ -48,16 +48,19 @@ class Ledger:
 
     def accounts(self) -> list[Account]:
         """All accounts in the order of their first use, with everything booked."""
-        self._gone.drain()
+        with self._lock:
+            self._book_gone()
         return list(self._accounts.values())
 
     def add(self, account: Account, saved: int, stored: int, held: int, away: int = 0) -> None:
         """Book bytes; each figure may be negative where bytes move from one place to another."""
         with self._lock:
-            self._gone.drain_locked()
+            if self._gone:
+                self._book_gone()
             account.saved += saved
             account.stored += stored
-            account.away += away
+            if away:
+                account.away += away
             account.held = now = account.held + held
             if now > account.peak:
                 account.peak = now
@@ -67,21 +70,24 @@ class Ledger:
 
     def release(self, account: Account, held: int, away: int) -> None:
         """Book bytes as gone. Called by finalizers."""
-        self._gone.put((account, held, away))
+        self._gone.append((account, held, away))
 
     def touch_peak(self, account: Account, transient: int) -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment."""
-        if self._held + transient <= self.peak and account.held + transient <= account.peak:
-            return  # true all the more once what is gone has been booked
         with self._lock:
-            self._gone.drain_locked()
-            account.peak = max(account.peak, account.held + transient)
-            self.peak = max(self.peak, self._held + transient)
+            if self._gone:
+                self._book_gone()
+            now = account.held + transient
+            if now > account.peak:
+                account.peak = now
+            now = self._held + transient
+            if now > self.peak:
+                self.peak = now
 
     def start(self) -> None:
         """Forget the figures of the last forward; what is still held goes on being held."""
         with self._lock:
-            self._gone.drain_locked()
+            self._book_gone()
             for account in self._accounts.values():
                 account.saved = account.stored = account.count = 0
                 account.peak = account.held
@@ -90,13 +96,17 @@ class Ledger:
     def mark_exit(self) -> None:
         """Remember what is held now: the end of forward."""
         with self._lock:
-            self._gone.drain_locked()
+            self._book_gone()
             for account in self._accounts.values():
                 account.held_at_exit = account.held
             self.held_at_exit = self._held
 
-    def _book_gone(self, item: tuple[Account, int, int]) -> None:
-        account, held, away = item
-        account.held -= held
-        account.away -= away
-        self._held -= held
+    def _book_gone(self) -> None:
+        gone = self._gone
+        total = 0
+        while gone:
+            account, held, away = gone.popleft()
+            account.held -= held
+            account.away -= away
+            total += held
+        self._held -= total

@@ -37,7 +37,8 @@ class Report:
     stored_bytes : payloads made in the last forward, in any medium
     held_bytes : held on the compute device when the last forward ended
     peak_held_bytes : high-water of that since the last forward began, with what recomputation and decoding add
-    live_bytes : held now, in any medium
+    live_bytes : held now, in any medium. Small tensors that are kept are accounted for by calls of their module: they
+        count as held until the last of one call is gone, and a storage that two modules save belongs to the first.
     sites : the same for each site that saved something, in the order of first use
     """
 

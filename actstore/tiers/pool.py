@@ -18,8 +18,8 @@ OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where th
 class BufferPool:
     """Uint8 buffers of exact sizes.
 
-    In use and idle together never exceed the most that was in use since the last `trim`, so that variable shapes
-    cannot make it grow. Thread-safe; `give` is safe in finalizers.
+    In use and idle together never exceed the most that was in use in this step or the last one (`trim` begins a step),
+    so that variable shapes cannot make it grow. Thread-safe; `give` is safe in finalizers.
 
     Attributes
     ----------
@@ -34,7 +34,8 @@ class BufferPool:
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._idle_nbytes = 0
         self._used_nbytes = 0
-        self._high_nbytes = 0
+        self._high_nbytes = 0  # the most that was in use in this step
+        self._last_nbytes = 0  # and in the last one
 
     @property
     def used_nbytes(self) -> int:
@@ -82,15 +83,15 @@ class BufferPool:
         """Begin a new step: what the last one did not need is returned."""
         with self._lock:
             self._back.drain_locked()
+            self._last_nbytes, self._high_nbytes = self._high_nbytes, self._used_nbytes
             self._shrink()
-            self._high_nbytes = self._used_nbytes
 
     def close(self) -> None:
         """Return what is idle, and what comes back from now on."""
         with self._lock:
             self._closed = True
             self._back.drain_locked()
-            self._high_nbytes = 0
+            self._high_nbytes = self._last_nbytes = 0
             self._shrink()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -121,7 +122,8 @@ class BufferPool:
         self._shrink()
 
     def _shrink(self) -> None:
-        while self._idle_nbytes and self._idle_nbytes + self._used_nbytes > self._high_nbytes:
+        most = max(self._high_nbytes, self._last_nbytes)
+        while self._idle_nbytes and self._idle_nbytes + self._used_nbytes > most:
             nbytes = next(iter(self._idle))
             sized = self._idle[nbytes]
             if sized:

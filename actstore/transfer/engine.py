@@ -43,6 +43,7 @@ class Transfer:
 
         A buffer larger than the window flies alone.
         """
+        self.poll()
         with self._gate:
             while self._flights and self._nbytes + buffer.numel() > self._window_nbytes:
                 self._land_oldest()
@@ -51,7 +52,6 @@ class Transfer:
             with self._lock:
                 self._flights.append(_Flight(ticket, stream, buffer, landed))
                 self._nbytes += buffer.numel()
-        self.poll()
 
     def poll(self) -> None:
         """Let go of buffers whose bytes have left, without waiting."""

@@ -31,8 +31,12 @@ def same_bits(found: Tensor | None, wanted: Tensor | None) -> bool:
         return found.layout == wanted.layout and same_bits(found.to_dense(), wanted.to_dense())
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
-    found, wanted = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (found, wanted))
-    return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    return torch.equal(_bytes(found), _bytes(wanted))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def check_same(found: Any, wanted: Any) -> None:

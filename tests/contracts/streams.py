@@ -150,9 +150,12 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Accelerator:
             accelerator.current.synchronize()
         return dst
 
+    def unpinned(*size: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        return empty(*size, **options)
+
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(accelerator))
     monkeypatch.setattr(torch, "Event", lambda device: Event(accelerator))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: accelerator.current)
     monkeypatch.setattr(torch.Tensor, "copy_", later)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(torch, "empty", unpinned)
     return accelerator

@@ -1,5 +1,7 @@
 """Ranges of one space against a naive map of its bytes."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +42,7 @@ def test_first_fit_without_overlap(commands):
             naive.give(start, n)
         assert extents.end == len(naive.used)
         edges = [0, *[edge for start, n in sorted(extents._free) for edge in (start, start + n)], extents.end]
-        assert all(a < b for a, b in zip(edges[1:], edges[2:], strict=False)), "free ranges touch each other or the end"
+        assert all(a < b for a, b in pairwise(edges[1:])), "free ranges touch each other or the end"
     for start, n in taken:
         extents.give(start, n)
     assert extents.end == 0
