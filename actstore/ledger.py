@@ -88,7 +88,7 @@ class Ledger:
         """Forget the figures of the last forward; what is still held goes on being held."""
         with self._lock:
             self._book_gone()
-            for account in self._accounts.values():
+            for account in list(self._accounts.values()):
                 account.saved = account.stored = account.count = 0
                 account.peak = account.held
             self.peak = self._held
@@ -97,7 +97,7 @@ class Ledger:
         """Remember what is held now: the end of forward."""
         with self._lock:
             self._book_gone()
-            for account in self._accounts.values():
+            for account in list(self._accounts.values()):
                 account.held_at_exit = account.held
             self.held_at_exit = self._held
 

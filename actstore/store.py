@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from threading import Lock
@@ -86,13 +87,15 @@ class _Place:
         self._options = options
         self._device = device
         self._open: dict[str, Tier] = {}
+        self._lock = Lock()
         self.transfer = Transfer(device)
 
     def tier(self, name: str) -> Tier:
-        tier = self._open.get(name)
-        if tier is None:
-            tier = self._open[name] = self._make(name)
-        return tier
+        with self._lock:
+            tier = self._open.get(name)
+            if tier is None:
+                tier = self._open[name] = self._make(name)
+            return tier
 
     def _make(self, name: str) -> Tier:
         options, on_cpu = self._options, self._device.type == "cpu"
@@ -109,13 +112,14 @@ class _Place:
         return tier if budget is None else Limited(tier, budget)
 
     def trim(self) -> None:
-        for tier in self._open.values():
+        for tier in list(self._open.values()):
             tier.trim()
 
     def close(self) -> None:
-        self.transfer.drain()
-        for tier in self._open.values():
-            tier.close()
+        with ExitStack() as stack:  # all are closed, also when one fails
+            for tier in self._open.values():
+                stack.callback(tier.close)
+            self.transfer.drain()
 
 
 class Store:
@@ -183,7 +187,7 @@ class Store:
             return False
         if tier.on_device:
             try:
-                used = bound.encode(src, slot.buffer)  # type: ignore[arg-type]  # a tier of the device is memory
+                used = bound.encode(src, slot.memory)
             except BaseException:
                 tier.free(slot)
                 raise
@@ -205,18 +209,14 @@ class Store:
         if slot is None:
             raise StateError("the store was closed before backward read this tensor; close it after the last backward")
         if entry.tier.on_device:
-            buffer = slot.buffer
-            assert buffer is not None
-            entry.bound.decode(buffer, out)
+            entry.bound.decode(slot.memory, out)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
         device_tier = self._place(out.device).tier("device")
-        stage = device_tier.reserve(slot.nbytes)
-        assert stage is not None
-        assert stage.buffer is not None
+        stage = _memory(device_tier, slot.nbytes)
         try:
-            entry.tier.read(slot, stage.buffer)
-            entry.bound.decode(stage.buffer, out)
+            entry.tier.read(slot, stage.memory)
+            entry.bound.decode(stage.memory, out)
             self.ledger.touch_peak(entry.account, out.nbytes + slot.nbytes)
         finally:
             device_tier.free(stage)
@@ -225,7 +225,7 @@ class Store:
         """Begin a step: forget the last one's figures, return memory that it did not need."""
         self.poll()
         self.ledger.start()
-        for place in self._places.values():
+        for place in list(self._places.values()):
             place.trim()
 
     def remember(self, entries: Iterable[ref[Any]]) -> None:
@@ -249,8 +249,9 @@ class Store:
                 entry.free()
         for account in self.ledger.accounts():
             account.route = None
-        for place in places.values():
-            place.close()
+        with ExitStack() as stack:
+            for place in places.values():
+                stack.callback(place.close)
 
     def _place(self, device: torch.device) -> _Place:
         with self._lock:
@@ -265,10 +266,12 @@ class Store:
         self, src: torch.Tensor, bound: Bound, place: _Place, tier: Tier, slot: Slot, account: Account, saved: int
     ) -> None:
         device_tier = place.tier("device")
-        stage = device_tier.reserve(slot.nbytes)
-        assert stage is not None
-        assert stage.buffer is not None
         nbytes = slot.nbytes
+        try:
+            stage = _memory(device_tier, nbytes)
+        except BaseException:
+            tier.free(slot)
+            raise
 
         def landed(_: torch.Tensor) -> None:
             self.ledger.add(account, 0, 0, -nbytes, nbytes)
@@ -276,13 +279,21 @@ class Store:
 
         booked = False
         try:
-            used = bound.encode(src, stage.buffer)
+            used = bound.encode(src, stage.memory)
             self.ledger.add(account, saved, used, nbytes)
             booked = True
-            place.transfer.offload(tier, slot, stage.buffer, landed)
+            place.transfer.offload(tier, slot, stage.memory, landed)
         except BaseException:
             if booked:
                 self.ledger.add(account, -saved, -used, -nbytes)
             device_tier.free(stage)
             tier.free(slot)
             raise
+
+
+def _memory(device_tier: Tier, nbytes: int) -> Slot:
+    """Memory of the compute device for a payload on its way."""
+    slot = device_tier.reserve(nbytes)
+    if slot is None:
+        raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
+    return slot

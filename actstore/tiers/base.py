@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from actstore.errors import StateError
 from actstore.ticket import DONE, Ticket
 
 
@@ -28,6 +29,18 @@ class Slot:
         self.buffer = buffer
         self.place = place
         self.written: Ticket = DONE
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The buffer of a slot in a tier that is memory.
+
+        Raises
+        ------
+        StateError : the slot was given back, as `close` does with all of them
+        """
+        if self.buffer is None:
+            raise StateError("this slot was given back; close the store after the last backward")
+        return self.buffer
 
 
 class Tier(ABC):
