@@ -11,40 +11,39 @@ class Census:
     """Counts each storage once. Until `clear`, no storage that was met shares its identity with another one."""
 
     def __init__(self) -> None:
-        self._met: set[int] = set()
+        self.met: set[int] = set()
         self.counted: set[int] = set()
 
     def meet(self, key: int, storage: UntypedStorage) -> None:
         """Keep the identity `key` of `storage` from being used again."""
-        if key not in self._met:
-            self._met.add(key)
+        if key not in self.met:
+            self.met.add(key)
             hold_weak(storage)
 
     def count(self, key: int, storage: UntypedStorage) -> int:
         """Bytes that plain autograd holds of `storage` because it is saved now: 0 when it was before."""
         if key in self.counted:
             return 0
-        self.meet(key, storage)
         self.counted.add(key)
+        if key not in self.met:
+            self.met.add(key)
+            hold_weak(storage)
         return storage.nbytes()
 
     def prune(self) -> set[int]:
         """Forget storages that are gone; returns their identities."""
-        gone = {key for key in self._met if expired(key)}
+        gone = {key for key in self.met if expired(key)}
         self._forget(gone)
         return gone
 
     def clear(self) -> None:
-        self._forget(set(self._met))
-
-    def __len__(self) -> int:
-        return len(self._met)
+        self._forget(set(self.met))
 
     def __del__(self) -> None:
         self.clear()
 
     def _forget(self, keys: set[int]) -> None:
-        self._met -= keys
+        self.met -= keys
         self.counted -= keys
         for key in keys:
             free_weak(key)

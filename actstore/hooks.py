@@ -297,7 +297,7 @@ class Scope:
     def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:
         """What plain autograd holds of a storage because it is saved now."""
         census = self._census
-        if len(census) > self._prune_at:
+        if len(census.met) > self._prune_at:
             self._prune()
         if self.tracker.frame.inputs is None:
             nbytes = census.count(key, storage)
@@ -311,7 +311,7 @@ class Scope:
             self._stored.pop(key, None)
             self._kept.pop(key, None)
             self._tags.pop(key, None)
-        self._prune_at = 1024 + 2 * len(self._census)
+        self._prune_at = 1024 + 2 * len(self._census.met)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         empty = self._empty.get(tensor.dtype)

@@ -20,12 +20,12 @@ class Reaper(Generic[T]):
     def __init__(self, lock: Lock, handle: Callable[[T], None]) -> None:
         self._lock = lock
         self._handle = handle
-        self._queue: deque[T] = deque()
-        self.put = self._queue.append
+        self.queue: deque[T] = deque()
+        self.put = self.queue.append
 
     def drain(self) -> None:
         """Handle what is queued. Not for finalizers, nor for the owner of the lock."""
-        if self._queue:
+        if self.queue:
             with self._lock:
                 self.drain_locked()
 
@@ -39,5 +39,5 @@ class Reaper(Generic[T]):
 
     def drain_locked(self) -> None:
         """Handle what is queued; the caller owns the lock."""
-        while self._queue:
-            self._handle(self._queue.popleft())
+        while self.queue:
+            self._handle(self.queue.popleft())

@@ -57,7 +57,8 @@ class BufferPool:
         with self._lock:
             if self._closed:
                 raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
-            self._back.drain_locked()
+            if self._back.queue:
+                self._back.drain_locked()
             self._used_nbytes = used = self._used_nbytes + nbytes
             if used > self._high_nbytes:
                 self._high_nbytes = used
@@ -117,9 +118,14 @@ class BufferPool:
     def _receive(self, buffer: torch.Tensor) -> None:
         nbytes = buffer.numel()
         self._used_nbytes -= nbytes
-        self._idle.setdefault(nbytes, []).append(buffer)
+        sized = self._idle.get(nbytes)
+        if sized is None:
+            self._idle[nbytes] = [buffer]
+        else:
+            sized.append(buffer)
         self._idle_nbytes += nbytes
-        self._shrink()
+        if self._idle_nbytes + self._used_nbytes > self._high_nbytes:
+            self._shrink()
 
     def _shrink(self) -> None:
         most = max(self._high_nbytes, self._last_nbytes)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from actstore import ActivationStore, Encode, Int8, Keep, Offload, Raw, Rules
+from actstore import ActivationStore, Encode, Int8, Keep, Offload, Raw
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 
 POLICIES = ["raw", "raw @ host", "raw @ disk"]
@@ -247,7 +247,7 @@ def test_q_k_and_v_in_any_layout_give_the_same_gradients(policy):
         ("big[7]", 100),
         ("big[:, 4:6]", 200),  # gathered: its span is 99 % foreign
         ("big[::50]", 200),
-        ("big[:90]", 10_000 // 1),  # little less than all: the others may use it too
+        ("big[:90]", 10_000),  # little less than all: the others may use it too
     ],
 )
 def test_a_slice_of_a_large_storage_stores_what_it_needs(view, elements):
@@ -305,32 +305,22 @@ def test_a_storage_at_an_old_address_is_another_storage():
 # -- a lossy reader and an exact one ----------------------------------------------------------------------------------
 
 
-class Two(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Sigmoid(), torch.nn.Module()
-        self.b.forward = lambda h: h * h
-
-    def forward(self, h, order):
-        return [{"a": lambda: h * h, "b": lambda: self.b(h)}[name]() for name in order]
-
-
 @pytest.mark.parametrize("exact", [Encode(Raw()), Offload(Raw(), "disk"), Keep()], ids=str)
-@pytest.mark.parametrize("order", ["ab", "ba", "aab", "bab"])
+@pytest.mark.parametrize("order", ["lossy_exact", "exact_lossy", "lossy_lossy_exact", "lossy_exact_lossy"])
 def test_an_exact_reader_never_gets_a_lossy_payload(order, exact):
-    model = Two()
-    store = ActivationStore(None, lambda site, spec: decisions[site.index], min_bytes=0)
-    decisions = [decision for name in order for decision in [Encode(Int8()) if name == "a" else exact] * 2]
+    decisions = [Encode(Int8()) if reader == "lossy" else exact for reader in order.split("_")]
+    store = ActivationStore(policy=lambda site, spec: decisions[site.index], min_bytes=0)
     x = torch.randn(64, requires_grad=True)
     with store:
         h = x * 1
-        outputs = model(h, order)
-    for name, y in zip(order, outputs, strict=True):
-        found = torch.autograd.grad(y.sum(), h, retain_graph=True)[0]
-        wanted = 2 * h.detach()
+        outputs = [h.square() for _ in decisions]
+    for reader, y in zip(order.split("_"), outputs, strict=True):
+        found, wanted = torch.autograd.grad(y.sum(), h)[0], 2 * h.detach()
         assert (found - wanted).abs().max() < 0.1
-        if name == "b":
+        if reader == "exact":
             check_same(found, wanted)
+        elif order.startswith("lossy"):
+            assert not same_bits(found, wanted)
 
 
 def test_a_lossy_reader_may_get_an_exact_payload():
@@ -344,8 +334,3 @@ def test_a_lossy_reader_may_get_an_exact_payload():
     check_same(torch.autograd.grad(second.sum(), h), (-h.detach().sin(),))
     del first
 
-
-def test_rules_as_values_and_text_store_the_same():
-    text = "a : raw; b : int8"
-    values = Rules([("a", Encode(Raw())), ("b", Encode(Int8()))])
-    assert Rules.parse(text) == values
