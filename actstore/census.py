@@ -44,6 +44,6 @@ class Census:
 
     def _forget(self, keys: set[int]) -> None:
         self.met -= keys
-        self.counted -= keys
+        self.counted.difference_update(keys)
         for key in keys:
             free_weak(key)

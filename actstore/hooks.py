@@ -56,6 +56,7 @@ class Scope:
         store: Store,
         policy: Policy,
         tracker: Tracker,
+        census: Census,
         parameters: set[int],
         *,
         min_nbytes: int,
@@ -72,7 +73,7 @@ class Scope:
         self._has_model = has_model
         self._kept: dict[int, ref[Kept]] = {}
         self._stored: dict[int, list[ref[Stored]]] = {}
-        self._census = Census()
+        self._census = census
         self._tags: dict[int, str] = {}
         self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
         self._unsettled_nr = 0
@@ -83,8 +84,7 @@ class Scope:
 
     def pack_hook(self) -> Callable[[Tensor], Handle]:
         """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
-        tracker, parameters, small, unsettled = self.tracker, self.parameters, self.tracker.small, self._unsettled
-        counted = self._census.counted
+        tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
 
         def pack(tensor: Tensor) -> Handle:
             if unsettled and _get_sequence_nr() != self._unsettled_nr:
@@ -103,12 +103,10 @@ class Scope:
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
-                if key not in small:
-                    small[key] = 0 if counted and key in counted else nbytes
-                    keys = frame.keys
-                    keys.append(key)
-                    if len(keys) == GROUP:
-                        tracker.renew()
+                small = frame.small
+                small[key] = nbytes
+                if len(small) == GROUP:
+                    tracker.renew()
                 return tensor.detach(), tensor._version, frame
             index = frame.index
             frame.index = index + 1
@@ -261,7 +259,7 @@ class Scope:
 
     def count(self, key: int, storage: UntypedStorage, account: Account) -> None:
         """Book a storage that plain autograd would save, and that a recomputed region does not."""
-        if key not in self.parameters and key not in self.tracker.small:
+        if key not in self.parameters and not self.tracker.knows(key):
             self.ledger.add(account, self._census.count(key, storage), 0, 0)
 
     def tag(self, tensor: Tensor, name: str) -> None:
@@ -301,7 +299,7 @@ class Scope:
             self._prune()
         if self.tracker.frame.inputs is None:
             nbytes = census.count(key, storage)
-            return 0 if key in self.tracker.small else nbytes
+            return 0 if self.tracker.knows(key) else nbytes
         census.meet(key, storage)  # the input of a region: plain autograd need not save it
         return 0
 

@@ -79,30 +79,29 @@ class Frame:
     the call ends, and released once. That is what makes a kept tensor cheap.
     """
 
-    __slots__ = ("booked", "index", "inputs", "keep_below", "keys", "module", "place", "small", "target")
+    __slots__ = ("booked", "index", "inputs", "keep_below", "module", "owned", "place", "small", "target")
 
-    def __init__(
-        self, module: Module | None, place: Place, small: dict[int, int], inputs: Decision | None = None
-    ) -> None:
+    def __init__(self, module: Module | None, place: Place, owned: set[int], inputs: Decision | None = None) -> None:
         self.module = module
         self.place = place
         self.inputs = inputs
         self.target = place.target if inputs is None else target_of(inputs)
         self.keep_below = place.keep_below if inputs is None else 0
         self.index = 0
-        self.small = small  # bytes of the small storages of all frames, by identity
-        self.keys: list[int] = []  # those of this frame
+        self.small: dict[int, int] = {}  # bytes of small storages, by identity
+        self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
         self.booked = 0
 
-    def end(self) -> None:
-        """Book the small tensors of this call."""
-        if self.keys:
-            self.booked = sum([self.small[key] for key in self.keys])
-            self.place.book(self.booked, len(self.keys))
+    def end(self, counted: set[int]) -> None:
+        """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
+        if self.small:
+            self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
+            self.owned.update(small)
+            self.booked = sum(small.values())
+            self.place.book(self.booked, len(small))
 
     def __del__(self) -> None:
-        for key in self.keys:
-            self.small.pop(key, None)
+        self.owned.difference_update(self.small)
         if self.booked:
             self.place.release(self.booked)
 
@@ -110,20 +109,25 @@ class Frame:
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("frame", "places", "small", "stack")
+    __slots__ = ("counted", "frame", "owned", "places", "stack")
 
-    def __init__(self, places: dict[Module, Place], top: Place) -> None:
+    def __init__(self, places: dict[Module, Place], top: Place, counted: set[int]) -> None:
         self.places = places
-        self.small: dict[int, int] = {}
+        self.counted = counted  # storages that are booked elsewhere
+        self.owned: set[int] = set()
         self.stack: list[Frame] = []
-        self.frame = Frame(None, top, self.small)
+        self.frame = Frame(None, top, self.owned)
+
+    def knows(self, key: int) -> bool:
+        """Whether a storage is small and saved."""
+        return key in self.owned or key in self.frame.small
 
     def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
-        self.frame = Frame(module, place, self.small, inputs)
+        self.frame = Frame(module, place, self.owned, inputs)
 
     def pop(self) -> None:
-        self.frame.end()
+        self.frame.end(self.counted)
         self.frame = self.stack.pop()
 
     def leave(self, module: Module) -> None:
@@ -137,8 +141,8 @@ class Tracker:
     def renew(self) -> None:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
-        old.end()
-        self.frame = Frame(old.module, old.place, self.small, old.inputs)
+        old.end(self.counted)
+        self.frame = Frame(old.module, old.place, self.owned, old.inputs)
         self.frame.index = old.index
 
     def end(self) -> None:

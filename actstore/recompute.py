@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from actstore.ledger import Account
 
 
+_wrapping = Lock()
+
+
 class Wrapped:
     """One module whose forward is wrapped while a store is active.
 
@@ -42,24 +46,29 @@ class Wrapped:
         self._module = module
         self._decision = decision
         self._scope_of = scope_of
-        self._users = 0
-        self._own: Any = None  # the instance attribute that was there before, if any
+        self.users = 0
 
     def enter(self) -> None:
-        """Wrap the module's forward. Not thread-safe: the session holds its lock."""
-        self._users += 1
-        if self._users == 1:
-            self._own = self._module.__dict__.get("forward")
-            forward = self._module.forward
-            self._module.__dict__["forward"] = _Forward(self, self._module, forward)
+        """Wrap the module's forward, unless it is wrapped already."""
+        with _wrapping:
+            self.users += 1
+            own = forward = self._module.__dict__.get("forward")
+            while isinstance(forward, _Forward):
+                if forward.region is self:
+                    return
+                forward = forward.own
+            self._module.__dict__["forward"] = _Forward(self, self._module, self._module.forward, own)
 
     def exit(self) -> None:
-        """Give the module its own forward back."""
-        self._users -= 1
-        if self._users == 0:
-            del self._module.__dict__["forward"]
-            if self._own is not None:
-                self._module.__dict__["forward"] = self._own
+        """Give the module its own forward back, as soon as no store that came later wraps it."""
+        with _wrapping:
+            self.users -= 1
+            attributes = self._module.__dict__
+            while isinstance(forward := attributes.get("forward"), _Forward) and not forward.region.users:
+                if forward.own is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward.own
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scope = self._scope_of()
@@ -97,14 +106,15 @@ class Wrapped:
 class _Forward:
     """A module's forward as its region runs it. A copy or a pickle of the module has the module's own forward."""
 
-    def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any], own: Any) -> None:
         functools.update_wrapper(self, forward)
-        self._region = region
+        self.region = region
+        self.own = own  # the instance attribute that was there before, if any
         self._module = module
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._region.run(self._forward, *args, **kwargs)
+        return self.region.run(self._forward, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward

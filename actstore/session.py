@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from actstore import modules
+from actstore.census import Census
 from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
@@ -109,11 +110,13 @@ class ActivationStore:
             if self._active == 0:
                 self._store.start()
                 self._name_modules()
-            tracker = Tracker(self._places, self._top)
+            census = Census()
+            tracker = Tracker(self._places, self._top, census.counted)
             scope = Scope(
                 self._store,
                 self._policy,
                 tracker,
+                census,
                 storage_keys(self._model) if self._model is not None else set(),
                 min_nbytes=self._min_nbytes,
                 allow_mutation=self._allow_mutation,

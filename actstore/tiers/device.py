@@ -27,13 +27,11 @@ class DeviceTier(Tier):
         return Slot(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        assert slot.buffer is not None
-        slot.buffer.copy_(src, non_blocking=True)
+        slot.memory.copy_(src, non_blocking=True)
         return DONE
 
     def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        assert slot.buffer is not None
-        dst.copy_(slot.buffer, non_blocking=True)
+        dst.copy_(slot.memory, non_blocking=True)
         return DONE
 
     def free(self, slot: Slot) -> None:

@@ -44,7 +44,6 @@ class DiskTier(Tier):
 
     def __init__(self, folder: str | os.PathLike[str] | None, staging: HostTier | None) -> None:
         self._folder = Path(folder if folder is not None else tempfile.gettempdir())
-        self._host = staging
         self._staging = None if staging is None else Staging(staging)
         self._lock = Lock()
         self._back = Reaper[Slot](self._lock, self._receive)
@@ -75,12 +74,10 @@ class DiskTier(Tier):
         if staging is None:
             slot.written = FutureTicket(self._submit(place, src, DONE))
             return slot.written
-        assert self._host is not None
         stage = staging.enter(slot.nbytes)
         try:
-            assert stage.buffer is not None
-            copied = self._host.write(stage, src)
-            future = self._submit(place, stage.buffer, copied)
+            copied = staging.tier.write(stage, src)
+            future = self._submit(place, stage.memory, copied)
         except BaseException:
             staging.leave(stage)
             raise
@@ -95,13 +92,12 @@ class DiskTier(Tier):
         if dst.device.type == "cpu":
             place.read(dst)
             return DONE
-        host = self._host
-        assert host is not None
+        assert self._staging is not None
+        host = self._staging.tier
         stage = host.reserve(slot.nbytes)
         try:
-            assert stage.buffer is not None
             host.settle(stage)
-            place.read(stage.buffer)
+            place.read(stage.memory)
             return host.read(stage, dst)
         finally:
             host.free(stage)  # the copy may still run: the next owner of the memory waits for it
@@ -116,8 +112,8 @@ class DiskTier(Tier):
                 self._back.drain_locked()
                 self._file.shrink(self._high_nbytes)
                 self._high_nbytes = self._extents.end
-        if self._host is not None:
-            self._host.trim()
+        if self._staging is not None:
+            self._staging.tier.trim()
 
     def close(self) -> None:
         with self._lock:
@@ -128,8 +124,8 @@ class DiskTier(Tier):
                 self._worker.shutdown()
             file.close()
             self._back.drain()
-        if self._host is not None:
-            self._host.close()
+        if self._staging is not None:
+            self._staging.tier.close()
 
     def _open(self) -> NamelessFile:
         try:

@@ -38,8 +38,7 @@ class HostTier(Tier):
         return Slot(nbytes, self._pool.take(nbytes))
 
     def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        buffer, stream = slot.buffer, self._stream
-        assert buffer is not None
+        buffer, stream = slot.memory, self._stream
         with self._lock:
             stream.wait_stream(torch.accelerator.current_stream(src.device))
             for event in self._busy.get(buffer.data_ptr(), ()):
@@ -50,8 +49,7 @@ class HostTier(Tier):
         return slot.written
 
     def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        buffer, stream = slot.buffer, torch.accelerator.current_stream(dst.device)
-        assert buffer is not None
+        buffer, stream = slot.memory, torch.accelerator.current_stream(dst.device)
         slot.written.wait_on(stream)
         dst.copy_(buffer, non_blocking=self._pool.pinned)
         with self._lock:
@@ -60,9 +58,8 @@ class HostTier(Tier):
 
     def settle(self, slot: Slot) -> None:
         """Make the host wait until no stream uses the memory of `slot`, so that the host may write to it."""
-        assert slot.buffer is not None
         with self._lock:
-            events = self._busy.pop(slot.buffer.data_ptr(), [])
+            events = self._busy.pop(slot.memory.data_ptr(), [])
         for event in events:
             if not event.query():
                 event.synchronize()

@@ -17,7 +17,7 @@ class Staging:
     """
 
     def __init__(self, tier: HostTier) -> None:
-        self._tier = tier
+        self.tier = tier
         self._nbytes = 0
         self._changed = Condition()
 
@@ -27,14 +27,14 @@ class Staging:
             self._changed.wait_for(lambda: not self._nbytes or self._nbytes + nbytes <= STAGED_NBYTES)
             self._nbytes += nbytes
         try:
-            return self._tier.reserve(nbytes)
+            return self.tier.reserve(nbytes)
         except BaseException:
             self._leave(nbytes)
             raise
 
     def leave(self, stage: Slot) -> None:
         """Give the room back. Device operations on it may still run: the next owner of the memory waits for them."""
-        self._tier.free(stage)
+        self.tier.free(stage)
         self._leave(stage.nbytes)
 
     def _leave(self, nbytes: int) -> None:

@@ -19,7 +19,7 @@ from actstore.transfer import Transfer
 from tests.contracts.tiers import load, pattern, store
 folder = sys.argv[1]
 tier = DiskTier(folder, None)
-pwrite, hold = os.pwrite, threading.Event()
+pwrite, hold, inside = os.pwrite, threading.Event(), threading.Event()
 """
 
 
@@ -92,6 +92,7 @@ def test_a_fork(start):
 def gated(fd, view, at):
     if len(view) == 3333:
         print("late", flush=True)
+        inside.set()
         assert hold.wait(30)
     return pwrite(fd, view, at)
 os.pwrite = gated
@@ -99,7 +100,7 @@ transfer = Transfer(torch.device("cpu"))
 written = [store(tier, pattern(10_000, i)) for i in range(3)]
 late = tier.reserve(3333)
 transfer.offload(tier, late, pattern(3333, 7), lambda buffer: print("landed", flush=True))
-time.sleep(0.2)  # the worker is inside the late write
+assert inside.wait(30)
 sys.stdout.flush()
 child = os.fork()
 if child == 0:

@@ -266,7 +266,9 @@ def test_staging_memory_is_bounded(disk, monkeypatch):
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(0.2)
+    while len(slots) < 3:
+        thread.join(0.01)
+    thread.join(0.1)
     assert thread.is_alive()  # waits for the disk
     assert len(slots) == 3
     may_write.set()

@@ -1,0 +1,178 @@
+"""Models that already checkpoint, and stores where they cannot be correct."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from actstore import ActivationStore, StateError
+from tests.autograd.checks import check_drained, check_same, gc_off
+
+POLICIES = ["keep", "raw", "raw @ disk", "int8"]
+
+
+class Checkpointed(nn.Module):
+    """As `gradient_checkpointing_enable` makes a model."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(3)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        return x
+
+
+def grads_of(model, x, store=None, *, inside=False):
+    model.zero_grad()
+    torch.manual_seed(1)
+    if store is None:
+        model(x).square().sum().backward()
+    else:
+        with store:
+            loss = model(x).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_models_that_checkpoint_just_work(reentrant, policy):
+    model, x = Checkpointed(reentrant=reentrant), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=0)
+    with gc_off():
+        found = grads_of(model, x, store)
+        check_drained(store)
+    if policy != "int8":
+        check_same(found, grads_of(Checkpointed(reentrant=None), x))
+    report = store.report()
+    assert report.saved_bytes <= 4 * x.nbytes + 8000
+    if policy != "keep":
+        assert report.stored_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
+def test_backward_inside_with_a_nonreentrant_checkpoint(policy):
+    model, x = Checkpointed(reentrant=False), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=0)
+    with gc_off():
+        found = grads_of(model, x, store, inside=True)
+        check_drained(store)
+    check_same(found, grads_of(Checkpointed(reentrant=None), x))
+
+
+@pytest.mark.parametrize("policy", ["raw", "raw @ disk", "int8"])
+def test_backward_inside_with_a_reentrant_checkpoint_is_refused(policy):
+    model, x = Checkpointed(reentrant=True), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=0)
+    with pytest.raises(StateError, match=r"use_reentrant=True.*Run backward after the with block"):
+        grads_of(model, x, store, inside=True)
+    check_same(
+        grads_of(model, x, ActivationStore(model, "raw", min_bytes=0)), grads_of(Checkpointed(reentrant=None), x)
+    )
+
+
+def test_a_store_inside_a_checkpointed_region_is_refused():
+    store, x = ActivationStore(policy="raw", min_bytes=0), torch.randn(5, requires_grad=True)
+
+    def region(t):
+        with store:
+            return t.exp()
+
+    with pytest.raises(StateError, match=r"inside a checkpointed region.*outside, around the checkpointed forward"):
+        checkpoint(region, x, use_reentrant=False)
+    with store:
+        y = x.exp()
+    check_same(torch.autograd.grad(y.sum(), x), (y.detach(),))
+
+
+def test_a_store_inside_a_reentrant_region_is_refused_when_it_recomputes():
+    store, x = ActivationStore(policy="raw", min_bytes=0), torch.randn(5, requires_grad=True)
+
+    def region(t):
+        with store:
+            return t.exp()
+
+    y = checkpoint(region, x, use_reentrant=True)
+    with pytest.raises(StateError, match="inside a running backward"):
+        y.sum().backward()
+
+
+def test_a_store_inside_a_region_of_another_store_is_refused():
+    class Enters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            with inner:
+                return (x * self.weight).exp()
+
+    model = nn.Sequential(Enters())
+    inner = ActivationStore(policy="raw", min_bytes=0)
+    outer = ActivationStore(model, "0 : recompute", min_bytes=0)
+    with pytest.raises(StateError, match="inside a checkpointed region"), outer:
+        model(torch.randn(5))
+    assert "forward" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("policy", ["raw", "recompute(raw)"])
+def test_a_checkpoint_inside_a_recomputed_module(policy):
+    model, x = nn.Sequential(Checkpointed(reentrant=False)), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, f"0 : {policy}", min_bytes=0)
+    found = grads_of(model, x, store)
+    check_same(list(found.values()), list(grads_of(Checkpointed(reentrant=None), x).values()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_checkpoint_sequential(reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(3, 8, requires_grad=True)
+    store = ActivationStore(model, "raw @ disk", min_bytes=0)
+    with store:
+        y = checkpoint_sequential(model, 2, x, use_reentrant=reentrant)
+    assert store.report().stored_bytes > 0
+    y.sum().backward()  # torch.autograd.grad is not for reentrant ones
+    check_same(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def test_early_stop_is_not_swallowed():
+    """The recomputation ends when the last tensor is there: what follows does not run a second time."""
+    runs = []
+
+    class Tail(nn.Module):
+        def forward(self, x):
+            runs.append(torch.is_grad_enabled())
+            return x + 1
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Tail()))
+    x = torch.randn(3, 4, requires_grad=True)
+    store = ActivationStore(model, "0 : recompute(raw)", min_bytes=0)
+    with gc_off():
+        with store:
+            y = model(x)
+        y.sum().backward()
+        assert len(runs) == 1
+        del y
+        check_drained(store)
+
+
+def test_names_are_right_after_a_recomputation_inside_the_context():
+    model, x = Checkpointed(reentrant=False), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, "raw", min_bytes=0)
+    with store:
+        grads_of(model, x)
+        y = x.exp()
+    sites = [site.site for site in store.report().sites if site.live_bytes]
+    assert sites
+    assert all(site.startswith("(top)") for site in sites)
+    del y

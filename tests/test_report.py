@@ -1,0 +1,115 @@
+"""The report: figures by site and in all, as a table and as JSON."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore, Report, SiteReport
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8), nn.Softmax(-1))
+
+
+def reported(policy, **options):
+    model = small_model()
+    store = ActivationStore(model, policy, min_bytes=0, **options)
+    with store:
+        loss = model(torch.randn(32, 64)).square().mean()
+    return store, loss
+
+
+def test_before_the_first_step_there_is_nothing():
+    report = ActivationStore(policy="raw").report()
+    assert report == Report(0, 0, 0, 0, 0, ())
+    assert "nothing" in str(report)
+
+
+def test_figures_of_a_known_model():
+    store, loss = reported("0 : raw; 1 : raw @ disk; * : keep", disk_path=None)
+    store._store._places[torch.device("cpu")].transfer.drain()
+    report = store.report()
+    sites = {site.site: site for site in report.sites}
+    wide, narrow = 32 * 64 * 4, 32 * 8 * 4
+    assert report.saved_bytes == 2 * wide + narrow  # the input, tanh's output, softmax's output
+    assert report.stored_bytes == 2 * wide
+    assert report.live_bytes == 2 * wide + narrow
+    assert (sites["0[0]"].decision, sites["0[0]"].tensors, sites["0[0]"].held_bytes) == ("raw", 1, wide)
+    assert (sites["1[0]"].decision, sites["1[0]"].stored_bytes, sites["1[0]"].live_bytes) == ("raw @ disk", wide, wide)
+    loss.backward()
+    assert store.report().live_bytes == 0
+    assert store.report().saved_bytes == report.saved_bytes  # of the last forward, also after backward
+
+
+def test_a_new_step_starts_anew():
+    store, loss = reported("raw")
+    first = store.report()
+    del loss
+    with store:
+        pass
+    report = store.report()
+    assert (report.saved_bytes, report.stored_bytes, report.held_bytes, report.live_bytes) == (0, 0, 0, 0)
+    assert first.saved_bytes > 0
+
+
+def test_inside_the_context_it_tells_what_there_is_by_now():
+    store, x = ActivationStore(policy="raw", min_bytes=0), torch.randn(100, requires_grad=True)
+    with store:
+        assert store.report().saved_bytes == 0
+        y = x.exp()
+        assert store.report().saved_bytes == store.report().live_bytes == 400
+        z = y.sin().exp()
+        assert store.report().saved_bytes == 800
+    del y, z
+
+
+def test_what_is_held_is_less_than_what_plain_holds():
+    store, loss = reported("int8")
+    report = store.report()
+    assert 0 < report.stored_bytes < 0.3 * report.saved_bytes
+    assert report.held_bytes < 0.4 * report.saved_bytes
+    del loss
+
+
+def test_json_has_the_names_of_the_attributes():
+    store, loss = reported("int8; ".rstrip("; "))
+    report = store.report()
+    found = json.loads(report.to_json())
+    assert list(found) == [f.name for f in dataclasses.fields(Report)]
+    assert list(found["sites"][0]) == [f.name for f in dataclasses.fields(SiteReport)]
+    assert found["saved_bytes"] == report.saved_bytes
+    assert [site["site"] for site in found["sites"]] == [site.site for site in report.sites]
+    del loss
+
+
+def test_notes_say_why_a_decision_was_not_followed():
+    store, loss = reported("int8")
+    notes = " ".join(site.note for site in store.report().sites)
+    assert "requires no gradient" in notes  # the input
+    assert "Softmax" in notes
+    del loss
+
+
+def test_the_table_has_a_line_for_each_module_and_the_totals():
+    store, loss = reported("0 : int8; 1 : raw; * : keep")
+    lines = str(store.report()).splitlines()
+    assert lines[0].split() == ["site", "tensors", "saved", "stored", "held", "live", "decision"]
+    names = [line.split()[0] for line in lines[1:-2]]
+    assert {"0", "1", "3"} <= set(names)
+    assert lines[-2].startswith("total")
+    assert "of what plain autograd holds" in lines[-1]
+    assert "peak over the step" in lines[-1]
+    assert "8.0 KiB" in str(store.report())
+    del loss
+
+
+def test_a_report_is_a_value():
+    store, loss = reported("raw")
+    assert store.report() == store.report()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        store.report().saved_bytes = 0
+    del loss
