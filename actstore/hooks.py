@@ -148,8 +148,9 @@ class Scope:
             return self._keep(tensor, account, key, storage)
         codec, tiers, account.where = target
         nbytes = storage.nbytes()
-        if type(tensor) is not Tensor or tensor.is_nested:
-            return self._keep(tensor, account, key, storage, f"{type(tensor).__name__} has no codec")
+        if type(tensor) is not Tensor or tensor.is_nested or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else f"a nested or {type(tensor).__name__} tensor"
+            return self._keep(tensor, account, key, storage, f"{kind} has no bytes to encode")
         if _current_graph_task_id() != -1:
             _refuse_reentrant()
             return self._keep(tensor, account, key, storage, "saved by a backward that is itself differentiated")
@@ -285,6 +286,8 @@ class Scope:
         key = storage._cdata
         saved = 0 if handle.alias is not None else self._saved_nbytes(key, storage)  # an alias has been counted
         if not self._store.put(handle, tensor, codec, tiers, saved):
+            if saved:
+                self._census.counted.discard(key)  # whoever keeps it counts it
             return False
         if key in self._stored:
             self._stored[key].append(ref(handle))

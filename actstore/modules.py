@@ -15,12 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from actstore.codecs import Codec, Raw
 from actstore.ledger import Account, Ledger
-from actstore.policy import Decision, Encode, Keep, Offload
+from actstore.policy import Decision, Encode, Offload
 from actstore.spec import Site
 
 SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
 GROUP = 64  # small tensors that share one frame at most
-GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
 
 Target = tuple[Codec, tuple[str, ...], str]  # codec, tiers, and the decision as policy text
@@ -43,12 +42,11 @@ class Place:
 
     __slots__ = ("_ledger", "_small", "accounts", "keep_below", "name", "target")
 
-    def __init__(self, name: str, ledger: Ledger, decision: Decision | None, min_nbytes: int) -> None:
+    def __init__(self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int) -> None:
         self.name = name
         self.accounts: list[Account] = []
         self.target = ASK if decision is None else target_of(decision)
-        # Storages below this many bytes are kept, and accounted for in groups.
-        self.keep_below = max(min_nbytes, GROUPED_NBYTES) if isinstance(decision, Keep) else min_nbytes
+        self.keep_below = keep_below  # storages below this many bytes are kept, and accounted for in groups
         self._ledger = ledger
         self._small: Account | None = None
 

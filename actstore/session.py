@@ -24,6 +24,7 @@ from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, 
 from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
+from actstore.spec import Site, Spec
 from actstore.store import Store, StoreOptions
 from actstore.units import parse_nbytes
 
@@ -31,6 +32,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
+
+GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
 _thread = local()  # .sessions: the entries of all stores on this thread, the innermost last
 
@@ -226,7 +229,10 @@ class ActivationStore:
 
     def _place(self, name: str) -> Place:
         decision = self._policy.decide(name) if isinstance(self._policy, Rules) else None
-        return Place(name, self._store.ledger, decision, self._min_nbytes)
+        keep_below = self._min_nbytes
+        if isinstance(decision, Keep) and not _names_tags(self._policy):
+            keep_below = max(keep_below, GROUPED_NBYTES)
+        return Place(name, self._store.ledger, decision, keep_below)
 
     def _scope_here(self) -> Scope | None:
         """The scope of this store on this thread, if it is the innermost."""
@@ -255,7 +261,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     without one this does nothing. An operator that saves its own output (exp, relu, softmax, attention) has done so
     before its output can be named.
     """
-    if not name or any(c.isspace() or c in "/:;#@>()[]" for c in name):
+    if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
         raise ConfigError(f"tag name {name!r} is not a word; use letters, digits, '_', '-' and '.'")
     entries = _entries()
     if entries:
@@ -275,13 +281,36 @@ def _read_policy(policy: Any) -> Policy:
         return Rules.parse(policy)
     if isinstance(policy, Keep | Encode | Offload | Recompute):
         return Rules([], default=policy)
+    if isinstance(policy, Rules):
+        return policy
     if callable(policy):
-        result: Policy = policy
-        return result
+        return _checked(policy)
     raise PolicyError(
         f"policy={policy!r} is neither text, Rules, a decision such as Encode(Int8()), nor a function "
         "(site, spec) -> decision"
     )
+
+
+def _checked(policy: Policy) -> Policy:
+    """A user's function, whose answers are decisions about tensors."""
+
+    @functools.wraps(policy)
+    def decide(site: Site, spec: Spec) -> Decision:
+        decision: Any = policy(site, spec)
+        if not isinstance(decision, Keep | Encode | Offload):
+            raise PolicyError(
+                f"the policy function returned {decision!r} for {site} ({spec}); it decides single tensors, and so "
+                "returns Keep(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
+                site=site,
+                decision=decision,
+            )
+        return decision
+
+    return decide
+
+
+def _names_tags(policy: Policy) -> bool:
+    return isinstance(policy, Rules) and any("/" in pattern for pattern, _ in policy.rules)
 
 
 def _recomputes(policy: Rules) -> bool:

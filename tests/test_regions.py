@@ -65,7 +65,7 @@ BIG = torch.arange(10_000.0).view(100, 100)
     ("view", "start", "numel"),
     [
         (lambda: BIG, 0, 10_000),
-        (lambda: BIG.t(), 0, 10_000),
+        (BIG.t, 0, 10_000),
         (lambda: BIG[:50], 0, 10_000),  # the other half may be saved as well: one payload for both
         (lambda: BIG[:20], 0, 2000),
         (lambda: BIG[40:42], 4000, 200),

@@ -58,7 +58,10 @@ BAD_OPTIONS = {
     "model_is_no_module": ({"model": "int8"}, ["model='int8'", "torch.nn.Module", "policy="]),
     "policy_is_nothing": ({"policy": 8}, ["policy=8", "neither text"]),
     "policy_is_none": ({"policy": None}, ["policy=None"]),
-    "patterns_without_a_model": ({"policy": "blocks.* : int8"}, ["no model was given", "ActivationStore(model, policy)"]),
+    "patterns_without_a_model": (
+        {"policy": "blocks.* : int8"},
+        ["no model was given", "ActivationStore(model, policy)"],
+    ),
     "recompute_without_a_model": ({"policy": "recompute"}, ["no model was given"]),
 }
 
@@ -75,12 +78,12 @@ def test_bad_options(name):
 
 BAD_POLICIES = {
     "unknown_codec": ("int9", UnknownCodecError, ["int9", "int8"]),
-    "unknown_tier": ("int8 @ hsot", ChainError, ["hsot", "host"]),
+    "unknown_tier": ("int8 @ hsot", ConfigError, ["hsot", "did you mean 'host'"]),
     "upward": ("int8 @ disk > host", ChainError, ["goes up", "host > disk"]),
     "matches_nothing": ("1.proj : int8", PolicyError, ["'1.proj'", "matches no module"]),
     "near": ("0x : int8", PolicyError, ["0x"]),
     "two_at_once": ("a : int8; b : raw", PolicyError, ["'a'", "'b'"]),
-    "no_decision": ("0 : ", PolicyError, ["decision"]),
+    "no_decision": ("0 : ", PolicyError, ["expected a codec", "end of the rule"]),
     "empty": ("  # nothing", PolicyError, ["holds no rule"]),
     "never_applies": ("* : raw; 0 : int8", PolicyError, ["can never apply"]),
 }
@@ -174,7 +177,7 @@ def test_a_function_sees_site_and_spec():
 
 def test_a_function_that_recomputes_is_told_that_it_cannot():
     store = ActivationStore(small_model(), lambda site, spec: Recompute(), min_bytes=0)
-    with pytest.raises(ConfigError, match="(?i)recompute"), store:
+    with pytest.raises(ConfigError, match=r"[Rr]ecompute"), store:
         torch.randn(4, requires_grad=True).exp()
 
 
@@ -226,10 +229,10 @@ def test_what_does_not_fit_goes_to_the_next_tier():
 @pytest.mark.parametrize("tiers", ["host", "disk", "host > disk"])
 def test_strict_makes_it_an_error(tiers, grad):
     store = ActivationStore(policy=f"raw @ {tiers}", min_bytes=0, host_budget=0, disk_budget=0, strict=True)
-    x, c = torch.randn(100, requires_grad=True), torch.randn(100)
-    with pytest.raises(CapacityError, match=r"while saving \(top\)\[0\].*no room for 400 B in .*strict=False") as info:
-        with store:
-            x.sin() if grad else x * c
+    x, c, kept = torch.randn(100, requires_grad=True), torch.randn(100), []
+    message = r"while saving \(top\)\[0\].*no room for 400 B in .*strict=False"
+    with pytest.raises(CapacityError, match=message) as info, store:
+        kept.append(x.sin() if grad else x * c)
     assert isinstance(info.value, MemoryError)
     assert info.value.nbytes == 400
     assert info.value.tiers == tuple(tiers.split(" > "))

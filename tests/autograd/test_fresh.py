@@ -333,4 +333,3 @@ def test_a_lossy_reader_may_get_an_exact_payload():
     assert store.report().stored_bytes == h.nbytes
     check_same(torch.autograd.grad(second.sum(), h), (-h.detach().sin(),))
     del first
-

@@ -199,7 +199,9 @@ class Fails(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("policy", [*LOSSLESS, "int8"])
 def test_an_exception_in_forward_leaves_no_state(policy, error):
     torch.manual_seed(0)
@@ -289,7 +291,9 @@ def test_close_returns_everything_and_later_backwards_say_so(policy):
         y = x.exp()
     store.close()
     assert alive(store) == 0
-    with pytest.raises(StateError, match=r"while decoding \(top\)\[0\].*closed before backward.*after the last backward"):
+    with pytest.raises(
+        StateError, match=r"while decoding \(top\)\[0\].*closed before backward.*after the last backward"
+    ):
         torch.autograd.grad(y.sum(), x)
     store.close()
 

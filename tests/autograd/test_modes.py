@@ -89,7 +89,9 @@ def test_unpacking_records_no_graph(policy):
         packs = []
         with store or nullcontext():
             y = x[:, ::2].exp() * x[:, 1::2]
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, packs=packs: packs.append(t) or t.detach(), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, packs=packs: packs.append(t) or t.detach(), lambda t: t
+        ):
             torch.autograd.grad(y.sum(), x, create_graph=True)
         counts.append(len(packs))
     assert counts[0] == counts[1] > 0
@@ -166,7 +168,11 @@ def test_nested_tensors_pass_through(policy, layout):
 
     def loss_of():
         nested = torch.nested.as_nested_tensor(parts, layout=layout)
-        return (nested * nested).values().sum() if layout is torch.jagged else (nested * nested).to_padded_tensor(0.0).sum()
+        return (
+            (nested * nested).values().sum()
+            if layout is torch.jagged
+            else (nested * nested).to_padded_tensor(0.0).sum()
+        )
 
     with make(policy):
         loss = loss_of()

@@ -64,7 +64,7 @@ def gradients(op: Any, sample: Any, store: ActivationStore | None) -> list[Tenso
 
 
 def compare(op: Any, sample: Any, store: ActivationStore) -> str:
-    """"equal", "differs: ..." or why the sample says nothing."""
+    """ "equal", "differs: ..." or why the sample says nothing."""
     try:
         wanted = gradients(op, sample, None)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError):

@@ -199,10 +199,9 @@ def test_an_exception_gives_the_forward_back(where, error):
         raise error
 
     handle = model["inner"].inner.register_forward_hook(fail)
+    run = (lambda: model["inner"](torch.randn(3, WIDTH))) if where == "inside" else fail
     with pytest.raises(type(error)), make(model):
-        if where == "inside":
-            model["inner"](torch.randn(3, WIDTH))
-        raise error
+        run()
     error.__traceback__ = None
     handle.remove()
     assert "forward" not in model["inner"].__dict__
