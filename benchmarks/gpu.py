@@ -41,6 +41,8 @@ _PYTEST = (
     "-o",
     "addopts=",
     "-W",
+    "default",  # the packages there are other versions than the pinned ones: their warnings are no failures
+    "-W",
     "ignore::pytest.PytestConfigWarning",
 )
 _TRIANGLE = ("tests/codecs", "tests/kernels", "tests/contracts")

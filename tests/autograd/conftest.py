@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
     """What is imported by now is no garbage: collections look at a test's own objects only."""
     for name, decision in (("mlp", "int8"), ("mlp", "recompute(raw)")):

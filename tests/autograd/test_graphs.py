@@ -227,7 +227,7 @@ def test_leaving_in_the_wrong_order():
     x = torch.randn(4, requires_grad=True)
     first.__enter__()
     second.__enter__()
-    with pytest.raises(StateError, match="not the innermost.*reverse order") as info:
+    with pytest.raises(StateError, match=r"not the innermost.*reverse order") as info:
         first.__exit__(None, None, None)
     assert info.value.expected is second
     second.__exit__(None, None, None)

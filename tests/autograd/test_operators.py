@@ -19,7 +19,8 @@ pytest.importorskip("expecttest", reason="torch.testing needs it")
 ALWAYS = (
     "nn.functional.rrelu",  # writes into what it has already saved
     "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.dropout", "nn.functional.embedding",
-    "nn.functional.gelu", "nn.functional.layer_norm", "nn.functional.max_pool2d", "nn.functional.multi_head_attention_forward",
+    "nn.functional.gelu", "nn.functional.layer_norm", "nn.functional.max_pool2d",
+    "nn.functional.multi_head_attention_forward",
     "nn.functional.scaled_dot_product_attention", "nn.functional.unfold", "as_strided", "cumprod", "einsum", "expand",
     "index_put", "linalg.lu_factor", "linalg.svd", "log_softmax", "masked_scatter", "matmul", "norm", "prod", "unfold",
 )  # fmt: skip

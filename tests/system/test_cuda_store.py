@@ -1,0 +1,159 @@
+"""The whole store on a CUDA device: exact, asynchronous, and the memory really goes."""
+
+import os
+
+import pytest
+import torch
+from torch.nn import GELU, LayerNorm, Linear, Module, ModuleList, Sequential
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from actstore import ActivationStore
+
+pytestmark = pytest.mark.gpu
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+
+WIDTH, HEADS, CONTEXT, BATCH, CLASSES = 256, 4, 128, 8, 50
+LOSSLESS = ["keep", "raw", "raw @ host", "raw @ disk", "recompute", "recompute(raw @ host)", "recompute(raw @ disk)"]
+LOSSY = ["int8", "int8 @ host", "int8 @ disk", "int8 @ host > disk", "recompute(int8)"]
+
+
+class Block(Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = LayerNorm(WIDTH), Linear(WIDTH, 3 * WIDTH), Linear(WIDTH, WIDTH)
+        self.mlp = Sequential(LayerNorm(WIDTH), Linear(WIDTH, 4 * WIDTH), GELU(), Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(x)
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = ModuleList(Block() for _ in range(4))
+        self.head = Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def job():
+    torch.manual_seed(0)
+    model = Net().cuda()
+    x = torch.randn(BATCH, CONTEXT, WIDTH, device="cuda")
+    return model, x, torch.randint(CLASSES, (BATCH * CONTEXT,), device="cuda")
+
+
+def forward(model, x, y):
+    return cross_entropy(model(x).flatten(0, 1), y)
+
+
+def step(job, store=None):
+    """Loss and gradients of one step."""
+    model, x, y = job
+    model.zero_grad(set_to_none=True)
+    if store is None:
+        loss = forward(model, x, y)
+    else:
+        with store:
+            loss = forward(model, x, y)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("policy", LOSSLESS)
+@pytest.mark.parametrize("stream", ["default", "side"])
+def test_lossless_is_bit_equal_for_several_steps(job, policy, stream, tmp_path):
+    expected = step(job)
+    store = ActivationStore(job[0], policy, min_bytes=0, disk_path=tmp_path)
+    side = torch.cuda.Stream() if stream == "side" else torch.cuda.current_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            found = step(job, store)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert store.report().live_bytes == 0
+    store.close()
+
+
+@pytest.mark.parametrize("policy", LOSSY)
+def test_lossy_is_near_and_repeats(job, policy, tmp_path):
+    expected = step(job)
+    store = ActivationStore(job[0], policy, min_bytes=0, disk_path=tmp_path)
+    first, second = step(job, store), step(job, store)
+    assert torch.equal(first[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    error = sum((a - b).double().square().sum() for a, b in zip(first[1:], expected[1:], strict=True))
+    norm = sum(b.double().square().sum() for b in expected[1:])
+    assert 0 < (error / norm).sqrt().item() < 0.03
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"), [("int8", 0.45), ("raw @ host", 0.2), ("int8 @ host", 0.2), ("recompute", 0.3)]
+)
+def test_the_allocator_sees_what_the_report_says(job, policy, most):
+    model, x, y = job
+    store = ActivationStore(model, policy, min_bytes=0)
+    step(job, store)
+    torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    with store:
+        loss = forward(model, x, y)
+    torch.cuda.synchronize()
+    report = store.report()  # lets go of device buffers whose copies have ended
+    held = torch.cuda.memory_allocated() - before
+    assert report.saved_bytes > 20 * 2**20
+    assert held < most * report.saved_bytes
+    loss.backward()
+    store.close()
+
+
+@pytest.mark.parametrize("policy", ["keep", "raw", "int8", "raw @ host", "int8 @ host", "recompute(int8 @ host)"])
+def test_forward_never_waits_for_the_device(job, policy):
+    model, x, y = job
+    store = ActivationStore(model, policy, min_bytes=0)
+    step(job, store)  # compiles kernels, pins memory
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with store:
+            loss = forward(model, x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loss.backward()
+    store.close()
+
+
+def test_interleaved_graphs_and_a_slow_device(job):
+    model, x, y = job
+    expected = step(job)[1:]
+    store = ActivationStore(model, "raw @ host", min_bytes=0)
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for _ in range(3):
+        with store:
+            torch.cuda._sleep(50_000_000)  # the host runs far ahead
+            losses.append(forward(model, x, y))
+    for index in (1, 0, 2):
+        losses[index].backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient + gradient + gradient)
+    del losses
+    assert store.report().live_bytes == 0
+    store.close()
