@@ -12,6 +12,7 @@ in its own graph would be a cycle that no collector frees.
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from actstore.ledger import Account, Ledger
 from actstore.modules import Frame
 from actstore.regions import Region
 from actstore.spec import Site, Spec
-from actstore.storage import free_weak, hold_weak, revive, same_counter, settled_version, whole_of
+from actstore.storage import free_weak, hold_weak, revive, whole_of
 from actstore.store import Entry
 
 Small = tuple[Tensor, int, Frame]
@@ -55,8 +56,8 @@ class Stored(Entry):
     """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
 
     __slots__ = (
-        "alias", "any_version", "conj", "fresh", "neg", "offset", "owner", "region", "shape", "snapshot",
-        "stride", "version", "witness",
+        "alias", "any_version", "conj", "fresh", "neg", "offset", "owner", "region", "root", "shape",
+        "snapshot", "stride", "version", "witness",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
@@ -67,6 +68,8 @@ class Stored(Entry):
         self.offset = 0 if whole else int(tensor.storage_offset())
         self.conj = not whole and tensor.is_conj()
         self.neg = not whole and tensor.is_neg()
+        base = tensor._base
+        self.root = ref(tensor if base is None else base)
         self.version = tensor._version
         self.any_version = any_version  # the tensor may change after it was saved
         self.witness = witness = tensor.detach()
@@ -103,9 +106,7 @@ class Stored(Entry):
 
     def covers(self, other: Stored) -> bool:
         """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
-        if self.witness.dtype != other.witness.dtype or not same_counter(self.witness, other.witness):
-            return False
-        if self.version != other.version:
+        if self.witness.dtype != other.witness.dtype or self.version != other.version or not same_root(self, other):
             return False
         region = self.region or Region(0, self.shape.numel())
         return region.covers(other.offset, layout_of(other.shape, other.stride))
@@ -174,6 +175,15 @@ class _Fresh:
         return base
 
 
+def same_root(a: Stored, b: Stored) -> bool:
+    """Whether two tensors are views of one tensor, and so share its version counter: equal versions mean equal values.
+
+    Tensors over one storage need not: ``x.data``, `unsafe_chunk` and `set_` start counters of their own.
+    """
+    root = a.root()
+    return root is not None and root is b.root()
+
+
 def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:
     """Give the verdict that autograd gives without a store, with the site named.
 
@@ -181,7 +191,7 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
     ------
     MutationError : `tensor`, or what it is the witness of, is at another version than `expected`
     """
-    found = settled_version(tensor)
+    found = tensor._version
     if found != expected:
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -136,6 +136,11 @@ class Tracker:
             self.pop()
         self.pop()
 
+    def unwind(self) -> None:
+        """End all calls."""
+        while self.stack:
+            self.pop()
+
     def renew(self) -> None:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
@@ -145,8 +150,7 @@ class Tracker:
 
     def end(self) -> None:
         """Book what frames that are still open hold."""
-        while self.stack:
-            self.pop()
+        self.unwind()
         self.renew()  # from here on the last frame belongs to its handles alone
 
 
@@ -161,6 +165,8 @@ def _before(module: Module, _: Any) -> None:
     if tracker is not None:
         place = tracker.places.get(module)
         if place is not None:
+            if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
+                tracker.unwind()
             tracker.push(module, place)
 
 

@@ -14,7 +14,8 @@ _EXACT_PRODUCERS = frozenset(
         "SoftmaxBackward0", "LogSoftmaxBackward0", "SafeSoftmaxBackward0", "LogsumexpBackward0",
         "NllLossBackward0", "NllLoss2DBackward0", "LinalgEighBackward0", "LinalgSvdBackward0",
         "CtcLossBackward0", "CtcLossBackward1", "VarMeanBackward0", "VarMeanBackward1", "VarBackward0", "StdBackward0",
-        "RreluWithNoiseBackward0",
+        "RreluWithNoiseBackward0", "RsqrtBackward0", "ReciprocalBackward0", "LinalgQrBackward0",
+        "LinalgLuFactorExBackward0", "LinalgCholeskyExBackward0",
     }
 )  # fmt: skip
 
@@ -41,6 +42,8 @@ def lossy_reason(tensor: Tensor, producer: str) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')} is never lossy"
     if not tensor.requires_grad:
         return "requires no gradient: a statistic, a mask or an index"
+    if tensor.output_nr and "Norm" in producer:
+        return "a statistic of a normalisation"
     if producer in _EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
     return ""

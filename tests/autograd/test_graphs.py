@@ -1,7 +1,9 @@
 """Several graphs, contexts, stores and threads at once."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -343,6 +345,27 @@ def test_several_backwards_of_one_graph_at_once(policy):
     for found in on_threads(lambda _: [torch.autograd.grad(loss, x, retain_graph=True) for _ in range(20)]):
         for grads in found:
             check_same(grads, wanted)
+
+
+def test_threads_that_share_a_constant():
+    """A store looks at the version of what other threads save too; it must not move it, not even for a moment."""
+    interval = sys.getswitchinterval()
+    store, constant = make("raw"), torch.randn(8)
+
+    def work(i):
+        x = torch.randn(8, requires_grad=True)
+        for _ in range(800):
+            with store if i % 2 else nullcontext():
+                y = x * constant * constant * constant
+            y.sum().backward()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        on_threads(work)
+        on_threads(lambda i: work(1))
+    finally:
+        sys.setswitchinterval(interval)
+    check_drained(store)
 
 
 def test_the_close_of_a_store_that_another_thread_uses_is_refused():
