@@ -57,6 +57,38 @@ u32_at = _pointer_to(types.uint32)
 
 
 @intrinsic
+def _i64(_typing: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _fetch_add(_typing: Any, _address: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def team(run: Any) -> Any:
+    """A C function for the threads of a team: each takes ranges of `threads.Job` until none is left, and runs them."""
+
+    @numba.cfunc("void(int64)", error_model="numpy")
+    def work(job: int) -> None:
+        units, step = _i64(job + 32), _i64(job + 40)
+        while True:
+            first = _fetch_add(job, step)
+            if first >= units:
+                return
+            run(_i64(job + 8), _i64(job + 16), _i64(job + 24), first, min(first + step, units))
+
+    return work
+
+
+@intrinsic
 def get(_typing: Any, base: Any, _index: Any) -> Any:
     """``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
 

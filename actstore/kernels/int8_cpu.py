@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,12 +29,13 @@ from actstore.kernels.cpu import (
     load_magnitude,
     put,
     store,
+    team,
     u8_at,
     u16,
     u16_at,
     u32,
 )
-from actstore.kernels.threads import SPLIT_NBYTES, split
+from actstore.kernels.threads import SPLIT_NBYTES, TEAM_NBYTES, split, split_in_team
 
 FLUSH = u32(0x08800000)  # 2^-110
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
@@ -43,21 +45,40 @@ MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, tie
 def kernels(dtype: torch.dtype, device: torch.device, group: int) -> Kernels:
     """Kernels for one dtype and group size; compiled at first use, then read from numba's cache on disk."""
     run_encode, run_decode = _compile_encode(KINDS[dtype], group), _compile_decode(KINDS[dtype], group)
-    large = SPLIT_NBYTES // dtype.itemsize
+    encode_range, decode_range = _on_threads(run_encode, dtype), _on_threads(run_decode, dtype)
+    small = TEAM_NBYTES // dtype.itemsize
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        if numel < large:
+        if numel < small:
             run_encode(src.data_ptr(), payload_pointer(out), numel, 0, -(-numel // group))
         else:
-            split(run_encode, (src.data_ptr(), payload_pointer(out), numel), -(-numel // group))
+            encode_range((src.data_ptr(), payload_pointer(out), numel), -(-numel // group))
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        if numel < large:
+        if numel < small:
             run_decode(payload_pointer(buf), out.data_ptr(), numel, 0, -(-numel // group))
         else:
-            split(run_decode, (payload_pointer(buf), out.data_ptr(), numel), -(-numel // group))
+            decode_range((payload_pointer(buf), out.data_ptr(), numel), -(-numel // group))
 
     return Kernels(encode, decode, dtype.itemsize)
+
+
+def _on_threads(run: Any, dtype: torch.dtype) -> Callable[[tuple[int, int, int], int], None]:
+    """Run a kernel on all groups of a large tensor: on torch's threads, else on our own where that pays."""
+    large = SPLIT_NBYTES // dtype.itemsize
+    work: list[Any] = []  # compiled at first use
+
+    def run_all(args: tuple[int, int, int], groups: int) -> None:
+        if not work:
+            work.append(team(run))
+        if split_in_team(work[0].address, args, groups):
+            return
+        if args[2] < large:
+            run(*args, 0, groups)
+        else:
+            split(run, args, groups)
+
+    return run_all
 
 
 @inline

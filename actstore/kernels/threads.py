@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from itertools import pairwise
 import torch
 
 SPLIT_NBYTES = 8 << 20  # below, one thread is done before a second one has started: a hand-off costs about 100 us
+TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: about 20 us
 
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -40,6 +42,40 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
         wait(futures)  # an interrupt must not free the memory that a worker still uses
 
 
+Job = ctypes.c_int64 * 6  # the next unit, three arguments, the number of units, units in a range
+
+
+def split_in_team(work: int, args: tuple[int, int, int], units: int) -> bool:
+    """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; False where there are none to be had.
+
+    They are awake right after an operator of torch, and a thread of ours would have to share their cores.
+
+    Parameters
+    ----------
+    work : address of a C function ``void(Job *)``, which takes ranges until none is left (`cpu.team`)
+    """
+    threads = torch.get_num_threads()
+    if _openmp is None or threads == 1:
+        return False
+    step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less
+    _openmp.GOMP_parallel(work, Job(0, *args, units, step), threads, 0)
+    return True
+
+
+def _find_openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded."""
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.restype = None
+    except (OSError, AttributeError):  # another runtime, or another system
+        return None
+    return library
+
+
+_openmp = _find_openmp() if hasattr(os, "RTLD_NOLOAD") else None
+
+
 def _workers() -> ThreadPoolExecutor:
     global _pool
     with _lock:
@@ -49,9 +85,9 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _forget_workers() -> None:
-    """A forked child has neither the threads nor a usable lock."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    """A forked child has none of the threads, nor a usable lock; OpenMP would wait for its threads for ever."""
+    global _pool, _lock, _openmp
+    _pool, _lock, _openmp = None, threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forget_workers)

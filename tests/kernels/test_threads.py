@@ -50,8 +50,25 @@ def decode(codec, payload, x):
     return back.view(torch.uint8)
 
 
+@pytest.mark.parametrize("codec", [Int8(), Int8(1024)], ids=str)
+def test_the_threads_of_torch_write_the_same_bytes(codec, monkeypatch):
+    used = []
+    real = threads.split_in_team
+    monkeypatch.setattr("actstore.kernels.int8_cpu.split_in_team", lambda *a: used.append(real(*a)) or used[-1])
+    for numel in (threads.TEAM_NBYTES // 4, threads.TEAM_NBYTES // 4 + 33, 5 * threads.TEAM_NBYTES // 4 + 1):
+        x = large()[:numel].clone()
+        many = encode(codec, x)
+        many_back = decode(codec, many, x)
+        torch.set_num_threads(1)
+        assert torch.equal(many, encode(codec, x))
+        assert torch.equal(many_back, decode(codec, many, x))
+        torch.set_num_threads(3)
+    assert used == ([threads._openmp is not None] * 2 + [False] * 2) * 3
+
+
 @pytest.mark.parametrize("codec", [Raw(), Int8(), Int8(1024)], ids=str)
 def test_large_tensors_have_the_same_bytes(codec, monkeypatch):
+    monkeypatch.setattr(threads, "_openmp", None)
     x = large()
     used = []
     monkeypatch.setattr(threads, "_workers", lambda pool=threads._workers: used.append(1) or pool())
