@@ -39,7 +39,7 @@ class Workload:
     heads: int = 4
     context: int = 256
     batch: int = 8
-    steps: int = 7
+    steps: int = 6
     warmup: int = 2
     dropout: float = 0.0
     dtype: str = "float32"
