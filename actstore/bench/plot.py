@@ -107,12 +107,13 @@ def _label(axes: Axes, rows: list[RowResult]) -> None:
     inside = axes.get_window_extent()
     for index in sorted(range(len(rows)), key=points.__getitem__):
         others = marks[:index] + marks[index + 1 :] + names
-        for place in _PLACES:
+        # Where marks lie upon each other no line is free: then it is enough that the names are.
+        for place, free_line in [*((place, True) for place in _PLACES), *((place, False) for place in _PLACES)]:
             name = _annotate(axes, rows[index], place)
             box = _extent(name)
             within = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
             touches = any(box.overlaps(other) for other in [*marks, *names])
-            if within and not touches and not _crosses(points[index], box, others):
+            if within and not touches and not (free_line and _crosses(points[index], box, others)):
                 break
             name.remove()
         else:
