@@ -96,13 +96,13 @@ class Checkpoint(Plain):
 class Hooks(Wrap):
     """A pair of saved-tensor hooks around forward."""
 
+    @abstractmethod
     def hooks(self) -> saved_tensors_hooks:
         """A new pair."""
-        raise NotImplementedError
 
+    @abstractmethod
     def payload(self, packed: Any) -> Iterable[Tensor]:
         """The tensors that keep the payload alive in what pack returned."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with self.hooks():

@@ -205,12 +205,13 @@ class _Parser:
         if option.takes_codec:
             return self.codec()
         token = self.take()
+        wrong = self.fail(token, f"{kind.name} takes {option.expected} for {name!r}, not {token}")
+        if token.kind not in ("word", "number"):
+            raise wrong
         try:
-            if token.kind in ("word", "number"):
-                return option.read(token.text)
+            return option.read(token.text)
         except ValueError:
-            pass
-        raise self.fail(token, f"{kind.name} takes {option.expected} for {name!r}, not {token}")
+            raise wrong from None
 
     @staticmethod
     def usage(kind: type[Codec]) -> str:
