@@ -35,7 +35,7 @@ MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per
 
 GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
-_thread = local()  # .sessions: the entries of all stores on this thread, the innermost last
+_thread = local()  # .entries: those of all stores on this thread, the innermost last
 
 
 class ActivationStore:
@@ -196,6 +196,8 @@ class ActivationStore:
 
     def _fit_model(self) -> list[Wrapped]:
         model, policy = self._model, self._policy
+        if model is not None:
+            _refuse_mixed_devices(model)
         if not isinstance(policy, Rules):
             return []
         if model is None:
@@ -207,7 +209,6 @@ class ActivationStore:
                 )
             return []
         named = dict(named_modules(model))
-        _refuse_mixed_devices(model)
         policy.check(named)
         roots = policy.recompute_roots(list(named), repeated_blocks(model) if _recomputes(policy) else [])
         return [Wrapped(name, named[name], decision, self._scope_here) for name, decision in roots.items()]
