@@ -7,10 +7,10 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench test check format gpu clean
+.PHONY: help venv bench test test-slow check format gpu clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 venv: $(STAMP)  ## create .venv with the pinned packages and actstore itself
 
@@ -28,6 +28,9 @@ bench: $(STAMP)  ## train a small GPT with every store and compare memory, time 
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
+	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff format --check .
