@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -116,7 +115,7 @@ class Scope:
             try:
                 return self._place(tensor, frame, account, key, storage)
             except ActstoreError as error:
-                error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
+                _name(error, account, tensor)
                 raise
 
         return pack
@@ -129,9 +128,8 @@ class Scope:
         nbytes = storage.nbytes() if first is None else 0
         kept = Kept(tensor, account, self.ledger, nbytes, first)
         self.ledger.add(account, self._saved_nbytes(key, storage), 0, nbytes)
-        if first is not None:
-            return kept
-        self._kept[key] = ref(kept)
+        if first is None:
+            self._kept[key] = ref(kept)
         return kept
 
     def _place(
@@ -228,8 +226,11 @@ class Scope:
                     continue  # its unpack gives autograd's verdict
                 tensor, handle.offset = handle.snapshot, 0
             storage = tensor.untyped_storage()
-            with self._naming(handle.account, tensor):
+            try:
                 stored = self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
+            except ActstoreError as error:
+                _name(error, handle.account, tensor)
+                raise
             if stored:
                 handle.alias = handle.snapshot = None
             else:
@@ -246,15 +247,6 @@ class Scope:
             self._stored.clear()
             self._tags.clear()
             self._census.clear()
-
-    @contextmanager
-    def _naming(self, account: Account, tensor: Tensor) -> Iterator[None]:
-        """Say in errors what was being saved."""
-        try:
-            yield
-        except ActstoreError as error:
-            error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
-            raise
 
     # -- what others tell ---------------------------------------------------------------------------------------------
 
@@ -319,6 +311,11 @@ class Scope:
         if empty is None or empty.device != tensor.device:
             empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty
+
+
+def _name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
+    """Say in an error what was being saved."""
+    error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
 
 
 def _refuse_reentrant() -> None:

@@ -11,8 +11,6 @@ import torch
 
 from actstore.spec import Spec
 
-ALIGN = 16  # sections of a payload start at multiples of this many bytes
-
 
 @dataclass(frozen=True)
 class Exact:
@@ -29,11 +27,6 @@ class AtMost:
 
 
 Size = Exact | AtMost
-
-
-def align(nbytes: int) -> int:
-    """Round up to the next section boundary."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class Bound(NamedTuple):

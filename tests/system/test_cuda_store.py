@@ -137,6 +137,7 @@ def test_forward_never_waits_for_the_device(job, policy):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     loss.backward()
+    assert loss.isfinite()
     store.close()
 
 
