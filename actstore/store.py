@@ -187,7 +187,7 @@ class Store:
             return False
         if tier.on_device:
             try:
-                used = bound.encode(src, slot.memory)
+                used = bound.encode(src, slot.memory, 0)
             except BaseException:
                 tier.free(slot)
                 raise
@@ -209,14 +209,14 @@ class Store:
         if slot is None:
             raise StateError("the store was closed before backward read this tensor; close it after the last backward")
         if entry.tier.on_device:
-            entry.bound.decode(slot.memory, out)
+            entry.bound.decode(slot.memory, out, 0)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
         device_tier = self._place(out.device).tier("device")
         stage = _memory(device_tier, slot.nbytes)
         try:
             entry.tier.read(slot, stage.memory)
-            entry.bound.decode(stage.memory, out)
+            entry.bound.decode(stage.memory, out, 0)
             self.ledger.touch_peak(entry.account, out.nbytes + slot.nbytes)
         finally:
             device_tier.free(stage)
@@ -279,7 +279,7 @@ class Store:
 
         booked = False
         try:
-            used = bound.encode(src, stage.memory)
+            used = bound.encode(src, stage.memory, 0)
             self.ledger.add(account, saved, used, nbytes)
             booked = True
             place.transfer.offload(tier, slot, stage.memory, landed)

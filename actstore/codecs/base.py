@@ -21,7 +21,11 @@ class Exact:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The payload has at most this many bytes; `encode` returns how many it used."""
+    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer.
+
+    On a CPU `encode` returns that length. On another device it stands there when the device gets to it, and `encode`
+    returns this bound: nobody waits.
+    """
 
     nbytes: int
 
@@ -30,11 +34,12 @@ Size = Exact | AtMost
 
 
 class Bound(NamedTuple):
-    """A codec for one kind of tensor: the bytes to reserve, ``encode(src, out) -> used``, ``decode(buf, out)``."""
+    """A codec for one kind of tensor: ``encode(src, out, key) -> used`` and ``decode(buf, out, key)``."""
 
-    nbytes: int
-    encode: Callable[[torch.Tensor, torch.Tensor], int]
-    decode: Callable[[torch.Tensor, torch.Tensor], None]
+    nbytes: int  # to reserve
+    exact: bool  # the payload has this many bytes, not at most
+    encode: Callable[[torch.Tensor, torch.Tensor, int], int]
+    decode: Callable[[torch.Tensor, torch.Tensor, int], object]
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,27 @@ class Codec(ABC):
 
     Subclasses are frozen dataclasses, so that equality, hash, repr and options come for free. Their fields are the
     options of the policy text: ``int8(group=64)`` is ``Int8(group=64)``.
+
+    Attributes
+    ----------
+    lossless : every element comes back bit for bit
+    keyed : rounds with random bits, drawn from the `key` of `encode`: the same key gives the same bytes everywhere
+    shaped : the payload depends on the shape, not only on the elements in storage order
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def lossless(self) -> bool: ...
+
+    @property
+    def keyed(self) -> bool:
+        return False
+
+    @property
+    def shaped(self) -> bool:
+        return False
 
     @abstractmethod
     def accepts(self, dtype: torch.dtype) -> bool:
@@ -62,13 +84,14 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, src: torch.Tensor, out: torch.Tensor) -> int:
+    def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
         """Write the payload of `src` into `out` and return the bytes used.
 
         Parameters
         ----------
         src : Tensor, any shape, non-overlapping and dense strides (elements are read in storage order)
         out : Tensor, 1-d uint8, contiguous, 16-byte aligned, at least ``size(spec).nbytes``, on `src`'s device
+        key : where the random bits of a `keyed` codec come from, 0 to 2**63 - 1; `decode` needs the same
 
         Raises
         ------
@@ -82,19 +105,22 @@ class Codec(ABC):
     def bind(self, src: torch.Tensor) -> Bound:
         """Encode and decode without checks, for tensors with `src`'s dtype, device and number of elements.
 
-        For callers that repeat one kind of tensor and keep the rules of `encode` and `decode` themselves.
+        For callers that repeat one kind of tensor and keep the rules of `encode` and `decode` themselves. The tensors
+        of a `shaped` codec also have `src`'s shape and strides when they are encoded; they decode into any tensor.
 
         Raises
         ------
         SpecError : the dtype is not accepted
         """
-        return Bound(self.size(Spec.of(src)).nbytes, self.encode, self.decode)
+        size = self.size(Spec.of(src))
+        return Bound(size.nbytes, isinstance(size, Exact), self.encode, self.decode)
 
     @abstractmethod
-    def decode(self, buf: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
         """Fill `out`, which has the shape, strides and dtype of the encoded tensor, from the payload in `buf`.
 
         Raises
         ------
-        PayloadError : `buf` is smaller than the payload must be
+        PayloadError : `buf` is smaller than the payload must be, or on a CPU holds what no `encode` writes, where the
+            codec can tell
         """

@@ -1,4 +1,4 @@
-"""Codecs of fixed size that run as one kernel: checks in Python, then the kernel for the device and dtype."""
+"""Codecs that run as kernels: checks in Python, then the kernels for the device and dtype."""
 
 from __future__ import annotations
 
@@ -7,80 +7,74 @@ from abc import abstractmethod
 from dataclasses import fields
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from actstore.codecs.base import Bound, Codec, Exact
+from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.errors import ActstoreError, KernelUnavailable, PayloadError, SpecError
-from actstore.kernels.base import Kernels
+from actstore.kernels.base import LENGTH_NBYTES, Kernels
 from actstore.layout import layout_of
 from actstore.spec import Spec
 
 
 class KernelCodec(Codec):
-    """A codec whose payload size follows from the element count, and whose fields are the options of its kernels.
+    """A codec that runs as kernels, and whose payload has a size, or a bound, by element count.
 
-    The kernels live in ``actstore.kernels.<name>_cpu``, ``<name>_cuda`` and ``<name>_torch``.
+    The kernels live in ``actstore.kernels.<kernel_name>_cpu``, ``_cuda`` and ``_torch``.
     """
+
+    exact: ClassVar[bool] = True
+
+    @property
+    def kernel_name(self) -> str:
+        return self.name
+
+    def _options(self) -> dict[str, Any]:
+        """What ``kernels(dtype, device, **options)`` gets: the fields of the codec."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @abstractmethod
     def _nbytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the payload of `numel` elements."""
+        """Bytes of the payload of `numel` elements; the most that it can have where the codec is not `exact`."""
 
-    def size(self, spec: Spec) -> Exact:
+    def _shape_args(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """What the kernels of a `shaped` codec get after the key."""
+        return ()
+
+    def size(self, spec: Spec) -> Size:
         self._check_dtype(spec.dtype)
-        return Exact(self._nbytes(spec.numel, spec.dtype.itemsize))
+        nbytes = self._nbytes(spec.numel, spec.dtype.itemsize)
+        return Exact(nbytes) if self.exact else AtMost(nbytes)
 
-    def encode(self, src: torch.Tensor, out: torch.Tensor) -> int:
-        kernels = self._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or self._prepare(src)
-        numel = src.numel()
-        nbytes = self._nbytes(numel, kernels.itemsize)
-        if (
-            out.numel() < nbytes
-            or out.dtype is not torch.uint8
-            or out.device != src.device
-            or not out.is_contiguous()
-            or not src.is_contiguous()
-            or src.is_neg()
-            or src.is_conj()
-        ):
-            self._check(src, out, nbytes, "encode", SpecError)
-        if numel:
-            kernels.encode(src, out, numel)
-        return nbytes
+    def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
+        bound = self.bind(src)
+        self._check(src, out, bound.nbytes, "encode", SpecError)
+        return bound.encode(src, out, key)
 
-    def decode(self, buf: torch.Tensor, out: torch.Tensor) -> None:
-        kernels = self._kernels.get(out.dtype if out.is_cpu else (out.dtype, out.device)) or self._prepare(out)
-        numel = out.numel()
-        nbytes = self._nbytes(numel, kernels.itemsize)
-        if (
-            buf.numel() < nbytes
-            or buf.dtype is not torch.uint8
-            or buf.device != out.device
-            or not buf.is_contiguous()
-            or not out.is_contiguous()
-        ):
-            self._check(out, buf, nbytes, "decode", PayloadError)
-        if numel:
-            kernels.decode(buf, out, numel)
+    def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
+        bound = self.bind(out)
+        needed = bound.nbytes if self.exact else min(bound.nbytes, LENGTH_NBYTES)
+        self._check(out, buf, needed, "decode", PayloadError)
+        bound.decode(buf, out, key)
 
     def bind(self, src: torch.Tensor) -> Bound:
         kernels = self._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or self._prepare(src)
         numel = src.numel()
-        nbytes = self._nbytes(numel, kernels.itemsize)
+        nbytes = self._nbytes(numel, src.dtype.itemsize)
         if not numel:
-            return Bound(nbytes, self.encode, self.decode)
-        run_encode, run_decode = kernels.encode, kernels.decode
+            return Bound(nbytes, self.exact, _nothing, _nothing)
+        run_encode, run_decode, shape = kernels.encode, kernels.decode, self._shape_args(src)
+        exact = self.exact
 
-        def encode(src: torch.Tensor, out: torch.Tensor) -> int:
-            run_encode(src, out, numel)
-            return nbytes
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+            used = run_encode(src, out, numel, key, *shape)
+            return nbytes if used is None else used
 
-        def decode(buf: torch.Tensor, out: torch.Tensor) -> None:
-            run_decode(buf, out, numel)
+        def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+            run_decode(buf, out, numel, key, *shape)
 
-        return Bound(nbytes, encode, decode)
+        return Bound(nbytes, exact, encode, decode)
 
     @cached_property
     def _kernels(self) -> dict[Any, Kernels]:
@@ -88,11 +82,11 @@ class KernelCodec(Codec):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # compiled kernels are not pickled
 
     def _prepare(self, tensor: torch.Tensor) -> Kernels:
         self._check_dtype(tensor.dtype)
-        kernels = find_kernels(self.name, tensor.dtype, tensor.device, self.__getstate__())
+        kernels = find_kernels(self.kernel_name, tensor.dtype, tensor.device, self._options())
         self._kernels[tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)] = kernels
         return kernels
 
@@ -108,7 +102,7 @@ class KernelCodec(Codec):
     def _check(
         self, tensor: torch.Tensor, payload: torch.Tensor, nbytes: int, verb: str, short: type[ActstoreError]
     ) -> None:
-        """Say what is wrong, or return: dense strides may be permuted."""
+        """Say what is wrong with the arguments, if something is."""
         spec = Spec.of(tensor)
         where = f"{self.name} {verb} of {spec}"
         if payload.dtype is not torch.uint8 or not payload.is_contiguous():
@@ -147,3 +141,8 @@ def find_kernels(name: str, dtype: torch.dtype, device: torch.device, options: d
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _nothing(source: torch.Tensor, target: torch.Tensor, key: int) -> int:
+    """Encode or decode of no elements: no bytes."""
+    return 0

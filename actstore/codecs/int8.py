@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -37,6 +38,11 @@ class Int8(KernelCodec):
     lossless = False
 
     group: int = 128
+    round: Literal["nearest", "stochastic", "dither"] = "nearest"
+
+    @property
+    def keyed(self) -> bool:
+        return self.round != "nearest"
 
     def __post_init__(self) -> None:
         if type(self.group) is not int or self.group not in GROUPS:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from actstore.errors import SpecError
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, int], None]
-
 ALIGN = 16  # sections of a payload, and payloads themselves, start at multiples of this many bytes
+LENGTH_NBYTES = 8  # a payload of variable size begins with its length
 
 
 class Kernels(NamedTuple):
@@ -19,14 +18,34 @@ class Kernels(NamedTuple):
 
     Attributes
     ----------
-    encode : (src, out, numel); `numel` > 0 elements of `src`, in storage order, to the payload `out`
-    decode : (buf, out, numel); the payload `buf` to `numel` > 0 elements of `out`
-    itemsize : bytes of one element
+    encode : (src, out, numel, key, *shape); `numel` > 0 elements of `src`, in storage order, to the payload `out`.
+        For a variable size it returns the bytes used, or on a device the bound; for a fixed one None
+    decode : (buf, out, numel, key, *shape); the payload `buf` to `numel` > 0 elements of `out`
+
+    Notes
+    -----
+    `key` is 0 to 2**63 - 1; `shape` is what the codec's `_shape_args` gives. CUDA kernels take one more keyword,
+    ``count``: an int64 tensor on the device that holds how many of the `numel` elements there are.
     """
 
-    encode: Kernel
-    decode: Kernel
-    itemsize: int
+    encode: Callable[..., Any]
+    decode: Callable[..., Any]
+
+
+def round_up(nbytes: int) -> int:
+    """The next multiple of 16, where a section may start."""
+    return (nbytes + ALIGN - 1) & -ALIGN
+
+
+def aligned(payload: torch.Tensor) -> torch.Tensor:
+    """A payload, once its address is checked.
+
+    Raises
+    ------
+    SpecError : not a multiple of 16: kernels load and store 16 bytes at once
+    """
+    payload_pointer(payload)
+    return payload
 
 
 def payload_pointer(payload: torch.Tensor) -> int:

@@ -6,16 +6,19 @@ numba's cache on disk watches only the file that a kernel stands in: after a cha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from actstore.errors import KernelUnavailable
+from actstore.kernels.threads import SPLIT_NBYTES, TEAM_NBYTES, split, split_in_team
 
 try:
     import numba
     from llvmlite import ir
+    from numba.core import cgutils as _cgutils
     from numba.extending import intrinsic as _intrinsic
 except ImportError as error:
     raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
@@ -33,8 +36,11 @@ INF_F16 = u16(0x7C00)
 # Any: numba's own annotations describe the Python side of a compiled function, not what it compiles to
 types: Any = numba.types
 intrinsic: Any = _intrinsic
+cgutils: Any = _cgutils
+# (source, target, numel, key, extra, first, last): units first..last of `numel` elements; what `extra` is, and what a
+# unit is, each kernel says
 kernel: Any = numba.njit(
-    "void(int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
+    "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
 )
 inline: Any = numba.njit(forceinline=True, error_model="numpy")
 
@@ -54,6 +60,21 @@ u8_at = _pointer_to(types.uint8)
 i8_at = _pointer_to(types.int8)
 u16_at = _pointer_to(types.uint16)
 u32_at = _pointer_to(types.uint32)
+
+
+def stack_of(nbytes: int) -> Any:
+    """A function that gives the address of `nbytes` on the stack, a multiple of 64; one place for each call site."""
+
+    @intrinsic
+    def stack(_typing: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), nbytes))
+            memory.align = 64
+            return builder.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(), generate
+
+    return stack
 
 
 @intrinsic
@@ -78,14 +99,44 @@ def team(run: Any) -> Any:
 
     @numba.cfunc("void(int64)", error_model="numpy")
     def work(job: int) -> None:
-        units, step = _i64(job + 32), _i64(job + 40)
+        units, step = _i64(job + 48), _i64(job + 56)
         while True:
             first = _fetch_add(job, step)
             if first >= units:
                 return
-            run(_i64(job + 8), _i64(job + 16), _i64(job + 24), first, min(first + step, units))
+            last = min(first + step, units)
+            run(_i64(job + 8), _i64(job + 16), _i64(job + 24), _i64(job + 32), _i64(job + 40), first, last)
 
     return work
+
+
+def parallel(run: Any, unit_nbytes: int) -> Callable[[int, int, int, int, int, int], None]:
+    """A function ``(source, target, numel, key, extra, units)`` that runs a kernel on all units.
+
+    A small tensor on the calling thread, a large one on torch's threads, else on our own where that pays.
+
+    Parameters
+    ----------
+    unit_nbytes : bytes of the tensor in one unit
+    """
+    few, many = TEAM_NBYTES // unit_nbytes, SPLIT_NBYTES // unit_nbytes
+    work: list[Any] = []  # compiled at first use
+
+    def run_all(source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
+        if units < few:
+            run(source, target, numel, key, extra, 0, units)
+            return
+        args = (source, target, numel, key, extra)
+        if not work:
+            work.append(team(run))
+        if split_in_team(work[0].address, args, units):
+            return
+        if units < many:
+            run(*args, 0, units)
+        else:
+            split(run, args, units)
+
+    return run_all
 
 
 @intrinsic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,62 +26,48 @@ from actstore.kernels.cpu import (
     kernel,
     load,
     load_magnitude,
+    parallel,
     put,
     store,
-    team,
     u8_at,
     u16,
     u16_at,
     u32,
 )
-from actstore.kernels.threads import SPLIT_NBYTES, TEAM_NBYTES, split, split_in_team
+from actstore.kernels.philox_cpu import noise_stack, offset, renew_noise
 
 FLUSH = u32(0x08800000)  # 2^-110
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, group: int) -> Kernels:
-    """Kernels for one dtype and group size; compiled at first use, then read from numba's cache on disk."""
-    run_encode, run_decode = _compile_encode(KINDS[dtype], group), _compile_decode(KINDS[dtype], group)
-    encode_range, decode_range = _on_threads(run_encode, dtype), _on_threads(run_decode, dtype)
-    small = TEAM_NBYTES // dtype.itemsize
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    unit_nbytes = group * dtype.itemsize
+    run_encode = parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
+    run_decode = parallel(_compile_decode(KINDS[dtype], group, round == "dither"), unit_nbytes)
 
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        if numel < small:
-            run_encode(src.data_ptr(), payload_pointer(out), numel, 0, -(-numel // group))
-        else:
-            encode_range((src.data_ptr(), payload_pointer(out), numel), -(-numel // group))
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // group))
 
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        if numel < small:
-            run_decode(payload_pointer(buf), out.data_ptr(), numel, 0, -(-numel // group))
-        else:
-            decode_range((payload_pointer(buf), out.data_ptr(), numel), -(-numel // group))
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // group))
 
-    return Kernels(encode, decode, dtype.itemsize)
-
-
-def _on_threads(run: Any, dtype: torch.dtype) -> Callable[[tuple[int, int, int], int], None]:
-    """Run a kernel on all groups of a large tensor: on torch's threads, else on our own where that pays."""
-    large = SPLIT_NBYTES // dtype.itemsize
-    work: list[Any] = []  # compiled at first use
-
-    def run_all(args: tuple[int, int, int], groups: int) -> None:
-        if not work:
-            work.append(team(run))
-        if split_in_team(work[0].address, args, groups):
-            return
-        if args[2] < large:
-            run(*args, 0, groups)
-        else:
-            split(run, args, groups)
-
-    return run_all
+    return Kernels(encode, decode)
 
 
 @inline
-def _encode_group(source: Any, codes: Any, scales: Any, index: Any, start: Any, count: Any, kind: Any) -> None:
+def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any) -> Any:
+    steps = load(source, i, kind) * reciprocal
+    if noisy:
+        steps = steps + offset(noise, i)
+    return np.uint8(as_u32(steps + MAGIC))
+
+
+@inline
+def _encode_group(
+    source: Any, codes: Any, scales: Any, noise: Any, index: Any, start: Any, count: Any, kind: Any, noisy: Any
+) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + count):
@@ -109,30 +94,40 @@ def _encode_group(source: Any, codes: Any, scales: Any, index: Any, start: Any, 
 
     if finite:
         for i in range(start, start + count):
-            put(u8_at(codes), i, np.uint8(as_u32(load(source, i, kind) * reciprocal + MAGIC)))
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy))
     else:
         for i in range(start, start + count):
-            code = np.uint8(as_u32(load(source, i, kind) * reciprocal + MAGIC))
+            code = _code(source, i, reciprocal, noise, kind, noisy)
             put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(128))
 
 
 @inline
-def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, count: Any, kind: Any) -> None:
+def _decode_group(
+    codes: Any, scales: Any, target: Any, noise: Any, index: Any, start: Any, count: Any, kind: Any, dither: Any
+) -> None:
     scale = as_f32(u32(u32(get(u16_at(scales), index)) << u32(16)))
     for i in range(start, start + count):
         code = get(i8_at(codes), i)
-        store(target, i, f32(code) * scale, code == np.int8(-128), kind)
+        steps = f32(code)
+        if dither:
+            steps = steps - offset(noise, i)
+        store(target, i, steps * scale, code == np.int8(-128), kind)
 
 
-def _compile_encode(kind: int, group: int) -> Any:
+def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
     @kernel
-    def encode(source: int, payload: int, numel: int, first: int, last: int) -> None:
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
+        noise = noise_stack() if noisy else 0
         full = min(last, numel // group)
         for index in range(first, full):  # a constant count gives loops without remainder
-            _encode_group(source, payload, scales, index, index * group, group, kind)
+            start = index * group
+            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
+            _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy)
         if last > full:
-            _encode_group(source, payload, scales, full, full * group, numel - full * group, kind)
+            start = full * group
+            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
+            _encode_group(source, payload, scales, drawn, full, start, numel - start, kind, noisy)
         if last * group >= numel:
             for i in range(numel, scales - payload):
                 put(u8_at(payload), i, np.uint8(0))
@@ -140,14 +135,19 @@ def _compile_encode(kind: int, group: int) -> Any:
     return encode
 
 
-def _compile_decode(kind: int, group: int) -> Any:
+def _compile_decode(kind: int, group: int, dither: bool) -> Any:
     @kernel
-    def decode(payload: int, target: int, numel: int, first: int, last: int) -> None:
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
+        noise = noise_stack() if dither else 0
         full = min(last, numel // group)
         for index in range(first, full):
-            _decode_group(payload, scales, target, index, index * group, group, kind)
+            start = index * group
+            drawn = renew_noise(noise, start, first * group, key) if dither else 0
+            _decode_group(payload, scales, target, drawn, index, start, group, kind, dither)
         if last > full:
-            _decode_group(payload, scales, target, full, full * group, numel - full * group, kind)
+            start = full * group
+            drawn = renew_noise(noise, start, first * group, key) if dither else 0
+            _decode_group(payload, scales, target, drawn, full, start, numel - start, kind, dither)
 
     return decode

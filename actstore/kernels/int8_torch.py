@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
-from actstore.kernels.base import Kernels, payload_pointer, storage_slice
+from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_slice
+from actstore.kernels.groups_torch import INF, chunks, grouped, store
+from actstore.kernels.philox_torch import offsets
 
-CHUNK = 1 << 24  # elements at once: bounds the float32 temporaries
-INF = 0x7F800000
 FLUSH = 0x08800000  # 2^-110
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int) -> Kernels:
-    """Kernels for one dtype and group size. They allocate temporaries and never wait for the device."""
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        payload_pointer(out)
-        start_of_scales = -(-numel // 16) * 16
-        out[numel:start_of_scales].zero_()
-        codes = out[:numel].view(torch.int8)
-        scales = out[start_of_scales : start_of_scales + 2 * -(-numel // group)].view(torch.bfloat16)
-        for start in range(0, numel, CHUNK):
-            count = min(CHUNK, numel - start)
-            chunk = storage_slice(src, start, count)
-            first = start // group
-            _encode(chunk, codes[start : start + count], scales[first : first - (-count // group)], group)
+    def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload_pointer(payload)
+        scales = payload[round_up(numel) :][: 2 * -(-numel // group)].view(torch.bfloat16)
+        return payload[:numel].view(torch.int8), scales
 
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int) -> None:
-        payload_pointer(buf)
-        start_of_scales = -(-numel // 16) * 16
-        codes = buf[:numel].view(torch.int8)
-        scales = buf[start_of_scales : start_of_scales + 2 * -(-numel // group)].view(torch.bfloat16)
-        for start in range(0, numel, CHUNK):
-            count = min(CHUNK, numel - start)
-            chunk = storage_slice(out, start, count)
-            first = start // group
-            _decode(codes[start : start + count], scales[first : first - (-count // group)], chunk, group)
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        codes, scales = sections(out, numel)
+        out[numel : round_up(numel)].zero_()
+        for start, count in chunks(numel):
+            first, last = start // group, -(-(start + count) // group)
+            values = grouped(storage_slice(src, start, count).to(torch.float32), group)
+            noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
+            found, scales[first:last] = _encode(values, noise)
+            codes[start : start + count] = found.view(-1)[:count]
 
-    return Kernels(encode, decode, dtype.itemsize)
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        codes, scales = sections(buf, numel)
+        for start, count in chunks(numel):
+            first, last = start // group, -(-(start + count) // group)
+            found = grouped(codes[start : start + count], group)
+            steps = found.to(torch.float32)
+            if round == "dither":
+                steps -= grouped(offsets(start, count, key, out.device), group)
+            values = steps * scales[first:last].to(torch.float32).view(-1, 1)
+            store(values, found == -128, storage_slice(out, start, count))
+
+    return Kernels(encode, decode)
 
 
-def _encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: int) -> None:
-    groups = pad(values.to(torch.float32), (0, -len(values) % group)).view(-1, group)
+def _encode(groups: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, int8, and scales of float32 (groups, group)."""
     magnitudes = groups.view(torch.int32) & 0x7FFFFFFF
     finite = magnitudes < INF
     top = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
@@ -50,14 +52,8 @@ def _encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, gro
     exact = top.view(torch.float32) / torch.full_like(top, 127, dtype=torch.float32)
     scale = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     flushed = top < FLUSH
-    quantized = (groups * torch.where(flushed, 0, scale.reciprocal())).round()
-    codes.copy_(torch.where(finite, quantized, -128).to(torch.int8).view(-1)[: len(codes)])
-    scales.copy_(torch.where(flushed, 0, scale).view(-1))
-
-
-def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, group: int) -> None:
-    largest = torch.finfo(values.dtype).max
-    groups = pad(codes, (0, -len(codes) % group)).view(-1, group)
-    decoded = (groups.to(torch.float32) * scales.to(torch.float32).view(-1, 1)).clamp_(-largest, largest)
-    # NaN enters after the conversion, which writes other NaN bits on some processors
-    values.copy_(decoded.to(values.dtype).masked_fill_(groups == -128, torch.nan).view(-1)[: len(values)])
+    steps = groups * torch.where(flushed, 0, scale.reciprocal())
+    if noise is not None:
+        steps = steps + noise
+    codes = torch.where(finite, steps.round(), -128).to(torch.int8)
+    return codes, torch.where(flushed, 0, scale).view(-1).to(torch.bfloat16)

@@ -21,9 +21,10 @@ class _Stream(NamedTuple):
 
 
 def launcher(name: str, kernel: str, device: torch.device) -> Launch:
-    """A function ``(blocks, *args)`` that launches one kernel of ``csrc/<name>.cu`` on `device`.
+    """A function ``(blocks, *args)`` that launches one kernel of ``csrc/<name>.cu`` on `device`, in blocks of THREADS.
 
-    Every argument of the kernel is 64 bits wide, a pointer or a size, and given as an int.
+    Every parameter of the kernel is 64 bits wide: a pointer, given as the tensor that it points to (None: null), or a
+    size, given as an int. No two tensors of a launch overlap.
 
     Raises
     ------
@@ -33,10 +34,11 @@ def launcher(name: str, kernel: str, device: torch.device) -> Launch:
     function = build.function(name, kernel, index)
     block = (THREADS,)
 
-    def launch(blocks: int, *args: int) -> None:
-        function((blocks,), block, args, stream=_Stream(torch.cuda.current_stream(index).cuda_stream))
+    def launch(blocks: int, *args: torch.Tensor | int | None) -> None:
+        words = [arg if type(arg) is int else 0 if arg is None else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+        function((blocks,), block, words, stream=_Stream(torch.cuda.current_stream(index).cuda_stream))
 
-    def launch_elsewhere(blocks: int, *args: int) -> None:
+    def launch_elsewhere(blocks: int, *args: torch.Tensor | int | None) -> None:
         if torch.cuda.current_device() == index:
             launch(blocks, *args)
         else:

@@ -42,10 +42,10 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
         wait(futures)  # an interrupt must not free the memory that a worker still uses
 
 
-Job = ctypes.c_int64 * 6  # the next unit, three arguments, the number of units, units in a range
+Job = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range
 
 
-def split_in_team(work: int, args: tuple[int, int, int], units: int) -> bool:
+def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -> bool:
     """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; False where there are none to be had.
 
     They are awake right after an operator of torch, and a thread of ours would have to share their cores.

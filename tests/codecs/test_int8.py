@@ -115,11 +115,11 @@ def test_any_code_with_any_normal_scale_decodes_alike(dtype):
     payload = every_code_and_scale()
     expected = oracle.decode(payload, 256 * 32, dtype, 32)
     assert np.isinf(oracle.to_float32(expected, dtype)).sum() == 0
-    for name, _, decode in implementations(Int8(32), getattr(torch, dtype)):
+    for way in implementations(Int8(32), getattr(torch, dtype)):
         _, buf = aligned(len(payload))
         back = torch.empty(256 * 32, dtype=getattr(torch, dtype))
-        decode(buf.copy_(tensor_of(payload, torch.uint8)), back)
-        assert storage_bytes(back) == expected, name
+        way.decode(buf.copy_(tensor_of(payload, torch.uint8)), back)
+        assert storage_bytes(back) == expected, way.name
 
 
 def test_ties_go_to_even():

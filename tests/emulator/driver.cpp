@@ -1,13 +1,13 @@
 // Reads launches from stdin, runs them, writes their buffers to stdout; tests/emulator/emulator.py is the other end.
-// Compiled with -DEMU_SOURCE="<a .cu>" and -DEMU_KERNELS=K(name)K(name)...
+// Compiled with -DEMU_SOURCE="<a .cu>" and -rdynamic: kernels are found by name.
 #include "emu.h"
 // the emulator's words come first
 #include EMU_SOURCE
 
-#include <map>
+#include <dlfcn.h>
+
 #include <string>
-#include <tuple>
-#include <type_traits>
+#include <utility>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -21,30 +21,30 @@ struct Argument {
     size_t offset;
 };
 
-template <class A>
-A convert(Argument& argument) {
-    if constexpr (std::is_pointer_v<A>) {
-        return reinterpret_cast<A>(argument.data.data() + argument.offset);
-    } else {
-        static_assert(sizeof(A) == 8, "arguments of kernels are 64 bits wide");
-        return static_cast<A>(argument.value);
+// Every parameter of a kernel is 64 bits wide and passed in the same way, whether pointer or integer.
+template <size_t... I>
+void call(void* kernel, const std::vector<int64_t>& words, std::index_sequence<I...>) {
+    reinterpret_cast<void (*)(decltype(int64_t(I))...)>(kernel)(words[I]...);
+}
+
+void call(void* kernel, const std::vector<int64_t>& words) {
+    switch (words.size()) {
+#define N(n) \
+    case n: return call(kernel, words, std::make_index_sequence<n>());
+        N(1) N(2) N(3) N(4) N(5) N(6) N(7) N(8) N(9) N(10) N(11) N(12) N(13) N(14)
     }
+    emu::fail("too many arguments", 0);
 }
 
-using Call = std::function<void(std::vector<Argument>&, unsigned, unsigned)>;
-
-template <class... A>
-Call callable(void (*kernel)(A...)) {
-    return [kernel](std::vector<Argument>& arguments, unsigned blocks, unsigned threads) {
-        if (arguments.size() != sizeof...(A)) emu::fail("wrong number of arguments", 0);
-        auto next = arguments.begin();
-        std::tuple<A...> values{convert<A>(*next++)...};
-        emu::launch(blocks, threads, [&] { std::apply(kernel, values); });
-    };
+void run(const std::string& name, std::vector<Argument>& arguments, unsigned blocks, unsigned threads) {
+    void* kernel = dlsym(RTLD_DEFAULT, name.c_str());
+    if (!kernel) emu::fail(("no kernel is called " + name).c_str(), 0);
+    std::vector<int64_t> words;
+    for (Argument& argument : arguments)
+        words.push_back(argument.is_buffer ? reinterpret_cast<int64_t>(argument.data.data() + argument.offset)
+                                           : argument.value);
+    emu::launch(blocks, threads, [&] { call(kernel, words); });
 }
-
-#define K(name) {#name, callable(name)},
-const std::map<std::string, Call> kernels = {EMU_KERNELS};
 
 template <class T>
 bool read(T* into, size_t count) {
@@ -85,9 +85,10 @@ int main() {
                 emu::fail("the input ends early", 0);
         }
         flush_denormals(flush);
-        kernels.at(name)(arguments, blocks, threads);
+        run(name, arguments, blocks, threads);
         flush_denormals(false);
         for (const Argument& argument : arguments)
             if (argument.is_buffer) fwrite(argument.data.data() + argument.offset, 1, argument.value, stdout);
+        fflush(stdout);
     }
 }

@@ -1,7 +1,7 @@
 """Bytes that were stored once must decode to the same values, and the same values encode to them, for ever.
 
-A file holds cases: codec, its options, dtype, and the bytes of the elements, of the payload and of what came back, in
-hexadecimal. Cases are added, never changed.
+A file holds cases: codec, its options, dtype, key, columns, and the bytes of the elements, of the payload and of what
+came back, in hexadecimal. Cases are added (``python -m tests.golden.add``), never changed.
 """
 
 import json
@@ -10,32 +10,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from actstore.codecs import Exact, get, names
+from actstore.codecs import names
+from actstore.policy import parse_decision
 from actstore.spec import Spec
-from tests.codecs.contract import aligned, implementations, storage_bytes, tensor_of
+from tests.codecs.contract import KEY, aligned, implementations, storage_bytes, tensor_of
+from tests.oracles import find
 
 FILES = sorted(Path(__file__).parent.glob("*.json"))
 CASES = [
-    pytest.param(path.stem, case, id=f"{path.stem}-{case['name']}-{case['dtype']}")
+    pytest.param(case, id=f"{case['codec']}-{case['name']}-{case['dtype']}")
     for path in FILES
     for case in json.loads(path.read_text())
 ]
 
 
-def test_every_codec_has_stored_bytes():
+def test_every_codec_and_option_has_stored_bytes():
     assert {path.stem for path in FILES} == set(names())
+    stored = {parse_decision(case.values[0]["codec"]).codec for case in CASES}
+    assert set(find.variants()) <= stored
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_stored_bytes(name, case):
-    codec = get(name)(**case["options"])
+@pytest.mark.parametrize("case", CASES)
+def test_stored_bytes(case):
+    codec = parse_decision(case["codec"]).codec
     elements, payload, decoded = (bytes.fromhex(case[key]) for key in ("elements", "payload", "decoded"))
-    tensor = tensor_of(elements, getattr(torch, case["dtype"]))
-    assert codec.size(Spec.of(tensor)) == Exact(len(payload))
-    for _, encode, decode in implementations(codec, tensor.dtype):
-        _, out = aligned(len(payload))
-        encode(tensor, out)
-        assert bytes(out.tolist()) == payload
+    tensor = tensor_of(elements, getattr(torch, case["dtype"])).view(case["shape"])
+    assert case["key"] == KEY
+    for way in implementations(codec, tensor.dtype):
+        _, out = aligned(codec.size(Spec.of(tensor)).nbytes)
+        way.encode(tensor, out)
+        assert bytes(out[: len(payload)].tolist()) == payload
         back = torch.empty_like(tensor)
-        decode(out, back)
+        way.decode(out[: len(payload)], back)
         assert storage_bytes(back) == decoded

@@ -62,7 +62,7 @@ def test_without_cupy_kernels_for_cuda_say_what_to_install():
         import torch
         from actstore.errors import KernelUnavailable
         from actstore.kernels import int8_cuda, raw_cuda
-        for kernels, options in ((int8_cuda.kernels, {"group": 128}), (raw_cuda.kernels, {})):
+        for kernels, options in ((int8_cuda.kernels, {"group": 128, "round": "nearest"}), (raw_cuda.kernels, {})):
             try:
                 kernels(torch.float32, torch.device("cuda", 0), **options)
             except KernelUnavailable as error:
@@ -77,7 +77,7 @@ def test_other_devices_run_as_pytorch_operations(device_type):
     run(f"""
         import torch
         from actstore.codecs.dispatch import find_kernels
-        for name, options in (("raw", {{}}), ("int8", {{"group": 128}})):
+        for name, options in (("raw", {{}}), ("int8", {{"group": 128, "round": "nearest"}})):
             kernels = find_kernels(name, torch.float32, torch.device("{device_type}"), options)
             assert kernels.encode.__module__ == f"actstore.kernels.{{name}}_torch"
     """)

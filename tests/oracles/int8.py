@@ -8,6 +8,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from actstore.codecs import Int8
+from tests.oracles import philox
+
+VARIANTS = (
+    *(Int8(group) for group in (32, 64, 128, 256, 512, 1024)),
+    *(Int8(group, round) for group in (32, 128, 1024) for round in ("stochastic", "dither")),  # noqa: A001
+)
+
 Floats = npt.NDArray[np.float32]
 
 SMALLEST = np.float32(2.0**-110)
@@ -43,30 +51,35 @@ def scale_of(values: Floats) -> Floats:
     return ((exact.view(np.uint32).astype(np.uint64) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def encode_group(values: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+def encode_group(values: Floats, noise: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
     scale = scale_of(values)
     finite = np.isfinite(values)
     codes = np.full(values.shape, -128, np.int8)
     reciprocal = np.float32(1) / scale if scale else np.float32(0)
-    codes[finite] = np.clip(np.rint(values[finite] * reciprocal), -127, 127).astype(np.int8)
+    steps = values[finite] * reciprocal + noise[finite]
+    codes[finite] = np.clip(np.rint(steps), -127, 127).astype(np.int8)
     return codes, scale
 
 
-def encode(data: bytes, dtype: str, group: int = 128) -> bytes:
+def encode(data: bytes, dtype: str, group: int = 128, round: str = "nearest", key: int = 0) -> bytes:  # noqa: A002
     values = to_float32(data, dtype)
+    noise = np.zeros(len(values), np.float32) if round == "nearest" else philox.offsets(0, len(values), key)
     codes, scales = b"", b""
     for start in range(0, len(values), group):
-        group_codes, scale = encode_group(values[start : start + group])
+        group_codes, scale = encode_group(values[start : start + group], noise[start : start + group])
         codes += group_codes.tobytes()
         scales += (scale.view(np.uint32) >> 16).astype("<u2").tobytes()
     return codes + bytes(-len(codes) % 16) + scales
 
 
-def decode(payload: bytes, numel: int, dtype: str, group: int = 128) -> bytes:
+def decode(payload: bytes, numel: int, dtype: str, group: int = 128, round: str = "nearest", key: int = 0) -> bytes:  # noqa: A002
     codes = np.frombuffer(payload, np.int8, numel)
     bits = np.frombuffer(payload, "<u2", -(-numel // group), offset=-(-numel // 16) * 16).astype(np.uint32) << 16
     scales = np.repeat(bits.view(np.float32), group)[:numel]
+    steps = codes.astype(np.float32)
+    if round == "dither":
+        steps = steps - philox.offsets(0, numel, key)
     with np.errstate(over="ignore"):
-        values = codes.astype(np.float32) * scales
+        values = steps * scales
     values = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
     return from_float32(np.where(codes == -128, np.float32(np.nan), values), dtype)

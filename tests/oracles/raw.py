@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from actstore.codecs import Raw
+
+VARIANTS = (Raw(),)
+
 
 def encode(data: bytes, dtype: str) -> bytes:
     """The payload of elements given as their bytes in storage order."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")  # that every codec of floats takes
+EVERY_DTYPE = (*DTYPES, "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 SUFFIX = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -97,3 +99,26 @@ def every_code_and_scale() -> bytes:
     exponents = np.linspace(1, 254, 32).astype(np.uint16)
     scales = np.tile(exponents << 7 | 0x7F, 8).astype("<u2")
     return codes.tobytes() + scales.tobytes()
+
+
+def elements(kind: str, dtype: str, numel: int) -> torch.Tensor:
+    """Elements of any dtype: ``normal`` ones (small integers, about the half of bools) or all ``special`` ones."""
+    rng = np.random.default_rng([numel, kind == "special", EVERY_DTYPE.index(dtype)])
+    kind_of = getattr(torch, dtype)
+    if not numel:
+        return torch.empty(0, dtype=kind_of)
+    if kind_of is torch.bool:
+        return torch.tensor(rng.integers(2, size=numel) * (kind == "normal"), dtype=kind_of)
+    if dtype in DTYPES:
+        itemsize = ITEMSIZE[dtype]
+        if kind == "normal":
+            return torch.frombuffer(bytearray(to_bytes(rng.standard_normal(numel) * 4, dtype)), dtype=kind_of)
+        special = np.array(SPECIAL[dtype], f"<u{itemsize}")
+        special = np.concatenate([special, special | special.dtype.type(1 << (8 * itemsize - 1))])
+        return torch.frombuffer(bytearray(rng.choice(special, numel).tobytes()), dtype=kind_of)
+    if kind == "special":
+        data = rng.integers(0, 256, numel * kind_of.itemsize, dtype=np.uint8).tobytes()
+        return torch.frombuffer(bytearray(data), dtype=kind_of)
+    if kind_of.is_floating_point or kind_of.is_complex:
+        return torch.tensor(rng.standard_normal(numel), dtype=kind_of)
+    return torch.tensor(rng.integers(3, 100, numel), dtype=kind_of)

@@ -155,7 +155,7 @@ def test_deciding_agrees_with_a_look_at_every_rule(policy, name, tag):
         (
             lambda: Rules({"a": INT8}),
             "Rules takes a list of pairs (pattern, decision), whose order counts, not "
-            "{'a': Encode(codec=Int8(group=128))}",
+            "{'a': Encode(codec=Int8(group=128, round='nearest'))}",
         ),
         (
             lambda: Rules(["int8"]),

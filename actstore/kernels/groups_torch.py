@@ -1,0 +1,30 @@
+"""What codecs of groups share as PyTorch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import pad
+
+CHUNK = 1 << 24  # elements at once, a multiple of every group: bounds the float32 temporaries
+INF = 0x7F800000
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """Starts and counts of the parts of a tensor that are worked on at once."""
+    for start in range(0, numel, CHUNK):
+        yield start, min(CHUNK, numel - start)
+
+
+def grouped(values: torch.Tensor, group: int) -> torch.Tensor:
+    """A 1-d tensor as (groups, group), the last group filled with zeros."""
+    return pad(values, (0, -len(values) % group)).view(-1, group)
+
+
+def store(values: torch.Tensor, missing: torch.Tensor, out: torch.Tensor) -> None:
+    """Write float32 (groups, group) to `out`, 1-d: clamped to its finite range, to even, NaN where `missing`."""
+    largest = torch.finfo(out.dtype).max
+    # NaN enters after the conversion, which writes other NaN bits on some processors
+    decoded = values.clamp(-largest, largest).to(out.dtype).masked_fill_(missing, torch.nan)
+    out.copy_(decoded.view(-1)[: len(out)])
