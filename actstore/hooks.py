@@ -144,7 +144,7 @@ class Scope:
             target = target_of(self._policy(account.site, Spec.of(tensor)))
         if target is None:
             return self._keep(tensor, account, key, storage)
-        codec, tiers, account.where = target
+        codec, tiers, protected, account.where = target
         nbytes = storage.nbytes()
         if type(tensor) is not Tensor or tensor.is_nested or tensor.is_meta:
             kind = "a meta tensor" if tensor.is_meta else f"a nested or {type(tensor).__name__} tensor"
@@ -160,7 +160,7 @@ class Scope:
         if name in TRANSPARENT and is_cast_parameter(tensor):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
         if not (codec.lossless and codec.accepts(tensor.dtype)):
-            reason = self._exact_reason(tensor, frame, name, codec, whole)
+            reason = self._exact_reason(tensor, frame, name, codec, whole, protected)
             if reason:
                 if tiers == DEVICE:
                     return self._keep(tensor, account, key, storage, reason)
@@ -192,14 +192,18 @@ class Scope:
         account.count += 1
         return account, ASK
 
-    def _exact_reason(self, tensor: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool) -> str:
+    def _exact_reason(
+        self, tensor: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool, protected: bool
+    ) -> str:
         """Why `tensor` cannot go through `codec`; empty when it can."""
         if not codec.accepts(tensor.dtype):
             return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
-        if self._has_model and frame.module is None and frame.inputs is None:
-            return "saved outside of the model: part of the loss"
         if not whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
             return "its elements overlap in memory"
+        if not protected:
+            return ""
+        if self._has_model and frame.module is None and frame.inputs is None:
+            return "saved outside of the model: part of the loss"
         return lossy_reason(tensor, producer)
 
     def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:

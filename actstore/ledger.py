@@ -12,7 +12,7 @@ from actstore.spec import Site
 class Account:
     """The figures of one site, in bytes; `count` in tensors. Changed by its ledger only."""
 
-    __slots__ = ("away", "count", "held", "held_at_exit", "note", "peak", "route", "saved", "site", "stored", "where")
+    __slots__ = ("away", "count", "drawn", "held", "held_at_exit", "note", "peak", "route", "saved", "site", "stored", "where")
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -23,6 +23,7 @@ class Account:
         self.peak = 0  # high-water of held since the last reset
         self.held_at_exit = 0
         self.count = 0  # tensors packed
+        self.drawn = 0  # random keys taken
         self.where = ""  # the decision, as policy text
         self.note = ""  # why the decision was not followed, where it was not
         self.route: Any = None  # the store's own memory of where the last tensor of this site went
@@ -89,7 +90,7 @@ class Ledger:
         with self._lock:
             self._book_gone()
             for account in list(self._accounts.values()):
-                account.saved = account.stored = account.count = 0
+                account.saved = account.stored = account.count = account.drawn = 0
                 account.peak = account.held
             self.peak = self._held
 

@@ -22,18 +22,18 @@ SMALL = -1  # the index of the account of all tensors of a module that are kept 
 GROUP = 64  # small tensors that share one frame at most
 
 
-Target = tuple[Codec, tuple[str, ...], str]  # codec, tiers, and the decision as policy text
+Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
 
 DEVICE: tuple[str, ...] = ("device",)
-ASK: Target = (Raw(), (), "ask the policy for each tensor")
+ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
 
 
 def target_of(decision: Decision) -> Target | None:
     """Where a decision sends a tensor; None where it stays as it is."""
     if isinstance(decision, Encode):
-        return decision.codec, DEVICE, str(decision)
+        return decision.codec, DEVICE, decision.protected, str(decision)
     if isinstance(decision, Offload):
-        return decision.codec, decision.tiers, str(decision)
+        return decision.codec, decision.tiers, decision.protected, str(decision)
     return None
 
 

@@ -56,6 +56,8 @@ class ActivationStore:
     allow_mutation : whether a saved tensor may be changed in place before backward. Where a copy was stored, backward
         then sees the value at the time of saving; where the tensor was kept it is an error all the same.
     strict : whether a full tier is an error; by default what does not fit is kept
+    seed : of the random bits of `round=stochastic` and `round=dither`; the same seed and program give the same bytes.
+        torch's generators are not touched
 
     Raises
     ------
@@ -79,6 +81,7 @@ class ActivationStore:
         disk_path: str | PathLike[str] | None = None,
         allow_mutation: bool = False,
         strict: bool = False,
+        seed: int = 0,
     ) -> None:
         if model is not None and not isinstance(model, Module):
             raise ConfigError(
@@ -95,6 +98,7 @@ class ActivationStore:
                 disk_budget_nbytes=None if disk_budget is None else parse_nbytes(disk_budget, "disk_budget"),
                 disk_path=disk_path,
                 strict=strict,
+                seed=seed,
             )
         )
         self._lock = Lock()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from os import PathLike
 from threading import Lock
 from typing import Any
@@ -15,9 +17,10 @@ import torch
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
 from actstore.errors import CapacityError, StateError
+from actstore.kernels.base import ALIGN
 from actstore.ledger import Account, Ledger
 from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
-from actstore.transfer import Transfer
+from actstore.transfer import Length, Transfer
 from actstore.units import format_nbytes
 
 
@@ -29,18 +32,19 @@ class StoreOptions:
     disk_budget_nbytes: int | None = None
     disk_path: str | PathLike[str] | None = None
     strict: bool = False
+    seed: int = 0  # of the random bits that codecs round with
 
 
 class Entry:
     """One payload, or none yet. It frees its slot when it dies."""
 
-    __slots__ = ("__weakref__", "account", "bound", "codec", "slot", "store", "tier")
+    __slots__ = ("__weakref__", "account", "bound", "codec", "key", "slot", "store")
 
     store: Store
     account: Account
     codec: Codec
     bound: Bound
-    tier: Tier
+    key: int
     slot: Slot | None
 
     def free(self) -> None:
@@ -48,8 +52,8 @@ class Entry:
         slot = self.slot
         if slot is not None:
             self.slot = None
-            self.tier.free(slot)
-            if self.tier.on_device:
+            slot.tier.free(slot)
+            if slot.tier.on_device:
                 self.store.ledger.release(self.account, slot.nbytes, 0)
             else:
                 self.store.ledger.release(self.account, 0, slot.nbytes)
@@ -58,7 +62,7 @@ class Entry:
 class _Route:
     """Where the last tensor of a site went: the next one of its kind goes there without a search."""
 
-    __slots__ = ("bound", "codec", "device", "dtype", "numel", "place", "tier", "tiers")
+    __slots__ = ("bound", "codec", "device", "dtype", "numel", "place", "shape", "tier", "tiers")
 
     def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: _Place) -> None:
         self.codec = codec
@@ -66,6 +70,7 @@ class _Route:
         self.numel = src.numel()
         self.dtype = src.dtype
         self.device = src.device
+        self.shape = (src.shape, src.stride()) if codec.shaped else None
         self.bound = codec.bind(src)
         self.place = place
         self.tier = place.tier(tiers[0])
@@ -77,6 +82,7 @@ class _Route:
             and self.numel == src.numel()
             and self.dtype is src.dtype
             and self.device == src.device
+            and (self.shape is None or self.shape == (src.shape, src.stride()))
         )
 
 
@@ -89,6 +95,8 @@ class _Place:
         self._open: dict[str, Tier] = {}
         self._lock = Lock()
         self.transfer = Transfer(device)
+        self.late: deque[tuple[ref[Any], Length, Sequence[str]]] = deque()  # payloads whose lengths are on their way
+        self.late_lock = Lock()
 
     def tier(self, name: str) -> Tier:
         with self._lock:
@@ -132,6 +140,7 @@ class Store:
         self._places: dict[torch.device, _Place] = {}
         self._lock = Lock()
         self._closed = False
+        self._steps = 0
 
     def open(self, device: torch.device, tier: str) -> None:
         """Open a tier now, so that what is wrong with it is said now.
@@ -169,32 +178,29 @@ class Store:
         route: _Route | None = account.route
         if route is None or not route.fits(src, codec, tiers):
             route = account.route = _Route(src, codec, tiers, self._place(src.device))
-        tier, bound = route.tier, route.bound
+        bound = route.bound
+        key = self._next_key(account) if codec.keyed else 0
+        if not bound.exact:
+            return self._put_variable(entry, src, codec, route, key, saved)
+        tier = route.tier
         slot = tier.reserve(bound.nbytes)
-        for name in tiers[1:] if slot is None else ():
-            tier = route.place.tier(name)
-            slot = tier.reserve(bound.nbytes)
-            if slot is not None:
-                break
         if slot is None:
-            if self.options.strict:
-                raise CapacityError(
-                    f"no room for {format_nbytes(bound.nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
-                    "to the ladder, or use strict=False to keep what does not fit",
-                    nbytes=bound.nbytes,
-                    tiers=tuple(tiers),
-                )
-            return False
-        if tier.on_device:
+            slot = self._reserve(route.place, tiers[1:], bound.nbytes)
+            if slot is None:
+                self._refuse(bound.nbytes, tiers)
+                return False
+        else:
+            slot.tier = tier
+        if slot.tier.on_device:
             try:
-                used = bound.encode(src, slot.memory, 0)
+                used = bound.encode(src, slot.memory, key)
             except BaseException:
-                tier.free(slot)
+                slot.tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
         else:
-            self._encode_and_offload(src, bound, route.place, tier, slot, account, saved)
-        entry.store, entry.codec, entry.bound, entry.tier, entry.slot = self, codec, bound, tier, slot
+            self._encode_and_offload(src, bound, route.place, slot, account, key, saved)
+        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, slot
         return True
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
@@ -208,21 +214,22 @@ class Store:
         slot = entry.slot
         if slot is None:
             raise StateError("the store was closed before backward read this tensor; close it after the last backward")
-        if entry.tier.on_device:
-            entry.bound.decode(slot.memory, out, 0)
+        tier = slot.tier
+        if tier.on_device:
+            entry.bound.decode(slot.memory, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
-        device_tier = self._place(out.device).tier("device")
-        stage = _memory(device_tier, slot.nbytes)
+        stage = _stage(self._place(out.device), slot.nbytes)
         try:
-            entry.tier.read(slot, stage.memory)
-            entry.bound.decode(stage.memory, out, 0)
+            tier.read(slot, stage.memory)
+            entry.bound.decode(stage.memory, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes + slot.nbytes)
         finally:
-            device_tier.free(stage)
+            stage.tier.free(stage)
 
     def start(self) -> None:
         """Begin a step: forget the last one's figures, return memory that it did not need."""
+        self._steps += 1
         self.poll()
         self.ledger.start()
         for place in list(self._places.values()):
@@ -234,9 +241,10 @@ class Store:
             self._entries = [weak for weak in (*self._entries, *entries) if weak() is not None]
 
     def poll(self) -> None:
-        """Let go of device memory whose bytes have arrived elsewhere."""
+        """Let go of device memory whose bytes have arrived elsewhere, or that payloads turned out not to need."""
         for place in list(self._places.values()):
             place.transfer.poll()
+            self._move_known(place)
 
     def close(self) -> None:
         """Return all memory and files. What graphs still hold can no longer be read."""
@@ -262,38 +270,145 @@ class Store:
                 place = self._places[device] = _Place(device, self.options)
             return place
 
+    def _next_key(self, account: Account) -> int:
+        """A key of 63 bits: the same for the same seed, step, site and number of payloads there."""
+        account.drawn += 1
+        text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _reserve(self, place: _Place, tiers: Sequence[str], nbytes: int) -> Slot | None:
+        """Room in the first tier that has some."""
+        for name in tiers:
+            tier = place.tier(name)
+            slot = tier.reserve(nbytes)
+            if slot is not None:
+                slot.tier = tier
+                return slot
+        return None
+
+    def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
+        if self.options.strict:
+            raise CapacityError(
+                f"no room for {format_nbytes(nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
+                "to the ladder, or use strict=False to keep what does not fit",
+                nbytes=nbytes,
+                tiers=tuple(tiers),
+            )
+
     def _encode_and_offload(
-        self, src: torch.Tensor, bound: Bound, place: _Place, tier: Tier, slot: Slot, account: Account, saved: int
+        self, src: torch.Tensor, bound: Bound, place: _Place, slot: Slot, account: Account, key: int, saved: int
     ) -> None:
-        device_tier = place.tier("device")
-        nbytes = slot.nbytes
         try:
-            stage = _memory(device_tier, nbytes)
+            stage = _stage(place, bound.nbytes)
         except BaseException:
-            tier.free(slot)
+            slot.tier.free(slot)
             raise
-
-        def landed(_: torch.Tensor) -> None:
-            self.ledger.add(account, 0, 0, -nbytes, nbytes)
-            device_tier.free(stage)
-
         booked = False
         try:
-            used = bound.encode(src, stage.memory, 0)
-            self.ledger.add(account, saved, used, nbytes)
+            used = bound.encode(src, stage.memory, key)
+            self.ledger.add(account, saved, used, stage.nbytes)
             booked = True
-            place.transfer.offload(tier, slot, stage.memory, landed)
+            self._offload(place, stage, slot, account)
         except BaseException:
             if booked:
-                self.ledger.add(account, -saved, -used, -nbytes)
-            device_tier.free(stage)
-            tier.free(slot)
+                self.ledger.add(account, -saved, -used, -stage.nbytes)
+            stage.tier.free(stage)
+            slot.tier.free(slot)
             raise
 
+    def _offload(self, place: _Place, stage: Slot, slot: Slot, account: Account) -> None:
+        """Start to move what `stage` holds to `slot`; the stage is free when its bytes have left."""
 
-def _memory(device_tier: Tier, nbytes: int) -> Slot:
+        def landed(_: torch.Tensor) -> None:
+            self.ledger.add(account, 0, 0, -stage.nbytes, slot.nbytes)
+            stage.tier.free(stage)
+
+        place.transfer.offload(slot.tier, slot, stage.memory[: slot.nbytes], landed)
+
+    # -- payloads of variable size ------------------------------------------------------------------------------------
+
+    def _put_variable(self, entry: Entry, src: torch.Tensor, codec: Codec, route: _Route, key: int, saved: int) -> bool:
+        """Encode into room for the longest payload, and move what there is to room for just that.
+
+        On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
+        for it, `poll` and later payloads look.
+        """
+        place, tiers, account = route.place, route.tiers, entry.account
+        stage = _stage(place, route.bound.nbytes)
+        try:
+            used = route.bound.encode(src, stage.memory, key)
+            late = None if route.device.type == "cpu" else Length(stage.memory)
+        except BaseException:
+            stage.tier.free(stage)
+            raise
+        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, route.bound, key, stage
+        self.ledger.add(account, saved, 0, stage.nbytes)
+        if late is not None:
+            with place.late_lock:
+                place.late.append((ref(entry), late, tiers))
+            self._move_known(place)
+            return True
+        try:
+            if self._move(entry, place, stage, used, tiers):
+                return True
+            self.ledger.add(account, -saved, 0, -stage.nbytes)
+            self._refuse(used, tiers)
+        except BaseException:
+            entry.slot = None
+            stage.tier.free(stage)
+            raise
+        entry.slot = None
+        stage.tier.free(stage)
+        return False
+
+    def _move_known(self, place: _Place) -> None:
+        """Move the payloads whose lengths have come to the host."""
+        while place.late:
+            with place.late_lock:
+                if not place.late or not place.late[0][1].ready():
+                    return
+                weak, length, tiers = place.late.popleft()
+                entry = weak()
+                stage = entry.slot if entry is not None else None
+                if entry is None or stage is None:
+                    continue
+                with length.stream:  # in the order of the encoding, and of the allocator that the stage came from
+                    if not self._move(entry, place, stage, length.nbytes, tiers):
+                        self._move(entry, place, stage, length.nbytes, ("device",))
+
+    def _move(self, entry: Entry, place: _Place, stage: Slot, used: int, tiers: Sequence[str]) -> bool:
+        """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
+        room = min(_roomy(used), stage.nbytes)
+        slot = self._reserve(place, tiers, room)
+        if slot is None:
+            return False
+        try:
+            if slot.tier.on_device:
+                slot.memory.copy_(stage.memory[:room], non_blocking=True)
+                self.ledger.add(entry.account, 0, used, slot.nbytes - stage.nbytes)
+                entry.slot = slot
+                stage.tier.free(stage)
+            else:
+                self._offload(place, stage, slot, entry.account)
+                self.ledger.add(entry.account, 0, used, 0)
+                entry.slot = slot
+        except BaseException:
+            slot.tier.free(slot)
+            raise
+        return True
+
+
+def _stage(place: _Place, nbytes: int) -> Slot:
     """Memory of the compute device for a payload on its way."""
-    slot = device_tier.reserve(nbytes)
+    tier = place.tier("device")
+    slot = tier.reserve(nbytes)
     if slot is None:
         raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
+    slot.tier = tier
     return slot
+
+
+def _roomy(nbytes: int) -> int:
+    """A size of at most a sixteenth more that few lengths differ in, so that pools find buffers that they know."""
+    grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
+    return -(-nbytes // grain) * grain

@@ -150,14 +150,14 @@ def test_the_ladder_goes_down(make):
     store = make(host_budget_nbytes=4000, disk_budget_nbytes=8000)
     tensor = torch.randn(1000)
     entries = [put(store, tensor, "host", "disk") for _ in range(4)]
-    assert [entry and entry.tier.name for entry in entries] == ["host", "disk", "disk", None]
+    assert [entry and entry.slot.tier.name for entry in entries] == ["host", "disk", "disk", None]
     assert all(torch.equal(get(store, entry, tensor), tensor) for entry in entries[:3])
     for entry in entries[1:3]:
         entry.slot.written.result()
     store.poll()
     assert totals(store)[2:] == (4000, 8000)
     entries[0] = None
-    assert put(store, tensor, "host", "disk").tier.name == "host"
+    assert put(store, tensor, "host", "disk").slot.tier.name == "host"
 
 
 def test_strict(make):

@@ -25,18 +25,24 @@ class Keep:
 class Encode:
     """Encode the tensor; the payload stays on the compute device.
 
+    Parameters
+    ----------
+    protected : whether a lossy codec leaves out the tensors whose error training amplifies or cannot bear: what
+        requires no gradient (statistics, masks), outputs of softmax and the like, and the loss. They stay exact.
+
     Raises
     ------
     ChainError : `codec` is not a codec
     """
 
     codec: Codec
+    protected: bool = True
 
     def __post_init__(self) -> None:
         _require_codec("Encode", self.codec)
 
     def __str__(self) -> str:
-        return codec_text(self.codec)
+        return _unprotected(self) + codec_text(self.codec)
 
 
 @dataclass(frozen=True, init=False)
@@ -47,6 +53,7 @@ class Offload:
     ----------
     codec : Codec, `Raw()` for the bytes as they are
     tiers : a tier, or several from the fastest down: ``"host"``, ``("host", "disk")``
+    protected : as for Encode
 
     Raises
     ------
@@ -55,10 +62,12 @@ class Offload:
 
     codec: Codec
     tiers: tuple[str, ...]
+    protected: bool = True
 
-    def __init__(self, codec: Codec, tiers: str | Sequence[str]) -> None:
+    def __init__(self, codec: Codec, tiers: str | Sequence[str], protected: bool = True) -> None:
         _require_codec("Offload", codec)
         object.__setattr__(self, "codec", codec)
+        object.__setattr__(self, "protected", protected)
         object.__setattr__(self, "tiers", _ladder((tiers,) if isinstance(tiers, str) else tuple(tiers)))
         if self.tiers == ("device",):
             raise ChainError(
@@ -68,7 +77,7 @@ class Offload:
             )
 
     def __str__(self) -> str:
-        return f"{codec_text(self.codec)} @ {' > '.join(self.tiers)}"
+        return f"{_unprotected(self)}{codec_text(self.codec)} @ {' > '.join(self.tiers)}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,10 @@ class Recompute:
 
 Decision = Keep | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]
+
+
+def _unprotected(decision: Encode | Offload) -> str:
+    return "" if decision.protected else "unprotected "
 
 
 def _require_codec(where: str, codec: object) -> None:

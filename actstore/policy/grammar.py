@@ -2,7 +2,7 @@
 
 policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
 rule     := pattern ":" decision
-decision := "keep" | "recompute" | "recompute" "(" decision ")" | codec | codec "@" tier (">" tier)*
+decision := "keep" | "recompute" | "recompute" "(" decision ")" | ["unprotected"] codec ["@" tier (">" tier)*]
 codec    := name | name "(" argument ("," argument)* ")"
 argument := flag | option "=" value | codec
 value    := word | number | codec
@@ -22,7 +22,7 @@ from actstore.policy.options import did_you_mean, near_words, options_of
 from actstore.policy.pattern import Pattern
 from actstore.policy.source import RuleText, Token, split_rules
 
-_WORDS = ("keep", "recompute")
+_WORDS = ("keep", "recompute", "unprotected")
 
 T = TypeVar("T")
 
@@ -124,13 +124,16 @@ class _Parser:
                 inputs = self.decision()
                 self.close(start)
             return self.build(start, lambda: Recompute(inputs))
+        protected = not self.skip("unprotected")
         codec = self.codec()
         if not self.skip("@"):
-            return Encode(codec)
+            return Encode(codec, protected)
         tiers = [self.tier()]
         while self.skip(">"):
             tiers.append(self.tier())
-        return Encode(codec) if tiers == ["device"] else self.build(start, lambda: Offload(codec, tiers))
+        if tiers == ["device"]:
+            return Encode(codec, protected)
+        return self.build(start, lambda: Offload(codec, tiers, protected))
 
     def tier(self) -> str:
         token = self.take()

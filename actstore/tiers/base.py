@@ -20,9 +20,12 @@ class Slot:
     buffer : the memory itself, 1-d uint8, in tiers that are memory; None elsewhere
     place : the tier's own record of where the room is
     written : the write that filled it; what reads it comes after that
+    tier : who takes it back; its own tier, or a wrapper of that
     """
 
-    __slots__ = ("buffer", "nbytes", "place", "written")
+    __slots__ = ("buffer", "nbytes", "place", "tier", "written")
+
+    tier: Tier
 
     def __init__(self, nbytes: int, buffer: torch.Tensor | None = None, place: Any = None) -> None:
         self.nbytes = nbytes

@@ -93,6 +93,34 @@ def test_what_is_never_lossy(kind, policy):
     assert found.stride() == tensor.stride()
 
 
+OVERRIDDEN = {"requires_no_gradient", "softmax", "log_softmax", "logsumexp", "std", "var_mean", "nll", "eigenvectors"}
+
+
+@pytest.mark.parametrize("policy", LOSSY)
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_rule_may_give_up_the_protection_of_values_but_not_of_forms(kind, policy):
+    tensor = EXACT[kind]()
+    (found,) = coming_back(f"unprotected {policy}", tensor)
+    if kind in OVERRIDDEN:
+        assert not torch.equal(found, tensor)
+        torch.testing.assert_close(found, tensor.detach(), atol=0.02 * tensor.abs().max().item(), rtol=0)
+    else:
+        check_same(found, tensor.detach())
+
+
+def test_what_is_saved_outside_of_the_model_may_be_given_up_too():
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    for policy in ("int8", "unprotected int8"):
+        store = make(policy, model)
+        with store:
+            y = Save.apply(model(torch.randn(8, 300)))
+        (found,) = y.grad_fn.saved_tensors
+        notes = [site.note for site in store.report().sites]
+        assert any("part of the loss" in note for note in notes) == (policy == "int8")
+        assert found.shape == (8, 300)
+
+
 @pytest.mark.parametrize("kind", ["parameter", "view_of_parameter", "slice_of_parameter", "cast_of_parameter"])
 @pytest.mark.parametrize("policy", ["raw", "raw @ disk", "int8"])
 def test_parameters_are_never_moved(kind, policy):

@@ -70,7 +70,7 @@ class Implementation:
         if kernels is None:
             return codec.encode(tensor, out, KEY)
         if numel:
-            kernels.encode(tensor, out, numel, KEY, *codec._shape_args(tensor))
+            kernels.encode(tensor, out, numel, KEY, *codec._shape_args(tensor.shape, tensor.stride()))
         return None
 
     def decode(self, payload, out):
@@ -78,7 +78,7 @@ class Implementation:
         if kernels is None:
             codec.decode(payload, out, KEY)
         elif numel:
-            kernels.decode(payload, out, numel, KEY, *codec._shape_args(out))
+            kernels.decode(payload, out, numel, KEY, *codec._shape_args(out.shape, out.stride()))
 
 
 def implementations(codec: Codec, dtype, *, cuda: bool = True) -> Iterator[Implementation]:

@@ -150,8 +150,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Accelerator:
             accelerator.current.synchronize()
         return dst
 
-    def unpinned(*size: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
-        return empty(*size, **options)
+    def unpinned(*size: int, pin_memory: bool = False, device: object = None, **options: object) -> torch.Tensor:
+        return on_device(empty(*size, **options)) if device == DEVICE else empty(*size, **options)
 
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(accelerator))
     monkeypatch.setattr(torch, "Event", lambda device: Event(accelerator))

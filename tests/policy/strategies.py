@@ -28,7 +28,9 @@ def ladders():
 
 
 def stored():
-    return st.just(Keep()) | st.builds(Encode, codecs()) | st.builds(Offload, codecs(), ladders())
+    return st.just(Keep()) | (
+        st.builds(Encode, codecs(), st.booleans()) | st.builds(Offload, codecs(), ladders(), st.booleans())
+    )
 
 
 def decisions():

@@ -1,0 +1,233 @@
+"""Payloads of variable size, and the keys of random bits: room for just the bytes there are, and nobody waits."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from actstore.codecs import AtMost, Codec, Int8
+from actstore.errors import CapacityError
+from actstore.spec import Site
+from actstore.store import Entry, Store, StoreOptions
+from tests.contracts.clean import all_freed
+from tests.contracts.streams import on_device, simulate
+from tests.tiers.conftest import disk_folder
+
+__all__ = ["all_freed", "disk_folder"]
+
+CPU = torch.device("cpu")
+NUMEL = 4000
+
+
+@dataclass(frozen=True)
+class Counted(Codec):
+    """Bytes up to the last one that is not zero, behind their length; on the simulated device, when it gets to it."""
+
+    accelerator: object = None
+    name = "counted"
+    lossless = True
+
+    def accepts(self, dtype):
+        return dtype is torch.uint8
+
+    def size(self, spec):
+        return AtMost(16 + spec.numel)
+
+    def encode(self, src, out, key=0):
+        on_accelerator = src.device != CPU
+        src, out = src.as_subclass(torch.Tensor), out.as_subclass(torch.Tensor)
+
+        def work():
+            kept = int(src.nonzero()[-1]) + 1 if src.any() else 0
+            out[:16].zero_()
+            out[:8].view(torch.int64).fill_(16 + kept)
+            out[16 : 16 + kept] = src[:kept]
+            return 16 + kept
+
+        if not on_accelerator:
+            return work()
+        self.accelerator.enqueue(work)
+        return 16 + src.numel()
+
+    def decode(self, buf, out, key=0):
+        on_accelerator = out.device != CPU
+        buf, out = buf.as_subclass(torch.Tensor), out.as_subclass(torch.Tensor)
+
+        def work():
+            kept = int(buf[:8].view(torch.int64)) - 16
+            out.zero_()
+            out[:kept] = buf[16 : 16 + kept]
+
+        if on_accelerator:
+            self.accelerator.enqueue(work)
+        else:
+            work()
+
+
+class Owned(Entry):
+    __slots__ = ()
+
+    def __init__(self, store, site=0):
+        self.account = store.ledger.account(Site("m", site))
+        self.slot = None
+
+    def __del__(self):
+        self.free()
+
+
+def source(kept, value=7):
+    tensor = torch.zeros(NUMEL, dtype=torch.uint8)
+    tensor[:kept] = value
+    return tensor
+
+
+@pytest.fixture
+def store(disk_folder):
+    store = Store(StoreOptions(disk_path=disk_folder, host_budget_nbytes=3000, disk_budget_nbytes=8192))
+    yield store
+    store.close()
+    assert [(a.held, a.away) for a in store.ledger.accounts() if a.held or a.away] == []
+
+
+def put(store, tensor, *tiers, codec=None, site=0):
+    entry = Owned(store, site)
+    return entry if store.put(entry, tensor, codec or Counted(), tiers, tensor.numel()) else None
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("kept", [0, 1, 100, 2000])
+def test_a_payload_takes_the_room_that_it_needs(store, tier, kept):
+    entry = put(store, source(kept), tier)
+    (account,) = store.ledger.accounts()
+    assert account.stored == 16 + kept
+    assert 16 + kept <= entry.slot.nbytes <= (16 + kept) * 17 / 16 + 16
+    if tier == "disk":
+        entry.slot.written.result()
+    store.poll()
+    assert (account.held, account.away) == ((0, entry.slot.nbytes) if tier == "disk" else (entry.slot.nbytes, 0))
+    assert account.peak == 16 + NUMEL
+    out = torch.empty(NUMEL, dtype=torch.uint8)
+    for _ in range(2):
+        store.get(entry, out.fill_(3))
+        assert torch.equal(out, source(kept))
+
+
+def test_the_ladder_is_asked_for_what_there_is(store):
+    entries = [put(store, source(kept), "host", "disk", site=i) for i, kept in enumerate([2000, 800, 3000, 3900, 10])]
+    assert [entry and entry.slot.tier.name for entry in entries] == ["host", "host", "disk", "disk", "host"]
+
+
+def test_no_room_leaves_nothing(store):
+    first = put(store, source(2500), "host")
+    assert put(store, source(2500), "host", site=1) is None
+    strict = Store(StoreOptions(host_budget_nbytes=100, strict=True))
+    with pytest.raises(CapacityError, match=r"no room for .* in host"):
+        put(strict, source(2500), "host")
+    assert [(a.saved, a.stored, a.held) for a in strict.ledger.accounts()] == [(0, 0, 0)]
+    strict.close()
+    accounts = store.ledger.accounts()
+    assert [(a.saved, a.held) for a in accounts] == [(NUMEL, first.slot.nbytes), (0, 0)]
+
+
+def test_a_codec_that_fails_leaves_nothing(store):
+    class Broken(Counted):
+        def encode(self, src, out, key=0):
+            raise MemoryError("planted")
+
+    with pytest.raises(MemoryError, match="planted"):
+        put(store, source(5), "host", codec=Broken())
+    assert [(a.saved, a.held) for a in store.ledger.accounts()] == [(0, 0)]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, disk_folder, tier, seed):
+    accelerator = simulate(monkeypatch, seed)
+    codec = Counted(accelerator)
+    store = Store(StoreOptions(disk_path=disk_folder))
+    kept = [accelerator.random.randrange(NUMEL) for _ in range(6)]
+    entries = []
+    for i, n in enumerate(kept):
+        src = on_device(source(n, 1 + i))
+        entries.append(put(store, src, tier, codec=codec, site=i))
+        accelerator.enqueue(lambda src=src: src.as_subclass(torch.Tensor).data.fill_(99))  # it may change at once
+        if i == 3:
+            entries[0] = None
+        accelerator.some_steps()
+    wrong = []
+
+    def fetch(i, entry):
+        out = on_device(torch.empty(NUMEL, dtype=torch.uint8))
+        store.get(entry, out)
+        accelerator.enqueue(
+            lambda: wrong.extend([i] * (not torch.equal(out.as_subclass(torch.Tensor), source(kept[i], 1 + i))))
+        )
+
+    for i in (4, 2, 5):
+        if tier != "disk":  # a read from disk is a wait for it
+            fetch(i, entries[i])
+        accelerator.some_steps()
+    with accelerator.lock:
+        while accelerator.step():
+            pass
+    accelerator.host_may_wait = True
+    for _ in range(3):
+        store.poll()
+        accelerator.finish()
+    for i, entry in enumerate(entries):
+        if entry is not None:
+            assert entry.slot.tier.name == tier
+            assert 16 + kept[i] <= entry.slot.nbytes <= (16 + kept[i]) * 17 / 16 + 16
+            fetch(i, entry)
+    accelerator.finish()
+    assert wrong == []
+    accounts = store.ledger.accounts()
+    assert [a.stored for a in accounts] == [
+        0 if i == 0 and a.stored == 0 else 16 + kept[i] for i, a in enumerate(accounts)
+    ]
+    entries.clear()
+    entry = None
+    store.close()
+    assert [(a.held, a.away) for a in store.ledger.accounts() if a.held or a.away] == []
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def keys(store, sites, codec=Int8(round="stochastic")):  # noqa: B008 - a value
+    found = []
+    for site in sites:
+        entry = Owned(store, site)
+        store.put(entry, torch.ones(64), codec, ("device",), 0)
+        found.append(entry.key)
+    return found
+
+
+def test_the_same_program_gives_the_same_keys_and_no_two_alike(store):
+    def program(store):
+        found = []
+        for _ in range(2):
+            store.start()
+            found += keys(store, [0, 1, 0, 0])
+        return found
+
+    first = program(store)
+    assert len(set(first)) == 8
+    assert all(0 <= key < 1 << 63 for key in first)
+    assert program(Store(StoreOptions())) == first
+    assert not set(program(Store(StoreOptions(seed=1)))) & set(first)
+
+
+def test_codecs_without_random_bits_get_no_key(store):
+    assert keys(store, [0, 0], Int8()) == [0, 0]
+
+
+def test_dither_comes_back_with_the_key_of_its_payload(store):
+    tensor = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    codec = Int8(round="dither")
+    entries = [put(store, tensor, "device", codec=codec, site=0) for _ in range(2)]
+    backs = [torch.empty_like(tensor) for _ in entries]
+    for entry, back in zip(entries, backs, strict=True):
+        store.get(entry, back)
+        assert (back - tensor).norm() / tensor.norm() < 0.01
+    assert not torch.equal(*backs)
