@@ -8,6 +8,7 @@
 
 from actstore._version import __version__
 from actstore.codecs import Codec, Int8, Raw
+from actstore.encoded import Encoded, encode
 from actstore.errors import (
     ActstoreError,
     CapacityError,
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Decision",
     "Encode",
+    "Encoded",
     "Int8",
     "Keep",
     "KernelBuildError",
@@ -60,5 +62,6 @@ __all__ = [
     "TransferError",
     "UnknownCodecError",
     "__version__",
+    "encode",
     "tag",
 ]

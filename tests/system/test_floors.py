@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "actstore"
 FLOORS = (
     ({"_version", "errors", "units", "spec", "layout", "reaper", "storage", "ticket"},),
     ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}),
-    ({"transfer"}, {"plan"}, {"ledger"}),
+    ({"transfer"}, {"plan"}, {"ledger"}, {"encoded"}),
     ({"store"},),
     ({"hooks", "modules", "recompute", "protect", "handles", "regions", "census"},),
     ({"session", "report"},),
