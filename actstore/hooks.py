@@ -15,7 +15,7 @@ from torch.autograd import graph
 from torch.nn import Parameter
 
 from actstore.census import Census
-from actstore.codecs import Codec, Raw
+from actstore.codecs import Bit1, Codec, Raw
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from actstore.store import Store
 
 RAW = Raw()
+BITS = Bit1()  # for masks, whatever the policy says of floats
 
 Handle = Small | Kept | Stored
 
@@ -162,10 +163,10 @@ class Scope:
         if not (codec.lossless and codec.accepts(tensor.dtype)):
             reason = self._exact_reason(tensor, frame, name, codec, whole, protected)
             if reason:
-                if tiers == DEVICE:
+                codec = BITS if tensor.dtype is torch.bool else RAW
+                if tiers == DEVICE and codec is RAW:
                     return self._keep(tensor, account, key, storage, reason)
-                account.note = f"raw: {reason}"
-                codec = RAW
+                account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._kept[key]() is not None:  # alive as it is: a second form would only add bytes
             return self._keep(tensor, account, key, storage)
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled

@@ -61,9 +61,16 @@ def options_of(codec: type[Codec]) -> dict[str, Option]:
 
 
 def codec_text(codec: Codec) -> str:
-    """Write a codec as policy text: its name, then the options that differ from their defaults."""
+    """Write a codec as policy text: its name, then the options that differ from their defaults.
+
+    An inner codec stands there by itself, and so does the name of a flag: ``zmask(int8(affine))``.
+    """
     changed = [
-        f"{option.name}={value_text(value)}"
+        option.name
+        if value is True
+        else value_text(value)
+        if option.takes_codec
+        else f"{option.name}={value_text(value)}"
         for option in options_of(type(codec)).values()
         if (value := getattr(codec, option.name)) != option.default
     ]

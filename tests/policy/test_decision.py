@@ -23,9 +23,9 @@ from tests.policy.strategies import decisions
         (Recompute(Keep()), "recompute"),
         (Recompute(Encode(Int8())), "recompute(int8)"),
         (Recompute(Offload(Raw(), "disk")), "recompute(raw @ disk)"),
-        (Encode(Options(flag=True, on=False)), "options(flag=true, on=false)"),
+        (Encode(Options(flag=True, on=False)), "options(flag, on=false)"),
         (Encode(Options(count=64, ratio=0.25, mode="dither")), "options(count=64, ratio=0.25, mode=dither)"),
-        (Encode(Wrap(inner=Options(count=2))), "wrap(inner=options(count=2))"),
+        (Encode(Wrap(inner=Options(count=2))), "wrap(options(count=2))"),
     ],
 )
 def test_text_says_what_differs_from_the_defaults(decision, text):
