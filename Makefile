@@ -7,10 +7,10 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench test test-slow check format gpu clean
+.PHONY: help venv bench bench-codecs test test-slow check format gpu clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 venv: $(STAMP)  ## create .venv with the pinned packages and actstore itself
 
@@ -25,6 +25,10 @@ $(STAMP): requirements-dev.txt pyproject.toml
 bench: $(STAMP)  ## train a small GPT with every store and compare memory, time and gradient error
 	@mkdir -p build
 	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
+
+bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Tensor.copy_ and bitsandbytes
+	@mkdir -p build
+	$(BIN)/actstore bench codecs --json build/codecs.json --plot build/codecs.png $(ARGS)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

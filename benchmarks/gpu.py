@@ -45,7 +45,7 @@ _PYTEST = (
     "-W",
     "ignore::pytest.PytestConfigWarning",
 )
-_TRIANGLE = ("tests/codecs", "tests/kernels", "tests/contracts")
+_CODECS = "tests/codecs/test_cuda.py"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Part:
 
 PARTS = (
     Part("ceilings", ("benchmarks/gpu_device.py", "ceilings", "--json", "{json}"), 60),
-    Part("kernels", ("benchmarks/gpu_device.py", "kernels", "--json", "{json}"), 90),
-    Part("tests", (*_PYTEST, "tests", "-m", "gpu"), 120),
-    Part("triangle", (*_PYTEST, *_TRIANGLE), 90),
+    Part("kernels", ("benchmarks/gpu_device.py", "kernels", "--json", "{json}"), 150),
+    Part("tests", (*_PYTEST, "tests", "-m", "gpu", f"--ignore={_CODECS}"), 120),
+    Part("codecs", (*_PYTEST, _CODECS), 150),
     Part("main", ("benchmarks/gpu_train.py", "main", "--json", "{json}", "--plot", "{plot}"), 210),
     Part("exact", ("benchmarks/gpu_train.py", "exact", "--json", "{json}"), 150),
     Part("hotpath", ("benchmarks/hotpath.py", "--device", "cuda", "--json", "{json}"), 60),
+    Part("sanitizer", ("benchmarks/gpu_sanitizer.py",), 150),
 )
 
 

@@ -15,7 +15,7 @@ def page(found: dict[str, Any]) -> str:
         lines += [f"## {_TITLES.get(name, name)}", ""]
         if part["status"] != "ok":
             lines += [f"**{part['status']}** after {part['seconds']} s: {_cell(part['said'])}", ""]
-        if name in ("tests", "triangle"):
+        if name in _SAID:
             lines += [f"`{part['said'].strip('= ')}`", ""]
         elif figures is not None:
             lines += [*_PAGES[name](figures), ""]
@@ -62,17 +62,35 @@ def _spread(times: dict[str, float]) -> str:
 
 
 def _kernels(figures: dict[str, Any]) -> list[str]:
-    rows = []
-    for row in figures["rows"]:
-        cells = [f"{row['codec']} {row['dtype']}", f"{row['error']:.2e}" if row["correct"] else "**WRONG**"]
-        for verb in ("encode", "decode"):
-            times = row.get(verb)
-            cells += [f"{times['gbps']:.0f}", f"{100 * times['of_copy']:.0f} %"] if times else ["-", "-"]
-        rows.append(cells)
+    rows = [row for row in figures["rows"] if "error" in row]
+    table = [
+        [f"{row['codec']} {row['dtype']}", row["data"], f"{row['ratio']:.2f}", _kernel_error(row), *_kernel_rates(row)]
+        for row in rows
+    ]
     gbps = figures["device_copy"]["gbps"]
     copy = f"Sources of {figures['nbytes'] / MIB:.0f} MiB; a device copy beside them: {gbps:.0f} GB/s."
-    header = ["codec", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
-    return [copy, "", *_table(header, rows)]
+    header = ["codec", "data", "ratio", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
+    notes = [
+        f"- {row['codec']} {row['dtype']} {kind}: {_cell(row[key])}"
+        for row in figures["rows"]
+        for key, kind in (("failed", "**failed**"), ("left_out", "is left out"))
+        if key in row
+    ]
+    return [copy, "", *_table(header, table), *([""] if notes else []), *notes]
+
+
+def _kernel_error(row: dict[str, Any]) -> str:
+    if not row["correct"]:
+        return "**WRONG**"
+    return f"{100 * row['error']:.3f} %" if row["error"] else "0 (exact)"
+
+
+def _kernel_rates(row: dict[str, Any]) -> list[str]:
+    cells = []
+    for verb in ("encode", "decode"):
+        times = row.get(verb)
+        cells += [f"{times['gbps']:.0f}", f"{100 * times['of_copy']:.0f} %"] if times else ["-", "-"]
+    return cells
 
 
 def _bench(figures: dict[str, Any]) -> list[str]:
@@ -117,9 +135,11 @@ _TITLES = {
     "ceilings": "What the GPU and its link can move",
     "kernels": "Codecs",
     "tests": "Tests that need a GPU",
-    "triangle": "Codec tests",
+    "codecs": "Tests of the codecs on the GPU",
+    "sanitizer": "compute-sanitizer over the kernels",
     "main": "The main job",
     "exact": "Exactness in float32",
     "hotpath": "Host time for a saved tensor of 4 KB",
 }
+_SAID = ("tests", "codecs", "sanitizer")  # parts whose last line is all
 _PAGES = {"ceilings": _ceilings, "kernels": _kernels, "main": _bench, "exact": _bench, "hotpath": _hotpath}

@@ -15,6 +15,7 @@ using u64 = unsigned long long;
 [[maybe_unused]] constexpr u32 ALL_LANES = 0xffffffffu;
 
 __device__ inline bool aligned16(const void* pointer) { return (reinterpret_cast<u64>(pointer) & 15) == 0; }
+__device__ inline i64 round_up16(i64 nbytes) { return (nbytes + 15) & ~i64(15); }
 
 // The bytes 0 of four words as one word.
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {

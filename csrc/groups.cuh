@@ -27,8 +27,6 @@ struct Part {
     __device__ i64 groups() const { return (numel + (i64(OWNED) << shift) - 1) / (i64(OWNED) << shift); }
 };
 
-__device__ inline i64 round_up16(i64 nbytes) { return (nbytes + 15) & ~i64(15); }
-
 // The 32 elements of a thread; 0 in place of those that do not exist.
 template <class T>
 __device__ void load_part(const typename T::bits* __restrict__ src, const Part& part, float* values) {

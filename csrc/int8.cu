@@ -1,10 +1,6 @@
 // int8: symmetric 8-bit blocks with a bfloat16 scale. Format: int8.md.
-#include "groups.cuh"
+#include "int8.cuh"
 #include "philox.cuh"
-
-constexpr u32 FLUSH = 0x08800000u;     // 2^-110
-constexpr u32 UNSIGNED = 0x4b000000u;  // 2^23: the low byte of such a float is an integer to add
-constexpr int NOT_FINITE = 0x80;
 
 template <class T, bool NOISE>
 __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
@@ -21,14 +17,10 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
         top = team_max(top, part.shift);
     }
 
-    u32 scale = 0;
-    float reciprocal = 0.0f;
-    if (top >= FLUSH) {
-        scale = bf16_up(__fdiv_rn(__uint_as_float(top), 127.0f));
-        reciprocal = __frcp_rn(__uint_as_float(scale << 16));
-    }
+    const Int8Scale scale(top);
     const i64 scales = round_up16(part.numel);
-    if (part.lane == 0 && part.first < part.numel) reinterpret_cast<u16*>(payload + scales)[part.group] = u16(scale);
+    if (part.lane == 0 && part.first < part.numel)
+        reinterpret_cast<u16*>(payload + scales)[part.group] = u16(scale.stored);
 
 #pragma unroll
     for (int u = 0; u < RUNS; ++u) {
@@ -41,7 +33,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float value = values[u * RUN + word * 4 + i];
-                float steps = __fmul_rn(value, reciprocal);
+                float steps = __fmul_rn(value, scale.reciprocal);
                 if (NOISE) steps = __fadd_rn(steps, noise.offset(word * 4 + i));
                 bits[i] = __float_as_uint(__fadd_rn(steps, MAGIC));
                 if (!all_finite && !is_finite(value)) bits[i] = NOT_FINITE;
@@ -80,12 +72,10 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
         u32 missing = 0;
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
-            // code + 128 as the low byte of 2^23 + code + 128: conversions from integers run at a quarter of this rate
-            const u32 biased = __byte_perm(words[i / 4] ^ 0x80808080u, UNSIGNED, 0x7650 | i % 4);
-            float code = __fsub_rn(__uint_as_float(biased), 8388736.0f);
+            float code = int8_code(words[i / 4], i % 4);
             if (DITHER) code = __fsub_rn(code, noise.offset(i));
             values[i] = clamp(__fmul_rn(code, scale), T::largest());
-            missing |= u32((words[i / 4] >> (i % 4 * 8) & 0xff) == NOT_FINITE) << i;
+            missing |= u32(int8_missing(words[i / 4], i % 4)) << i;
         }
         store_run<T>(dst, part, u, values, missing);
     }

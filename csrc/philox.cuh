@@ -20,16 +20,17 @@ __device__ inline Words philox(u64 block, u32 purpose, u64 key) {
     return {a, b, c, d};
 }
 
-// The random bytes of elements 16 * block to 16 * block + 15, each as a number of (-1/2, 1/2).
+// A random byte as a number of (-1/2, 1/2): (byte + 1/2) / 256 - 1/2, exact in float32.
+__device__ inline float noise_offset(u32 byte) {
+    return __fsub_rn(__uint_as_float(0x46800000u | byte << 1), 16384.498046875f);
+}
+
+// The random bytes of elements 16 * block to 16 * block + 15.
 struct Noise {
     u32 words[4];
     __device__ Noise(u64 block, u64 key) {
         const Words drawn = philox(block, 0, key);
         words[0] = drawn.a, words[1] = drawn.b, words[2] = drawn.c, words[3] = drawn.d;
     }
-    // (byte + 1/2) / 256 - 1/2, exact in float32
-    __device__ float offset(int index) const {
-        const u32 byte = words[index / 4] >> (index % 4 * 8) & 0xff;
-        return __fsub_rn(__uint_as_float(0x46800000u | byte << 1), 16384.498046875f);
-    }
+    __device__ float offset(int index) const { return noise_offset(words[index / 4] >> (index % 4 * 8) & 0xff); }
 };

@@ -1,4 +1,4 @@
-"""The command line: ``actstore bench``."""
+"""The command line: ``actstore bench``, ``actstore bench codecs``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ except ModuleNotFoundError as missing:
 
 from actstore._version import __version__
 from actstore.bench import rows as bench_rows
+from actstore.bench.codecs.command import codecs
+from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
 from actstore.bench.workload import Workload
 from actstore.errors import ActstoreError, ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+bench_app = typer.Typer(pretty_exceptions_enable=False)
+app.add_typer(bench_app, name="bench")
+bench_app.command()(codecs)
 WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 
@@ -40,8 +45,9 @@ def _top(version: Annotated[bool, _VERSION] = False) -> None:
     """Store training activations kept, quantized, offloaded, on disk or recomputed."""
 
 
-@app.command()
+@bench_app.callback(invoke_without_command=True)
 def bench(
+    context_: typer.Context,
     layers: Annotated[int, typer.Option(help="Blocks of the GPT.")] = _D.layers,
     width: Annotated[int, typer.Option(help="Width of the GPT.")] = _D.width,
     heads: Annotated[int, typer.Option(help="Attention heads; must divide the width.")] = _D.heads,
@@ -61,14 +67,17 @@ def bench(
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
 ) -> None:
     """Train a small GPT on English text with every store, and compare memory, time and gradient error."""
+    if context_.invoked_subcommand is not None:
+        _refuse_options(context_)
+        return
     work = Workload(
         layers, width, heads, context, batch, steps, warmup, dropout, dtype, device, seed, threads
     )  # fmt: skip
     work.check_device()
     chosen = _rows(policy or [], rows)
     for path, option in ((json, "--json"), (plot, "--plot")):
-        _check_writable(path, option)
-    _check_plot(plot)
+        check_writable(path, option)
+    check_plot(plot)
     if disk_path is not None and not os.access(disk_path, os.W_OK | os.X_OK):
         raise ConfigError(f"--disk-path {disk_path}: not a folder that can be written; create it or choose another")
     result = _run(work, chosen, disk_path)
@@ -83,28 +92,18 @@ def bench(
         raise typer.Exit(1)
 
 
+def _refuse_options(given: typer.Context) -> None:
+    """Options of the main benchmark do nothing to another one."""
+    for name in given.params:
+        source = given.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            command, option = given.invoked_subcommand, name.replace("_", "-")
+            raise ConfigError(f"--{option} does nothing before {command!r}; give its options after it")
+
+
 def _rows(policies: list[str], names: str) -> list[Row]:
     every = [*bench_rows.ROWS, *bench_rows.parse_policies(policies)]
     return bench_rows.select(every, [name.strip() for name in names.split(";") if name.strip()])
-
-
-def _check_writable(path: Path | None, option: str) -> None:
-    """Find out before the run, not after it. Leaves no file behind."""
-    if path is None:
-        return
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}; choose a file that can be written") from error
-    if not existed:
-        path.unlink()
-
-
-def _check_plot(path: Path | None) -> None:
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
 
 
 def _run(work: Workload, chosen: list[Row], disk_path: str | None) -> Result:

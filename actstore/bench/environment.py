@@ -16,7 +16,7 @@ from actstore._version import __version__
 from actstore.bench.trainer import cores
 from actstore.bench.workload import text_digest
 
-PACKAGES = ("numpy", "numba", "bitsandbytes", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("numpy", "numba", "bitsandbytes", "blosc2", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def environment() -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Result:
 
     def to_json(self) -> str:
         """Strict JSON: a figure that is not finite becomes null (`loss_hex` still tells)."""
-        return json.dumps(_finite(asdict(self)), indent=2, allow_nan=False) + "\n"
+        return json.dumps(finite(asdict(self)), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -124,9 +124,9 @@ class Result:
         path.write_text(self.to_json(), encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,46 @@
 """Codecs: pure functions from dense tensors to bytes and back."""
 
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
+from actstore.codecs.bit1 import Bit1
+from actstore.codecs.e5m6 import E5m6
+from actstore.codecs.expack import Expack
+from actstore.codecs.fp8 import Fp8
+from actstore.codecs.hadamard128 import Hadamard128
+from actstore.codecs.int2 import Int2
+from actstore.codecs.int4 import Int4
 from actstore.codecs.int8 import Int8
+from actstore.codecs.intpack import Intpack
+from actstore.codecs.lz4 import Lz4
+from actstore.codecs.nf4 import Nf4
+from actstore.codecs.nm import Nm
 from actstore.codecs.raw import Raw
 from actstore.codecs.registry import get, names
+from actstore.codecs.topk import Topk
+from actstore.codecs.zmask import Zmask
+from actstore.codecs.zstd import Zstd
 
-__all__ = ["AtMost", "Bound", "Codec", "Exact", "Int8", "Raw", "Size", "get", "names"]
+__all__ = [
+    "AtMost",
+    "Bit1",
+    "Bound",
+    "Codec",
+    "E5m6",
+    "Exact",
+    "Expack",
+    "Fp8",
+    "Hadamard128",
+    "Int2",
+    "Int4",
+    "Int8",
+    "Intpack",
+    "Lz4",
+    "Nf4",
+    "Nm",
+    "Raw",
+    "Size",
+    "Topk",
+    "Zmask",
+    "Zstd",
+    "get",
+    "names",
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from actstore.errors import ChainError
 from actstore.spec import Spec
 
 
@@ -54,9 +55,12 @@ class Codec(ABC):
     lossless : every element comes back bit for bit
     keyed : rounds with random bits, drawn from the `key` of `encode`: the same key gives the same bytes everywhere
     shaped : the payload depends on the shape, not only on the elements in storage order
+    chained : what it writes goes through an inner codec
+    reproducible : `encode` writes the same bytes in every version of the libraries that do the work
     """
 
     name: ClassVar[str]
+    reproducible: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -69,6 +73,10 @@ class Codec(ABC):
     @property
     def shaped(self) -> bool:
         return False
+
+    @property
+    def chained(self) -> bool:
+        return any(isinstance(getattr(self, field.name), Codec) for field in fields(self))
 
     @abstractmethod
     def accepts(self, dtype: torch.dtype) -> bool:
@@ -124,3 +132,21 @@ class Codec(ABC):
         PayloadError : `buf` is smaller than the payload must be, or on a CPU holds what no `encode` writes, where the
             codec can tell
         """
+
+
+def require_leaf(outer: str, inner: object) -> None:
+    """Check the inner codec of a chain that can hold one codec and no more.
+
+    Raises
+    ------
+    ChainError : `inner` is no codec, or has an inner codec of its own
+    """
+    if not isinstance(inner, Codec):
+        call = f"; call it: {inner.__name__}()" if isinstance(inner, type) and issubclass(inner, Codec) else ""
+        raise ChainError(f"{outer} takes a codec such as Int8() or Raw() inside, not {inner!r}{call}", inner=inner)
+    if inner.chained:
+        raise ChainError(
+            f"{outer}({inner.name}(...)) is refused: {inner.name} has an inner codec of its own, and {outer} takes one "
+            f"that has none; write {outer}(int8) or {outer}(raw)",
+            inner=inner,
+        )

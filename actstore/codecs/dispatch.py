@@ -7,14 +7,14 @@ from abc import abstractmethod
 from dataclasses import fields
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
-from actstore.errors import ActstoreError, KernelUnavailable, PayloadError, SpecError
+from actstore.codecs.checks import check_buffers, check_dtype
+from actstore.errors import KernelUnavailable, PayloadError, SpecError
 from actstore.kernels.base import LENGTH_NBYTES, Kernels
-from actstore.layout import layout_of
 from actstore.spec import Spec
 
 
@@ -24,7 +24,10 @@ class KernelCodec(Codec):
     The kernels live in ``actstore.kernels.<kernel_name>_cpu``, ``_cuda`` and ``_torch``.
     """
 
-    exact: ClassVar[bool] = True
+    @property
+    def exact(self) -> bool:
+        """Whether `_nbytes` is the size of the payload and not only a bound. Subclasses set it as a class attribute."""
+        return True
 
     @property
     def kernel_name(self) -> str:
@@ -34,37 +37,54 @@ class KernelCodec(Codec):
         """What ``kernels(dtype, device, **options)`` gets: the fields of the codec."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+        """The kernels of one back end, ``cpu``, ``cuda`` or ``torch``.
+
+        Raises
+        ------
+        KernelUnavailable : a package that they need is not installed
+        """
+        module = import_module(f"actstore.kernels.{self.kernel_name}_{back_end}")
+        kernels: Kernels = module.kernels(dtype, device, **self._options())
+        return kernels
+
     @abstractmethod
     def _nbytes(self, numel: int, itemsize: int) -> int:
         """Bytes of the payload of `numel` elements; the most that it can have where the codec is not `exact`."""
 
-    def _shape_args(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
         """What the kernels of a `shaped` codec get after the key."""
         return ()
 
+    def _shaped_nbytes(self, numel: int, itemsize: int, shape_args: tuple[int, ...]) -> int:
+        """`_nbytes` of a codec whose payload depends on the shape."""
+        return self._nbytes(numel, itemsize)
+
     def size(self, spec: Spec) -> Size:
-        self._check_dtype(spec.dtype)
-        nbytes = self._nbytes(spec.numel, spec.dtype.itemsize)
+        check_dtype(self, spec.dtype)
+        shape_args = self._shape_args(spec.shape, spec.stride)
+        nbytes = self._shaped_nbytes(spec.numel, spec.dtype.itemsize, shape_args)
         return Exact(nbytes) if self.exact else AtMost(nbytes)
 
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
         bound = self.bind(src)
-        self._check(src, out, bound.nbytes, "encode", SpecError)
+        check_buffers(self, src, out, bound.nbytes, "encode", SpecError)
         return bound.encode(src, out, key)
 
     def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
         bound = self.bind(out)
         needed = bound.nbytes if self.exact else min(bound.nbytes, LENGTH_NBYTES)
-        self._check(out, buf, needed, "decode", PayloadError)
+        check_buffers(self, out, buf, needed, "decode", PayloadError)
         bound.decode(buf, out, key)
 
     def bind(self, src: torch.Tensor) -> Bound:
         kernels = self._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or self._prepare(src)
         numel = src.numel()
-        nbytes = self._nbytes(numel, src.dtype.itemsize)
+        shape = self._shape_args(src.shape, src.stride())
+        nbytes = self._shaped_nbytes(numel, src.dtype.itemsize, shape)
         if not numel:
             return Bound(nbytes, self.exact, _nothing, _nothing)
-        run_encode, run_decode, shape = kernels.encode, kernels.decode, self._shape_args(src)
+        run_encode, run_decode = kernels.encode, kernels.decode
         exact = self.exact
 
         def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
@@ -85,43 +105,10 @@ class KernelCodec(Codec):
         return {field.name: getattr(self, field.name) for field in fields(self)}  # compiled kernels are not pickled
 
     def _prepare(self, tensor: torch.Tensor) -> Kernels:
-        self._check_dtype(tensor.dtype)
+        check_dtype(self, tensor.dtype)
         kernels = find_kernels(self.kernel_name, tensor.dtype, tensor.device, self._options())
         self._kernels[tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)] = kernels
         return kernels
-
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        if not self.accepts(dtype):
-            raise SpecError(
-                f"{self.name} does not take {str(dtype).removeprefix('torch.')}; "
-                "use 'raw', which takes every dtype, or 'keep'",
-                codec=self.name,
-                dtype=dtype,
-            )
-
-    def _check(
-        self, tensor: torch.Tensor, payload: torch.Tensor, nbytes: int, verb: str, short: type[ActstoreError]
-    ) -> None:
-        """Say what is wrong with the arguments, if something is."""
-        spec = Spec.of(tensor)
-        where = f"{self.name} {verb} of {spec}"
-        if payload.dtype is not torch.uint8 or not payload.is_contiguous():
-            raise SpecError(f"{where}: the payload must be contiguous uint8, but is {Spec.of(payload)}", spec=spec)
-        if payload.device != tensor.device:
-            raise SpecError(f"{where}: the payload is on {payload.device}; give a buffer on {tensor.device}", spec=spec)
-        if payload.numel() < nbytes:
-            raise short(
-                f"{where}: the payload has {payload.numel()} bytes, but {nbytes} are needed",
-                spec=spec,
-                nbytes=payload.numel(),
-                needed=nbytes,
-            )
-        if not layout_of(spec.shape, spec.stride).dense:
-            raise SpecError(f"{where}: the strides leave gaps or overlap; pass tensor.contiguous()", spec=spec)
-        if tensor.is_neg() or tensor.is_conj():
-            raise SpecError(
-                f"{where}: its negation or conjugation is pending; pass tensor.resolve_neg().resolve_conj()", spec=spec
-            )
 
 
 def find_kernels(name: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> Kernels:

@@ -1,14 +1,16 @@
-"""int8: symmetric 8-bit blocks. The format: csrc/int8.md."""
+"""int8: 8-bit blocks, symmetric or affine. The formats: csrc/int8.md, csrc/affine.md."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ConfigError
+from actstore.kernels.affine import sections
+from actstore.layout import layout_of
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256, 512, 1024)
@@ -21,6 +23,11 @@ class Int8(KernelCodec):
     Parameters
     ----------
     group : elements that share a scale, a power of two from 32 to 1024: 8 + 16 / `group` bits per element
+    affine : whether codes count from the minimum of the group, which is stored beside the scale (16 / `group` bits
+        more): half the error for data of one sign
+    axis : which elements form a group: ``element``, consecutive ones in storage order; ``token``, those of `group`
+        consecutive rows in one column, where a row is the dimension with the least stride. Channels that are much
+        larger than the others then spoil no one else's scale
 
     Raises
     ------
@@ -32,17 +39,35 @@ class Int8(KernelCodec):
     ``s <= m / 127 * (1 + 2**-7)`` its scale, ``|x - decode(encode(x))| <= s / 2`` plus half a unit in the last place of
     the dtype; a group with ``m < 2**-110`` decodes to zeros. NaN and Inf decode to NaN and leave their group alone; a
     finite value never decodes to Inf; -0.0 decodes to +0.0.
+
+    Affine: the same with ``m`` the finite minimum of a group, rounded down to bfloat16, and
+    ``s <= (max - m) / 254 * (1 + 2**-7)``; a group of one bfloat16 number comes back exactly, one with
+    ``max - m < 2**-80`` decodes to ``m``.
     """
 
     name = "int8"
     lossless = False
 
     group: int = 128
+    affine: bool = False
     round: Literal["nearest", "stochastic", "dither"] = "nearest"
+    axis: Literal["element", "token"] = "element"
 
     @property
     def keyed(self) -> bool:
         return self.round != "nearest"
+
+    @property
+    def shaped(self) -> bool:
+        return self.axis == "token"
+
+    @property
+    def kernel_name(self) -> str:
+        return "affine" if self.affine else "int8_token" if self.axis == "token" else "int8"
+
+    def _options(self) -> dict[str, Any]:
+        options = {"group": self.group, "round": self.round}
+        return {"bits": 8, **options} if self.affine else options
 
     def __post_init__(self) -> None:
         if type(self.group) is not int or self.group not in GROUPS:
@@ -50,9 +75,30 @@ class Int8(KernelCodec):
                 f"int8(group={self.group!r}) does not exist; choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
                 group=self.group,
             )
+        if self.affine and self.axis == "token":
+            raise ConfigError(
+                "int8(affine, axis=token) does not exist: the values of one channel over tokens are seldom of one "
+                "sign; leave out affine or axis",
+                axis=self.axis,
+            )
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
+        if self.affine:
+            return sections(numel, 8, self.group).nbytes
         return ((numel + 15) & -16) + 2 * -(-numel // self.group)
+
+    def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+        """Elements in a row of the storage, 1 for tensors of fewer than two dimensions."""
+        if self.axis == "element":
+            return ()
+        compact = layout_of(shape, stride).compact
+        return (compact[0][-1] or 1 if compact and len(compact[0]) > 1 else 1,)
+
+    def _shaped_nbytes(self, numel: int, itemsize: int, shape_args: tuple[int, ...]) -> int:
+        if self.axis == "element":
+            return self._nbytes(numel, itemsize)
+        (columns,) = shape_args
+        return ((numel + 15) & -16) + 2 * columns * -(-numel // (columns * self.group))

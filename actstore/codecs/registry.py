@@ -5,11 +5,28 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from actstore.codecs.base import Codec
+from actstore.codecs.bit1 import Bit1
+from actstore.codecs.e5m6 import E5m6
+from actstore.codecs.expack import Expack
+from actstore.codecs.fp8 import Fp8
+from actstore.codecs.hadamard128 import Hadamard128
+from actstore.codecs.int2 import Int2
+from actstore.codecs.int4 import Int4
 from actstore.codecs.int8 import Int8
+from actstore.codecs.intpack import Intpack
+from actstore.codecs.lz4 import Lz4
+from actstore.codecs.nf4 import Nf4
+from actstore.codecs.nm import Nm
 from actstore.codecs.raw import Raw
+from actstore.codecs.topk import Topk
+from actstore.codecs.zmask import Zmask
+from actstore.codecs.zstd import Zstd
 from actstore.errors import UnknownCodecError
 
-_TYPES: dict[str, type[Codec]] = {codec.name: codec for codec in (Raw, Int8)}
+_TYPES: dict[str, type[Codec]] = {
+    codec.name: codec
+    for codec in (Raw, Int8, Int4, Int2, Zmask, Topk, Nm, Bit1, Fp8, Expack, E5m6, Nf4, Intpack, Hadamard128, Zstd, Lz4)
+}
 
 
 def names() -> tuple[str, ...]:

@@ -36,13 +36,29 @@ INF_F16 = u16(0x7C00)
 # Any: numba's own annotations describe the Python side of a compiled function, not what it compiles to
 types: Any = numba.types
 intrinsic: Any = _intrinsic
+constant_intrinsic: Any = _intrinsic(prefer_literal=True)  # for arguments that are constants of the kernel
 cgutils: Any = _cgutils
-# (source, target, numel, key, extra, first, last): units first..last of `numel` elements; what `extra` is, and what a
-# unit is, each kernel says
-kernel: Any = numba.njit(
+llvm: Any = ir  # for intrinsics that stand elsewhere
+inline: Any = numba.njit(forceinline=True, error_model="numpy")
+_compiled: Any = numba.njit(
     "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
 )
-inline: Any = numba.njit(forceinline=True, error_model="numpy")
+
+
+def kernel(run: Any) -> Any:
+    """Compile ``run(source, target, numel, key, extra, first, last)``, or read it from numba's cache on disk.
+
+    It works on units `first` to `last` of `numel` elements; what `extra` is, and what a unit is, each kernel says.
+
+    Notes
+    -----
+    numba keeps all functions of one factory in one index on disk, without a lock: when two processes save two of them
+    at once, the code of one can end up under the key of the other, and that kernel then runs in its place for ever.
+    With the constants that the factory closed over in its name, each function has an index of its own.
+    """
+    constants = (cell.cell_contents for cell in run.__closure__ or ())
+    run.__qualname__ = "_".join([run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)])
+    return _compiled(run)
 
 
 def _pointer_to(element: Any) -> Any:
@@ -60,6 +76,10 @@ u8_at = _pointer_to(types.uint8)
 i8_at = _pointer_to(types.int8)
 u16_at = _pointer_to(types.uint16)
 u32_at = _pointer_to(types.uint32)
+u64_at = _pointer_to(types.uint64)
+i16_at = _pointer_to(types.int16)
+i32_at = _pointer_to(types.int32)
+i64_at = _pointer_to(types.int64)
 
 
 def stack_of(nbytes: int) -> Any:
@@ -68,7 +88,8 @@ def stack_of(nbytes: int) -> Any:
     @intrinsic
     def stack(_typing: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), nbytes))
+            # of words, not bytes: numba stores zeros in each element, and LLVM takes seconds over thousands of them
+            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(512), -(-nbytes // 64)))
             memory.align = 64
             return builder.ptrtoint(memory, ir.IntType(64))
 

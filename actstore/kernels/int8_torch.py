@@ -26,7 +26,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
             first, last = start // group, -(-(start + count) // group)
             values = grouped(storage_slice(src, start, count).to(torch.float32), group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
-            found, scales[first:last] = _encode(values, noise)
+            found, scales[first:last] = quantize(values, noise)
             codes[start : start + count] = found.view(-1)[:count]
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
@@ -43,8 +43,8 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
     return Kernels(encode, decode)
 
 
-def _encode(groups: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, int8, and scales of float32 (groups, group)."""
+def quantize(groups: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, int8, and scales of float32 (groups, group), or (groups, group, columns) with one scale per column."""
     magnitudes = groups.view(torch.int32) & 0x7FFFFFFF
     finite = magnitudes < INF
     top = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)

@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from actstore.bench import cli
+from actstore.bench import cli, files
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 2, "threads": 1}
 TINY = ["bench", *(f"--{name}={value}" for name, value in SIZES.items())]
@@ -76,7 +76,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_a_probe_for_writing_leaves_nothing_and_keeps_what_is_there(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     old.write_text("old")
-    cli._check_writable(old, "--json")
-    cli._check_writable(tmp_path / "new.json", "--json")
+    files.check_writable(old, "--json")
+    files.check_writable(tmp_path / "new.json", "--json")
     assert old.read_text() == "old"
     assert not (tmp_path / "new.json").exists()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from actstore.bench.codecs.contenders import OurTrip, select
 from actstore.bench.environment import environment
 from actstore.bench.result import Result
 from actstore.codecs import Int8, Raw
-from benchmarks import gpu, gpu_device, gpu_page, gpu_train, hotpath
+from benchmarks import gpu, gpu_device, gpu_page, gpu_sanitizer, gpu_train, hotpath
 
 COPY = {"ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "gbps": 1000.0}
 
@@ -38,11 +39,29 @@ def test_the_chain_saves_one_tensor_of_4_kb_for_each_operator() -> None:
         assert sizes == [4096] * 5
 
 
-def test_kernels_that_are_wrong_are_found() -> None:
-    source = torch.randn(1000)
-    for codec, limit in ((Raw(), 0.0), (Int8(), gpu_device.INT8_ERROR)):
-        payload = torch.empty(codec.size(gpu_device.Spec.of(source)).nbytes, dtype=torch.uint8)
-        assert gpu_device.check(codec, source, payload, torch.empty_like(source)) <= limit
+@pytest.mark.parametrize(
+    ("text", "dtype", "name"),
+    [("raw", torch.bfloat16, "gaussian"), ("int8", torch.float32, "gaussian"), ("zmask", torch.bfloat16, "relu")],
+)
+def test_a_row_of_a_kernel(text: str, dtype: torch.dtype, name: str) -> None:
+    (contender,), _ = select([text])
+    row = gpu_device.kernel_row(contender, dtype, name, 1.0, "cpu", nbytes=1 << 22)
+    assert row["correct"]
+    assert (row["error"] == 0) == (text != "int8")
+    assert row["ratio"] >= 1
+
+
+@pytest.mark.parametrize("way", ["nothing is written", "another value"])
+def test_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    (contender,), _ = select(["int8"])
+    decode = OurTrip.decode
+    if way == "another value":
+        monkeypatch.setattr(OurTrip, "decode", lambda trip: decode(trip) * 1.001)
+    else:
+        monkeypatch.setattr(OurTrip, "decode", lambda trip: trip.out)
+    row = gpu_device.kernel_row(contender, torch.float32, "gaussian", 1.0, "cpu", nbytes=1 << 22)
+    assert not row["correct"]
+    assert row["error"] < 0.01 or way == "nothing is written"
 
 
 def test_rate() -> None:
@@ -97,6 +116,32 @@ def test_every_part_has_its_page_and_its_limit() -> None:
     assert gpu.TOTAL_S < 9 * 60
 
 
+def test_without_the_sanitizer_its_part_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py"])
+    monkeypatch.setattr(gpu_sanitizer, "sanitizer", lambda: None)
+    assert gpu_sanitizer.main() == 0
+    assert capsys.readouterr().out.startswith("not run: compute-sanitizer is not installed")
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, "0 errors"), (9, "2 errors")])
+def test_what_the_sanitizer_finds_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho '========= ERROR SUMMARY: {words}'\nexit {code}\n")
+    program.chmod(0o755)
+    assert gpu_sanitizer.run(str(program)) == (code != 0)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last == f"memcheck: {words}; racecheck: {words}; synccheck: {words}"
+
+
+def test_the_sanitizer_sees_every_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sanitizer.find, "variants", lambda: [Int8(), Raw()])
+    assert gpu_sanitizer.trips("cpu") == 2 * 3 * len(gpu_sanitizer.SHAPES)
+
+
 def test_results_are_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fake_environment() -> dict[str, Any]:
         return environment() | {"gpu": "Some GPU (80 GB)"}
@@ -115,10 +160,20 @@ def test_results_are_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_page_shows_what_was_measured_and_nothing_else(result: Result) -> None:
     env = environment() | {"gpu": "Some GPU"}
-    kernel = {"codec": "int8", "dtype": "float32", "error": 0.006, "correct": True, "encode": COPY | {"of_copy": 0.9}}
+    kernel = {"codec": "int8", "dtype": "float32", "data": "gaussian"}
+    measured = kernel | {"error": 0.006, "ratio": 3.94, "correct": True, "encode": COPY | {"of_copy": 0.9}}
     figures: dict[str, Any] = {
         "ceilings": {"nbytes": 2**20, "device_copy": COPY},
-        "kernels": {"nbytes": 2**20, "device_copy": COPY, "rows": [kernel, kernel | {"correct": False}]},
+        "kernels": {
+            "nbytes": 2**20,
+            "device_copy": COPY,
+            "rows": [
+                measured,
+                measured | {"correct": False},
+                kernel | {"correct": False, "failed": "KernelBuildError: no"},
+                kernel | {"left_out": "runs on a CPU"},
+            ],
+        },
         "main": gpu.json.loads(result.to_json()),
         "hotpath": {"unit_us": 2.5, "rows": {"kept": {"added_us": 5.0, "chain": 2.0, "direct": 2.1}}},
     }
@@ -128,9 +183,14 @@ def test_the_page_shows_what_was_measured_and_nothing_else(result: Result) -> No
     }
     parts["exact"] = {"environment": env, "status": "stopped", "seconds": 9.0, "said": "a | b", "figures": None}
     page = gpu_page.page({"gpu": "Some GPU", "parts": parts})
-    for words in ("| device copy, read plus written | 1000.0 |", "| int8 float32 | 6.00e-03 | 1000 | 90 % | - | - |"):
+    for words in (
+        "| device copy, read plus written | 1000.0 |",
+        "| int8 float32 | gaussian | 3.94 | 0.600 % | 1000 | 90 % | - | - |",
+    ):
         assert words in page
     assert "**WRONG**" in page
+    assert "- int8 float32 **failed**: KernelBuildError: no" in page
+    assert "- int8 float32 is left out: runs on a CPU" in page
     assert "pinned host" not in page
     assert "**stopped** after 9.0 s: a \\| b" in page
     assert "- raw @ disk failed: OSError: the disk is full" in page

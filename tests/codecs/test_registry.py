@@ -5,11 +5,12 @@ from actstore.errors import UnknownCodecError
 
 
 def test_names():
-    assert names() == ("raw", "int8")
-    assert [get(name) for name in names()] == [Raw, Int8]
+    assert names()[:2] == ("raw", "int8")
+    assert [get(name) for name in names()][:2] == [Raw, Int8]
+    assert [get(name).name for name in names()] == list(names())
 
 
-@pytest.mark.parametrize(("name", "words"), [("int9", "did you mean 'int8'"), ("zstd", "there are 'raw', 'int8'")])
+@pytest.mark.parametrize(("name", "words"), [("int9", "did you mean 'int8'"), ("wavelet", "there are 'raw', 'int8'")])
 def test_unknown_names(name, words):
     with pytest.raises(UnknownCodecError, match=words) as caught:
         get(name)

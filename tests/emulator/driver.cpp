@@ -88,7 +88,7 @@ int main() {
         run(name, arguments, blocks, threads);
         flush_denormals(false);
         for (const Argument& argument : arguments)
-            if (argument.is_buffer) fwrite(argument.data.data() + argument.offset, 1, argument.value, stdout);
+            if (argument.is_buffer && argument.value) fwrite(argument.data.data() + argument.offset, 1, argument.value, stdout);
         fflush(stdout);
     }
 }

@@ -1,7 +1,8 @@
 """Bytes that were stored once must decode to the same values, and the same values encode to them, for ever.
 
 A file holds cases: codec, its options, dtype, key, columns, and the bytes of the elements, of the payload and of what
-came back, in hexadecimal. Cases are added (``python -m tests.golden.add``), never changed.
+came back, in hexadecimal. What a codec that is not `reproducible` encodes may change with the library that it is made
+of; what it encoded must decode. Cases are added (``python -m tests.golden.add``), never changed.
 """
 
 import json
@@ -38,8 +39,11 @@ def test_stored_bytes(case):
     assert case["key"] == KEY
     for way in implementations(codec, tensor.dtype):
         _, out = aligned(codec.size(Spec.of(tensor)).nbytes)
-        way.encode(tensor, out)
-        assert bytes(out[: len(payload)].tolist()) == payload
+        if codec.reproducible:
+            way.encode(tensor, out)
+            assert bytes(out[: len(payload)].tolist()) == payload
+        else:
+            out[: len(payload)] = tensor_of(payload, torch.uint8)
         back = torch.empty_like(tensor)
         way.decode(out[: len(payload)], back)
         assert storage_bytes(back) == decoded

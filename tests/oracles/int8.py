@@ -13,7 +13,11 @@ from tests.oracles import philox
 
 VARIANTS = (
     *(Int8(group) for group in (32, 64, 128, 256, 512, 1024)),
-    *(Int8(group, round) for group in (32, 128, 1024) for round in ("stochastic", "dither")),  # noqa: A001
+    *(Int8(group, round=round) for group in (32, 128, 1024) for round in ("stochastic", "dither")),  # noqa: A001
+    Int8(axis="token"),
+    *(Int8(32, round=round, axis="token") for round in ("stochastic", "dither")),  # noqa: A001
+    *(Int8(group, affine=True) for group in (32, 128, 1024)),
+    *(Int8(64, affine=True, round=round) for round in ("stochastic", "dither")),  # noqa: A001
 )
 
 Floats = npt.NDArray[np.float32]
@@ -61,21 +65,52 @@ def encode_group(values: Floats, noise: Floats) -> tuple[npt.NDArray[np.int8], F
     return codes, scale
 
 
-def encode(data: bytes, dtype: str, group: int = 128, round: str = "nearest", key: int = 0) -> bytes:  # noqa: A002
+def groups(numel: int, group: int, columns: int) -> list[npt.NDArray[np.int64]]:
+    """The elements of each group, in the order of the scales: those of `group` rows of `columns` in one column."""
+    blocks = [np.arange(start, numel)[: group * columns] for start in range(0, numel, group * columns)]
+    return [block[column::columns] for block in blocks for column in range(columns)]
+
+
+def encode(
+    data: bytes,
+    dtype: str,
+    group: int = 128,
+    round: str = "nearest",  # noqa: A002
+    axis: str = "element",
+    key: int = 0,
+    columns: int = 1,
+    affine: bool = False,
+) -> bytes:
+    if affine:
+        return _affine().encode(data, dtype, 8, group, round, key)
     values = to_float32(data, dtype)
     noise = np.zeros(len(values), np.float32) if round == "nearest" else philox.offsets(0, len(values), key)
-    codes, scales = b"", b""
-    for start in range(0, len(values), group):
-        group_codes, scale = encode_group(values[start : start + group], noise[start : start + group])
-        codes += group_codes.tobytes()
+    codes, scales = np.zeros(len(values), np.int8), b""
+    for members in groups(len(values), group, columns):
+        codes[members], scale = encode_group(values[members], noise[members])
         scales += (scale.view(np.uint32) >> 16).astype("<u2").tobytes()
-    return codes + bytes(-len(codes) % 16) + scales
+    return codes.tobytes() + bytes(-len(codes) % 16) + scales
 
 
-def decode(payload: bytes, numel: int, dtype: str, group: int = 128, round: str = "nearest", key: int = 0) -> bytes:  # noqa: A002
+def decode(
+    payload: bytes,
+    numel: int,
+    dtype: str,
+    group: int = 128,
+    round: str = "nearest",  # noqa: A002
+    axis: str = "element",
+    key: int = 0,
+    columns: int = 1,
+    affine: bool = False,
+) -> bytes:
+    if affine:
+        return _affine().decode(payload, numel, dtype, 8, group, round, key)
     codes = np.frombuffer(payload, np.int8, numel)
-    bits = np.frombuffer(payload, "<u2", -(-numel // group), offset=-(-numel // 16) * 16).astype(np.uint32) << 16
-    scales = np.repeat(bits.view(np.float32), group)[:numel]
+    places = groups(numel, group, columns)
+    bits = np.frombuffer(payload, "<u2", len(places), offset=-(-numel // 16) * 16).astype(np.uint32) << 16
+    scales = np.zeros(numel, np.float32)
+    for members, scale in zip(places, bits.view(np.float32), strict=True):
+        scales[members] = scale
     steps = codes.astype(np.float32)
     if round == "dither":
         steps = steps - philox.offsets(0, numel, key)
@@ -83,3 +118,9 @@ def decode(payload: bytes, numel: int, dtype: str, group: int = 128, round: str 
         values = steps * scales
     values = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
     return from_float32(np.where(codes == -128, np.float32(np.nan), values), dtype)
+
+
+def _affine():
+    from tests.oracles import affine  # which needs this module
+
+    return affine

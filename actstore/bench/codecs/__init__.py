@@ -1,0 +1,1 @@
+"""``actstore bench codecs``: ratio, speed and error of the codecs on synthetic activations."""

@@ -1,0 +1,37 @@
+"""Checks of the files that a command will write, before it runs for minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actstore.errors import ConfigError
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Find out before the run, not after it. Leaves no file behind.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written
+    """
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}; choose a file that can be written") from error
+    if not existed:
+        path.unlink()
+
+
+def check_plot(path: Path | None) -> None:
+    """Find out whether there is a picture of this kind.
+
+    Raises
+    ------
+    ConfigError : another ending than .png, .svg or .pdf
+    """
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")

@@ -1,0 +1,49 @@
+"""What codecs of affine blocks share. The format: csrc/affine.md."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from actstore.codecs.dispatch import KernelCodec
+from actstore.errors import ConfigError
+from actstore.kernels.affine import sections
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+GROUPS = (32, 64, 128, 256)
+
+
+class AffineCodec(KernelCodec):
+    """Codes of `bits` bits, and a bfloat16 scale and minimum per `group` consecutive elements in storage order."""
+
+    lossless = False
+    bits: ClassVar[int]
+
+    group: int
+    round: str
+
+    @property
+    def keyed(self) -> bool:
+        return self.round != "nearest"
+
+    @property
+    def kernel_name(self) -> str:
+        return "affine"
+
+    def __post_init__(self) -> None:
+        if type(self.group) is not int or self.group not in GROUPS:
+            raise ConfigError(
+                f"{self.name}(group={self.group!r}) does not exist; "
+                f"choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
+                group=self.group,
+            )
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    def _options(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group": self.group, "round": self.round}
+
+    def _nbytes(self, numel: int, itemsize: int) -> int:
+        return sections(numel, self.bits, self.group).nbytes

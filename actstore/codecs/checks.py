@@ -1,0 +1,57 @@
+"""What every codec checks before it reads or writes."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.codecs.base import Codec
+from actstore.errors import ActstoreError, SpecError
+from actstore.layout import layout_of
+from actstore.spec import Spec
+
+
+def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
+    """Say what to use instead, where a codec does not take a dtype.
+
+    Raises
+    ------
+    SpecError : it does not
+    """
+    if not codec.accepts(dtype):
+        raise SpecError(
+            f"{codec.name} does not take {str(dtype).removeprefix('torch.')}; "
+            "use 'raw', which takes every dtype, or 'keep'",
+            codec=codec.name,
+            dtype=dtype,
+        )
+
+
+def check_buffers(
+    codec: Codec, tensor: torch.Tensor, payload: torch.Tensor, nbytes: int, verb: str, short: type[ActstoreError]
+) -> None:
+    """Say what is wrong with a tensor and its payload of at least `nbytes`, if something is.
+
+    Raises
+    ------
+    SpecError : the kind, the device or the strides of one of them
+    short : the payload is smaller
+    """
+    spec = Spec.of(tensor)
+    where = f"{codec.name} {verb} of {spec}"
+    if payload.dtype is not torch.uint8 or not payload.is_contiguous():
+        raise SpecError(f"{where}: the payload must be contiguous uint8, but is {Spec.of(payload)}", spec=spec)
+    if payload.device != tensor.device:
+        raise SpecError(f"{where}: the payload is on {payload.device}; give a buffer on {tensor.device}", spec=spec)
+    if payload.numel() < nbytes:
+        raise short(
+            f"{where}: the payload has {payload.numel()} bytes, but {nbytes} are needed",
+            spec=spec,
+            nbytes=payload.numel(),
+            needed=nbytes,
+        )
+    if not layout_of(spec.shape, spec.stride).dense:
+        raise SpecError(f"{where}: the strides leave gaps or overlap; pass tensor.contiguous()", spec=spec)
+    if tensor.is_neg() or tensor.is_conj():
+        raise SpecError(
+            f"{where}: its negation or conjugation is pending; pass tensor.resolve_neg().resolve_conj()", spec=spec
+        )

@@ -1,0 +1,66 @@
+"""fp8: blocks of 8-bit floats, e4m3. The format: csrc/fp8.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.int8 import DTYPES, GROUPS
+from actstore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Fp8(KernelCodec):
+    """One e4m3 float per element and one bfloat16 scale per `group` consecutive elements in storage order.
+
+    Parameters
+    ----------
+    group : elements that share a scale, a power of two from 32 to 1024: 8 + 16 / `group` bits per element
+    scale : ``linear`` maps the largest magnitude of a group to 448, the largest e4m3 value; ``pow2`` takes the next
+        power of two above, so that scaling changes no mantissa
+    round : ``nearest``, or ``stochastic``: unbiased, by random bits
+
+    Raises
+    ------
+    ConfigError : another group size, scale or rounding
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16. With ``s`` the scale of a group, at most ``m / 448 * (1 + 2**-7)`` (``pow2``:
+    ``m / 224``) for its largest finite magnitude ``m``, ``|x - decode(encode(x))| <= max(|x| / 16, s / 1024)`` plus half
+    a unit in the last place of the dtype, twice that for ``stochastic``; a group with ``m < 2**-98`` decodes to zeros.
+    NaN and Inf decode to NaN and leave their group alone; a finite value never decodes to Inf; -0.0 stays -0.0.
+    """
+
+    name = "fp8"
+    lossless = False
+
+    group: int = 128
+    scale: Literal["linear", "pow2"] = "linear"
+    round: Literal["nearest", "stochastic"] = "nearest"
+
+    @property
+    def keyed(self) -> bool:
+        return self.round != "nearest"
+
+    def __post_init__(self) -> None:
+        if type(self.group) is not int or self.group not in GROUPS:
+            raise ConfigError(
+                f"fp8(group={self.group!r}) does not exist; choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
+                group=self.group,
+            )
+        if self.scale not in ("linear", "pow2"):
+            raise ConfigError(f"fp8(scale={self.scale!r}) does not exist; choose linear or pow2", scale=self.scale)
+        if self.round not in ("nearest", "stochastic"):
+            raise ConfigError(
+                f"fp8(round={self.round!r}) does not exist; choose nearest or stochastic", round=self.round
+            )
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    def _nbytes(self, numel: int, itemsize: int) -> int:
+        return ((numel + 15) & -16) + 2 * -(-numel // self.group)

@@ -1,0 +1,88 @@
+"""hadamard128: a random rotation before a lossy codec. The format: csrc/hadamard128.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actstore.codecs.base import Codec, require_leaf
+from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.int4 import Int4
+from actstore.errors import ChainError
+from actstore.kernels.hadamard128 import ROTATED
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Hadamard128(KernelCodec):
+    """Each 128 consecutive elements, rotated by random signs and a Walsh-Hadamard transform, through `inner`.
+
+    The rotation spreads an outlier over its 128 elements, which helps codecs with few levels where outliers are rare,
+    and hurts data of one sign or with many zeros.
+
+    Parameters
+    ----------
+    inner : a lossy codec that takes float32 and has no inner codec
+
+    Raises
+    ------
+    ChainError : another kind of inner codec
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16. Bits per element are those of `inner`, the last 128 elements counted as a whole.
+    The rotation keeps lengths: the error of a group, as the root of a sum of squares, is that of `inner` on the rotated
+    group, and at most ``2**-20`` of the group's length and half a unit in the last place of each element more.
+    Magnitudes below ``2**-96`` count as zero. 128 elements with one that is not finite, or with magnitudes whose sum is
+    beyond float32, come back as NaN, and so does whatever `inner` loses together with them. Needs the key of `encode`
+    to decode. Allocates float32 scratch of the size of the tensor.
+    """
+
+    name = "hadamard128"
+    lossless = False
+
+    inner: Codec = field(default_factory=Int4)
+
+    def __post_init__(self) -> None:
+        require_leaf(self.name, self.inner)
+        inner = self.inner
+        if isinstance(inner, KernelCodec) and inner.accepts(torch.float32) and not inner.lossless and not inner.shaped:
+            return
+        reason = (
+            "is lossless, so that a rotation gains nothing"
+            if inner.lossless
+            else "needs whole rows"
+            if inner.shaped
+            else "does not run on rotated float32 elements"
+        )
+        raise ChainError(
+            f"hadamard128({inner.name}) is refused: {inner.name} {reason}; "
+            "write hadamard128(int4), hadamard128(int8) or hadamard128(nf4)",
+            inner=inner,
+        )
+
+    @property
+    def exact(self) -> bool:
+        return self._leaf.exact
+
+    @property
+    def keyed(self) -> bool:
+        return True
+
+    @property
+    def _leaf(self) -> KernelCodec:
+        """The inner codec, as what `__post_init__` found it to be."""
+        assert isinstance(self.inner, KernelCodec)
+        return self.inner
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    def _options(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+    def _nbytes(self, numel: int, itemsize: int) -> int:
+        return self._leaf._nbytes(-(-numel // ROTATED) * ROTATED, torch.float32.itemsize)

@@ -1,0 +1,37 @@
+"""int4: affine 4-bit blocks. The format: csrc/affine.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from actstore.codecs.affine import AffineCodec
+
+
+@dataclass(frozen=True)
+class Int4(AffineCodec):
+    """Four bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+
+    Parameters
+    ----------
+    group : elements that share a scale, a power of two from 32 to 256: 4 + 32 / `group` bits per element
+    round : ``nearest``, ``stochastic`` (unbiased) or ``dither`` (unbiased, half the variance of stochastic, but a group
+        that is not constant loses its exact zeros)
+
+    Raises
+    ------
+    ConfigError : another group size
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16. With ``m`` the minimum of a group, rounded down to bfloat16, and
+    ``s <= (max - m) / 15 * (1 + 2**-7)`` its scale, ``|x - decode(encode(x))| <= s / 2`` (stochastic: ``s``) plus about
+    half a unit in the last place of the dtype; a group of one bfloat16 number comes back exactly. A group with NaN or
+    Inf decodes to NaN; a finite value never decodes to Inf; a group with ``max - m < 2**-80`` decodes to ``m``.
+    """
+
+    name = "int4"
+    bits = 4
+
+    group: int = 32
+    round: Literal["nearest", "stochastic", "dither"] = "nearest"

@@ -1,0 +1,66 @@
+"""nf4: blocks of 4-bit NormalFloat. The format: csrc/nf4.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.int8 import DTYPES
+from actstore.errors import ConfigError
+from actstore.kernels.base import round_up
+
+GROUPS = (32, 64, 128, 256)
+BNB_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Nf4(KernelCodec):
+    """One of the 16 NormalFloat4 values per element, scaled by the largest magnitude of `group` consecutive elements.
+
+    Parameters
+    ----------
+    group : elements that share a scale: 32, 64, 128 or 256: 4 + 16 / `group` bits per element
+    layout : ``plain`` stores the largest magnitude as bfloat16; ``bnb``, with groups of 64 only, writes what
+        ``bitsandbytes.functional.quantize_4bit`` writes, 4.5 bits per element
+
+    Raises
+    ------
+    ConfigError : another group size or layout, or a group other than 64 with ``layout=bnb``
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16. With ``a`` the stored largest magnitude of a group,
+    ``|x - decode(encode(x))| <= 0.152 * a`` plus half a unit in the last place of the dtype; a group with all
+    magnitudes below ``2**-110`` decodes to zeros. A group with NaN or Inf decodes to NaN; a finite value never decodes to
+    Inf; -0.0 decodes to +0.0.
+    """
+
+    name = "nf4"
+    lossless = False
+
+    group: int = 32
+    layout: Literal["plain", "bnb"] = "plain"
+
+    def __post_init__(self) -> None:
+        if type(self.group) is not int or self.group not in GROUPS:
+            raise ConfigError(
+                f"nf4(group={self.group!r}) does not exist; choose one of {', '.join(map(str, GROUPS))}",
+                group=self.group,
+            )
+        if self.layout not in ("plain", "bnb"):
+            raise ConfigError(f"nf4(layout={self.layout!r}) does not exist; choose plain or bnb", layout=self.layout)
+        if self.layout == "bnb" and self.group != BNB_GROUP:
+            raise ConfigError(
+                f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}; "
+                f"write nf4(group={BNB_GROUP}, layout=bnb)",
+                group=self.group,
+            )
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    def _nbytes(self, numel: int, itemsize: int) -> int:
+        return round_up((numel + 1) // 2) + (2 if self.layout == "plain" else 4) * -(-numel // self.group)

@@ -1,0 +1,30 @@
+"""hadamard128 on CUDA devices: csrc/hadamard128.cu."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from actstore.kernels import launch
+from actstore.kernels.base import Kernels
+from actstore.kernels.groups_cuda import SUFFIX, group_blocks
+from actstore.kernels.hadamard128 import ROTATED, around
+
+if TYPE_CHECKING:
+    from actstore.codecs.dispatch import KernelCodec
+
+
+def kernels(dtype: torch.dtype, device: torch.device, inner: KernelCodec) -> Kernels:
+    """Kernels for one dtype on one device, around those of the inner codec."""
+    run_forward, run_inverse = (
+        launch.launcher("hadamard128", f"hadamard128_{way}_{SUFFIX[dtype]}", device) for way in ("forward", "inverse")
+    )
+
+    def forward(src: torch.Tensor, scratch: torch.Tensor, numel: int, key: int) -> None:
+        run_forward(group_blocks(numel, ROTATED), src, scratch, numel, key)
+
+    def inverse(scratch: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        run_inverse(group_blocks(numel, ROTATED), scratch, out, numel, key)
+
+    return around(inner.kernels("cuda", torch.float32, device), device, forward, inverse)

@@ -1,0 +1,40 @@
+"""What payloads of tiles of bit planes share: their header."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.errors import PayloadError
+
+HEADER_NBYTES = 16  # the length and the number of elements
+TILE = 1024  # elements under one descriptor
+PLANE_NBYTES = TILE // 8
+
+
+def check_header(codec: str, payload: torch.Tensor, numel: int, least: int, most: int) -> int:
+    """The length of a payload, once its header is checked.
+
+    Parameters
+    ----------
+    least, most : bytes that a payload of `numel` elements has
+
+    Raises
+    ------
+    PayloadError : it is cut, or not of `numel` elements
+    """
+    if payload.numel() < HEADER_NBYTES:
+        raise PayloadError(f"a payload of {codec} ends after {payload.numel()} bytes, in its header")
+    length, count = payload[:HEADER_NBYTES].clone().view(torch.int64).tolist()
+    if count != numel or not least <= length <= most:
+        raise PayloadError(
+            f"a payload of {codec} with {length} bytes for {count} elements is none of {numel} elements, which has "
+            f"{least} to {most}",
+            numel=numel,
+        )
+    if length > payload.numel():
+        raise PayloadError(
+            f"a payload of {codec} ends after {payload.numel()} bytes; it should have {length}",
+            nbytes=payload.numel(),
+            needed=length,
+        )
+    return int(length)

@@ -1,0 +1,31 @@
+"""Memory for intermediate values of chained codecs."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+HUGE_PAGE = 2 << 20
+_ADVISED_NBYTES = 4 * HUGE_PAGE
+
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
+
+def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised 1-d tensor that is soon freed.
+
+    Notes
+    -----
+    On Linux large CPU memory is advised to come in huge pages: fresh memory in small ones costs more time, page by
+    page, than a codec needs for it.
+    """
+    memory = torch.empty(numel, dtype=dtype, device=device)
+    if _madvise is not None and device.type == "cpu" and memory.nbytes >= _ADVISED_NBYTES:
+        start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+        # whether the system follows the advice changes nothing but the time
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
+    return memory

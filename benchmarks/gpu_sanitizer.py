@@ -1,0 +1,85 @@
+"""Runs each kernel of each codec once under compute-sanitizer: ``python benchmarks/gpu_sanitizer.py``.
+
+Outside of it (``--trips``) this is a small program: every codec with every option that its oracle lists encodes and
+decodes tensors of odd sizes. PyTorch's allocator is switched off, so that a byte past a buffer is past its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from actstore.codecs.dispatch import KernelCodec
+from actstore.spec import Spec
+from tests.oracles import find
+from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+SHAPES = ((1,), (33, 65), (2, 1025))
+KEY = 0x1234_5678_9ABC_DEF0
+FAILED = 9  # exit code of the sanitizer when it found something
+
+
+def trips(device: str = "cuda") -> int:
+    """Encode and decode on the device; how many trips that were."""
+    done = 0
+    for codec in find.variants():
+        if not isinstance(codec, KernelCodec):
+            continue
+        dtypes = [dtype for dtype in EVERY_DTYPE if codec.accepts(getattr(torch, dtype))]
+        for dtype in [dtype for dtype in dtypes if dtype in DTYPES] or dtypes[:1]:
+            for shape in SHAPES:
+                source = elements("normal", dtype, torch.Size(shape).numel()).reshape(shape).to(device)
+                payload = torch.empty(codec.size(Spec.of(source)).nbytes, dtype=torch.uint8, device=device)
+                codec.encode(source, payload, KEY)
+                codec.decode(payload, torch.empty_like(source), KEY)
+                done += 1
+    return done
+
+
+def sanitizer() -> str | None:
+    """The program; None where CUDA's tools are not installed."""
+    roots = [root for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
+    places = [os.environ.get("PATH", ""), *(f"{root}/bin" for root in roots)]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def run(program: str) -> int:
+    """Each tool in turn; the exit code, and a line that says what they found."""
+    environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    said, failed = [], False
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", str(FAILED), sys.executable, __file__, "--trips"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+        print(done.stdout, done.stderr, flush=True)
+        failed |= done.returncode != 0
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout + done.stderr)
+        said.append(f"{tool}: {summary[-1] if summary else f'exit code {done.returncode}'}")
+        print("; ".join(said), flush=True)
+    return int(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trips", action="store_true", help="run the kernels, without the sanitizer")
+    options = parser.parse_args()
+    if options.trips:
+        done = trips()
+        torch.cuda.synchronize()
+        print(f"{done} trips")
+        return 0
+    program = sanitizer()
+    if program is None:
+        print("not run: compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+        return 0
+    return run(program)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+// e5m6: 12-bit floats. Format: e5m6.md.
+#include "common.cuh"
+
+constexpr int RUN = 16;                // elements of a thread
+constexpr u32 EXPONENT = 0x7f800000u;  // of a float32
+constexpr u32 LEAST = 0x38800000u;     // 2^-14, the least normal e5m6
+constexpr u32 OVER = 0x47800000u;      // 2^16: the code of Inf follows that of 65024
+constexpr u32 CODE_NAN = 0x7e0, CODE_INF = 0x7c0, CODE_SIGN = 0x800;
+
+// A float by its bits, to a code and back.
+template <class T>
+struct Coded {
+    __device__ static u32 code(typename T::bits element) {
+        const u32 bits = __float_as_uint(T::widen(element)), magnitude = min(bits & ~SIGN, OVER);
+        const u32 power = max(magnitude & EXPONENT, LEAST), base = power + (17u << 23);
+        const u32 sum = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(base)));
+        const u32 rounded = sum - base + ((power - LEAST) >> 17);
+        return (bits & ~SIGN) > INF ? CODE_NAN : rounded | (bits >> 20 & CODE_SIGN);
+    }
+    __device__ static typename T::bits value(u32 code) {
+        const u32 magnitude = code & ~CODE_SIGN, sign = (code & CODE_SIGN) << 20;
+        if (magnitude > CODE_INF) return T::nan;
+        const u32 bits = magnitude == CODE_INF ? sign | INF : __float_as_uint(F16::widen(u16(code << 4)));
+        return typename T::bits(bits >> (32 - 8 * sizeof(typename T::bits)));  // exact in bfloat16, too
+    }
+};
+
+template <>
+struct Coded<F16> {
+    __device__ static u32 code(u16 element) {
+        const u32 magnitude = element & 0x7fff;
+        const u32 rounded = (magnitude + 7 + (magnitude >> 4 & 1)) >> 4;
+        return magnitude > 0x7c00 ? CODE_NAN : rounded | (element >> 4 & CODE_SIGN);
+    }
+    __device__ static u16 value(u32 code) { return (code & ~CODE_SIGN) > CODE_INF ? F16::nan : u16(code << 4); }
+};
+
+struct Part {
+    i64 numel, at, low;
+    bool full;
+
+    // `count`, where it is not null, holds how many of `most` elements there are.
+    __device__ Part(i64 most, const i64* count) : numel(count ? *count : most) {
+        at = (i64(blockIdx.x) * blockDim.x + threadIdx.x) * RUN;
+        low = round_up16(numel) + at / 2;
+        full = at + RUN <= numel;
+    }
+};
+
+template <class T>
+__device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part) {
+    constexpr int PER_WORD = 4 / sizeof(typename T::bits);
+    if (part.at >= part.numel) return;
+    u32 high[RUN / 4] = {}, low[RUN / 8] = {};
+    const bool whole = part.full && aligned16(src);
+    u32 words[RUN / PER_WORD] = {};
+    if (whole) {
+        const uint4* vectors = reinterpret_cast<const uint4*>(src + part.at);
+#pragma unroll
+        for (int v = 0; v < RUN / PER_WORD / 4; ++v) {
+            const uint4 loaded = vectors[v];
+            words[4 * v] = loaded.x, words[4 * v + 1] = loaded.y;
+            words[4 * v + 2] = loaded.z, words[4 * v + 3] = loaded.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            if (part.at + i < part.numel) words[i / PER_WORD] |= u32(src[part.at + i]) << (i % PER_WORD * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) {  // zeros in place of elements that do not exist have code 0
+        const u32 code = Coded<T>::code(typename T::bits(words[i / PER_WORD] >> (i % PER_WORD * 16)));
+        high[i / 4] |= code >> 4 << (i % 4 * 8);
+        low[i / 8] |= (code & 15) << (i % 8 * 4);
+    }
+    *reinterpret_cast<uint4*>(payload + part.at) = make_uint4(high[0], high[1], high[2], high[3]);
+    if (part.full) {
+        *reinterpret_cast<uint2*>(payload + part.low) = make_uint2(low[0], low[1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; i += 2)
+            if (part.at + i < part.numel) payload[part.low + i / 2] = u8(low[i / 8] >> (i % 8 * 4));
+    }
+}
+
+template <class T>
+__device__ void e5m6_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
+    constexpr int PER_WORD = 4 / sizeof(typename T::bits);
+    if (part.at >= part.numel) return;
+    const uint4 loaded = *reinterpret_cast<const uint4*>(payload + part.at);
+    const u32 high[RUN / 4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    u32 low[RUN / 8] = {};
+    if (part.full) {
+        const uint2 both = *reinterpret_cast<const uint2*>(payload + part.low);
+        low[0] = both.x, low[1] = both.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; i += 2)
+            if (part.at + i < part.numel) low[i / 8] |= u32(payload[part.low + i / 2]) << (i % 8 * 4);
+    }
+    const bool whole = part.full && aligned16(dst);
+    u32 words[RUN / PER_WORD] = {};
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) {
+        const u32 code = (high[i / 4] >> (i % 4 * 8) & 0xff) << 4 | (low[i / 8] >> (i % 8 * 4) & 15);
+        const typename T::bits element = Coded<T>::value(code);
+        words[i / PER_WORD] |= u32(element) << (i % PER_WORD * 16);
+        if (!whole && part.at + i < part.numel) dst[part.at + i] = element;
+    }
+    if (whole) {
+        uint4* vectors = reinterpret_cast<uint4*>(dst + part.at);
+#pragma unroll
+        for (int v = 0; v < RUN / PER_WORD / 4; ++v)
+            vectors[v] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
+    }
+}
+
+#define E5M6_KERNELS(name, T)                                                                                     \
+    extern "C" __global__ void e5m6_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count) { \
+        e5m6_encode<T>(src, payload, Part(numel, count));                                                         \
+    }                                                                                                             \
+    extern "C" __global__ void e5m6_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count) { \
+        e5m6_decode<T>(payload, dst, Part(numel, count));                                                         \
+    }
+
+E5M6_KERNELS(f32, F32)
+E5M6_KERNELS(f16, F16)
+E5M6_KERNELS(bf16, BF16)

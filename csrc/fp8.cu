@@ -1,0 +1,126 @@
+// fp8: blocks of 8-bit floats, e4m3, with a bfloat16 scale. Format: fp8.md.
+#include "groups.cuh"
+#include "philox.cuh"
+
+constexpr u32 FLUSH = 0x0e800000u;     // 2^-98
+constexpr u32 EXPONENT = 0x7f800000u;  // of a float32
+constexpr u32 LEAST = 0x3c800000u;     // 2^-6, the least normal e4m3
+constexpr u32 NOT_FINITE = 0x7f, TOP = 0x7e;
+
+// The codes' distance at a magnitude is 2^-3 of this power of two.
+__device__ inline u32 binade(u32 magnitude) { return max(magnitude & EXPONENT, LEAST); }
+
+// The e4m3 code nearest to a float32 of magnitude up to 448.001, in the low byte.
+__device__ inline u32 nearest(float value) {
+    const u32 bits = __float_as_uint(value), magnitude = bits & ~SIGN, power = binade(magnitude);
+    const u32 sum = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(power + (20u << 23))));
+    return (sum + ((power - LEAST) >> 20)) | (bits >> 24 & 0x80);
+}
+
+// One of its two neighbours, by a random byte.
+__device__ inline u32 stochastic(float value, u32 byte) {
+    const u32 bits = __float_as_uint(value), magnitude = bits & ~SIGN, power = binade(magnitude);
+    const u32 base = power + (4u << 23);
+    const u32 sum = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(base)));
+    const u32 code = ((sum - base + (byte << 8 | 0x80)) >> 16) + ((power - LEAST) >> 20);
+    return min(code, TOP) | (bits >> 24 & 0x80);
+}
+
+template <class T, bool NOISE>
+__device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
+                           u64 key, u32 below) {
+    float values[OWNED];
+    load_part<T>(src, part, values);
+    u32 top = team_max(top_magnitude(values), part.shift);
+    const bool all_finite = !__any_sync(ALL_LANES, top >= INF);  // of the warp: lanes leave the shuffles together
+    if (!all_finite) {
+        top = 0;
+#pragma unroll
+        for (int i = 0; i < OWNED; ++i)
+            if (is_finite(values[i])) top = max(top, __float_as_uint(values[i]) & ~SIGN);
+        top = team_max(top, part.shift);
+    }
+
+    u32 scale = 0;
+    float reciprocal = 0.0f;
+    if (top >= FLUSH) {
+        scale = (__float_as_uint(__fdiv_rn(__uint_as_float(top), 448.0f)) + below) & ~below;
+        reciprocal = __frcp_rn(__uint_as_float(scale));
+    }
+    const i64 scales = round_up16(part.numel);
+    if (part.lane == 0 && part.first < part.numel)
+        reinterpret_cast<u16*>(payload + scales)[part.group] = u16(scale >> 16);
+
+#pragma unroll
+    for (int u = 0; u < RUNS; ++u) {
+        const i64 at = part.run(u);
+        u32 words[RUN / 4];
+        const Noise noise(NOISE ? u64(at) / RUN : 0, key);
+#pragma unroll
+        for (int word = 0; word < RUN / 4; ++word) {
+            u32 codes[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float value = values[u * RUN + word * 4 + i], scaled = __fmul_rn(value, reciprocal);
+                codes[i] = NOISE ? stochastic(scaled, noise.words[word] >> (i * 8) & 0xff) : nearest(scaled);
+                if (!all_finite && !is_finite(value)) codes[i] = NOT_FINITE;
+            }
+            words[word] = low_bytes(codes[0], codes[1], codes[2], codes[3]);
+        }
+        if (part.full) {
+            *reinterpret_cast<uint4*>(payload + at) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else {  // elements that do not exist have code 0, which is what the padding must be
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (at + i < scales) payload[at + i] = u8(words[i / 4] >> (i % 4 * 8));
+        }
+    }
+}
+
+template <class T>
+__device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
+    if (part.first >= part.numel) return;
+    const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group]);
+#pragma unroll
+    for (int u = 0; u < RUNS; ++u) {
+        const i64 at = part.run(u);
+        u32 words[RUN / 4] = {};
+        if (part.full) {
+            const uint4 loaded = *reinterpret_cast<const uint4*>(payload + at);
+            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (at + i < part.numel) words[i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
+        }
+        float values[RUN];
+        u32 missing = 0;
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) {
+            const u32 code = words[i / 4] >> (i % 4 * 8) & 0xff, magnitude = code & 0x7f;
+            // as a float16 the same bits are 2^-8 of it, denormals too
+            const float small = F16::widen(u16((code & 0x80) << 8 | magnitude << 7));
+            values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), T::largest());
+            missing |= u32(magnitude == NOT_FINITE) << i;
+        }
+        store_run<T>(dst, part, u, values, missing);
+    }
+}
+
+// `below`: the bits of a float32 below the last one of a scale.
+#define FP8_ENCODE(name, T, NOISE)                                                                             \
+    extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
+                                                 u64 key, i64 log2_lanes, i64 below) {                         \
+        fp8_encode<T, NOISE>(src, payload, Part(numel, count, log2_lanes), key, u32(below));                   \
+    }
+#define FP8_KERNELS(name, T)                                                                                   \
+    FP8_ENCODE(name, T, false)                                                                                 \
+    FP8_ENCODE(name##_noise, T, true)                                                                          \
+    extern "C" __global__ void fp8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
+                                                 i64 log2_lanes) {                                             \
+        fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes));                                           \
+    }
+
+FP8_KERNELS(f32, F32)
+FP8_KERNELS(f16, F16)
+FP8_KERNELS(bf16, BF16)

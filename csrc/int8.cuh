@@ -1,0 +1,27 @@
+#pragma once
+// What the kernels of symmetric 8-bit blocks share. The numbers: int8.md.
+#include "groups.cuh"
+
+constexpr u32 FLUSH = 0x08800000u;     // 2^-110
+constexpr u32 UNSIGNED = 0x4b000000u;  // 2^23: the low byte of such a float is an integer to add
+constexpr int NOT_FINITE = 0x80;
+
+struct Int8Scale {
+    u32 stored;  // bfloat16 bits
+    float reciprocal;
+    // `top`: the largest finite magnitude of the group, as bits
+    __device__ explicit Int8Scale(u32 top) : stored(0), reciprocal(0.0f) {
+        if (top < FLUSH) return;
+        stored = bf16_up(__fdiv_rn(__uint_as_float(top), 127.0f));
+        reciprocal = __frcp_rn(__uint_as_float(stored << 16));
+    }
+};
+
+// Byte `i` of four codes as float32: code + 128 is the low byte of 2^23 + code + 128, since conversions from integers
+// run at a quarter of this rate.
+__device__ inline float int8_code(u32 codes, int i) {
+    const u32 biased = __byte_perm(codes ^ 0x80808080u, UNSIGNED, 0x7650 | i);
+    return __fsub_rn(__uint_as_float(biased), 8388736.0f);
+}
+
+__device__ inline bool int8_missing(u32 codes, int i) { return (codes >> (i * 8) & 0xff) == NOT_FINITE; }

@@ -1,0 +1,38 @@
+"""Kernels in numba's cache on disk, which several processes fill at once."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+FACTORY = """
+    import numpy as np
+    from actstore.kernels.cpu import get, kernel, put, u8_at
+
+    def factory(step, twice):
+        @kernel
+        def run(source, target, numel, key, extra, first, last):
+            for i in range(first, last):
+                put(u8_at(target), i, get(u8_at(source), i) + (2 * step if twice else step))
+
+        return run
+
+    source, found = np.zeros(8, np.uint8), []
+    for step, twice in ((3, False), (5, False), (5, True)):
+        target = np.zeros(8, np.uint8)
+        factory(step, twice)(source.ctypes.data, target.ctypes.data, 8, 0, 0, 0, 8)
+        found.append(target[0])
+    print(*found)
+"""
+
+
+def test_each_kernel_of_a_factory_has_an_index_of_its_own(tmp_path):
+    """numba writes an index without a lock: with one index, two processes could exchange two kernels."""
+    (tmp_path / "main.py").write_text(textwrap.dedent(FACTORY))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    for _ in ("compiled", "read from the cache"):
+        done = subprocess.run(
+            [sys.executable, "main.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.split() == ["3", "5", "10"], done.stderr
+        assert len(list(tmp_path.rglob("*.nbi"))) == 3

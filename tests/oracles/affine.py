@@ -1,0 +1,96 @@
+"""Affine blocks, written for clarity, one group at a time; csrc/affine.md in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.oracles import philox
+from tests.oracles.int8 import LARGEST, Floats, from_float32, to_float32
+
+LEVELS = {8: 254, 4: 15, 2: 3}
+QUARTER = np.float32(0.25)
+
+
+def up(value: np.float32) -> np.float32:
+    """The least bfloat16 number that is not below a finite float32 one; the largest stays finite."""
+    bits = value.view(np.uint32) & 0xFFFF0000
+    cut = bits.view(np.float32)  # towards zero
+    if cut >= value:
+        return cut
+    return (bits + np.uint32(0x10000)).view(np.float32)
+
+
+def down(value: np.float32) -> np.float32:
+    """The largest bfloat16 number that is not above `value`, or the lowest finite one; zero for tiny values."""
+    if abs(value) < 2.0**-110:
+        return np.float32(0)
+    below = -up(-value)
+    return below if np.isfinite(below) else -LARGEST["bfloat16"]
+
+
+def stored(value: np.float32) -> int:
+    return int(value.view(np.uint32)) >> 16
+
+
+def encode_group(values: Floats, noise: Floats, bits: int) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """Codes, and the bits of the scale and of the minimum."""
+    codes = np.zeros(values.shape, np.uint8)
+    finite = np.isfinite(values)
+    if bits < 8 and not finite.all():
+        return codes, 0, 0x7FC0
+    low, high = (f(values[finite]) for f in (np.min, np.max)) if finite.any() else (np.float32(0), np.float32(0))
+    minimum = down(low)
+    spread = high * QUARTER - minimum * QUARTER
+    if spread < 2.0**-82:
+        scale = reciprocal = np.float32(0)
+    else:
+        quarter = up(spread / np.float32(LEVELS[bits]))
+        scale, reciprocal = quarter * np.float32(4), np.float32(1) / quarter
+    steps = (values[finite] * QUARTER - minimum * QUARTER) * reciprocal + noise[finite]
+    codes[finite] = np.clip(np.rint(steps), 0, LEVELS[bits])
+    if bits == 8:
+        codes[finite] -= 127
+        codes[~finite] = 128
+    return codes, stored(scale), stored(minimum)
+
+
+def pad(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 16)
+
+
+def encode(data: bytes, dtype: str, bits: int, group: int, round: str, key: int = 0) -> bytes:  # noqa: A002
+    values = to_float32(data, dtype)
+    noise = np.zeros(len(values), np.float32) if round == "nearest" else philox.offsets(0, len(values), key)
+    groups = [
+        encode_group(values[start : start + group], noise[start : start + group], bits)
+        for start in range(0, len(values), group)
+    ]
+    codes = np.concatenate([np.zeros(0, np.uint8), *(codes for codes, _, _ in groups)])
+    planes = np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little")
+    packed = np.packbits(planes.ravel(), bitorder="little").tobytes()
+    scales = np.array([scale for _, scale, _ in groups], "<u2").tobytes()
+    minima = np.array([minimum for _, _, minimum in groups], "<u2").tobytes()
+    return pad(packed) + pad(scales) + minima
+
+
+def decode(payload: bytes, numel: int, dtype: str, bits: int, group: int, round: str, key: int = 0) -> bytes:  # noqa: A002
+    groups, packed = -(-numel // group), -(-numel * bits // 8)
+    planes = np.unpackbits(np.frombuffer(payload, np.uint8, packed), count=numel * bits, bitorder="little")
+    codes = np.packbits(planes.reshape(numel, bits), axis=1, bitorder="little").ravel()
+    scales, minima = (
+        np.repeat((words.astype(np.uint32) << 16).view(np.float32), group)[:numel] * QUARTER
+        for words in (
+            np.frombuffer(payload, "<u2", groups, offset=len(pad(bytes(packed)))),
+            np.frombuffer(payload, "<u2", groups, offset=len(pad(bytes(packed))) + len(pad(bytes(2 * groups)))),
+        )
+    )
+    steps = codes.astype(np.float32)
+    if bits == 8:
+        steps = codes.view(np.int8).astype(np.float32) + np.float32(127)
+    if round == "dither":
+        steps = steps - philox.offsets(0, numel, key)
+    with np.errstate(over="ignore"):
+        values = np.clip((minima + steps * scales) * np.float32(4), -LARGEST[dtype], LARGEST[dtype])
+    missing = np.isnan(minima) | ((codes == 128) if bits == 8 else False)
+    return from_float32(np.where(missing, np.float32(np.nan), values), dtype)
