@@ -12,7 +12,20 @@ from actstore.spec import Site
 class Account:
     """The figures of one site, in bytes; `count` in tensors. Changed by its ledger only."""
 
-    __slots__ = ("away", "count", "drawn", "held", "held_at_exit", "note", "peak", "route", "saved", "site", "stored", "where")
+    __slots__ = (
+        "away",
+        "count",
+        "drawn",
+        "held",
+        "held_at_exit",
+        "note",
+        "peak",
+        "route",
+        "saved",
+        "site",
+        "stored",
+        "where",
+    )
 
     def __init__(self, site: Site) -> None:
         self.site = site

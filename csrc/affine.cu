@@ -60,6 +60,23 @@ struct Range {
     __device__ bool finite() const { return low > BELOW && high < ABOVE; }
 };
 
+// Of the elements of a group, or of the finite ones only.
+template <bool FINITE>
+__device__ Range range_of(const float* values, const Part& part) {
+    Range range;
+    if (part.full && !FINITE) {
+#pragma unroll
+        for (int i = 0; i < OWNED; ++i) range.add(ordered(values[i]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWNED; ++i)
+            if (part.run(i / RUN) + i % RUN < part.numel && (!FINITE || is_finite(values[i])))
+                range.add(ordered(values[i]));
+    }
+    range.join(part.shift);
+    return range;
+}
+
 struct Scale {
     u32 scale, minimum;  // bfloat16
     float quarter, reciprocal;
@@ -88,29 +105,16 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
     using C = Codes<BITS>;
     float values[OWNED];
     load_part<T>(src, part, values);
-    Range range;
-#pragma unroll
-    for (int i = 0; i < OWNED; ++i)
-        if (part.full || part.run(i / RUN) + i % RUN < part.numel) range.add(ordered(values[i]));
-    range.join(part.shift);
-    bool finite = range.finite();
-    if (part.first >= part.numel) range.low = range.high = SIGN, finite = true;
-    if (BITS == 8 && __any_sync(ALL_LANES, !finite)) {  // of the warp: lanes leave the shuffles together
-        Range some;
-#pragma unroll
-        for (int i = 0; i < OWNED; ++i)
-            if (is_finite(values[i]) && (part.full || part.run(i / RUN) + i % RUN < part.numel))
-                some.add(ordered(values[i]));
-        some.join(part.shift);
-        if (some.low > some.high) some.low = some.high = SIGN;
-        range = some;
-    }
+    Range range = range_of<false>(values, part);
+    const bool finite = range.finite() || part.first >= part.numel;
+    if (BITS == 8 && __any_sync(ALL_LANES, !finite))  // of the warp: lanes leave the shuffles together
+        range = range_of<true>(values, part);
+    if (range.low > range.high) range.low = range.high = SIGN;  // of no elements: 0
     Scale group = {0, BF16::nan, 0.0f, 0.0f};
     if (BITS == 8 || finite) group = scale_of<C::LEVELS>(unordered(range.low), unordered(range.high));
 
     const Sections at(part, BITS);
     if (part.lane == 0) {
-        if (part.first >= part.numel) group.scale = 0;
         if (2 * part.group < at.minima - at.scales)
             reinterpret_cast<u16*>(payload + at.scales)[part.group] = u16(group.scale);
         if (part.first < part.numel) reinterpret_cast<u16*>(payload + at.minima)[part.group] = u16(group.minimum);
@@ -129,7 +133,6 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
             if (NOISE) steps = __fadd_rn(steps, noise.offset(i));
             u32 code = __float_as_uint(__fadd_rn(steps, MAGIC)) + C::BIAS;
             if (BITS == 8 && !finite && !is_finite(value)) code = NOT_FINITE;
-            if (!part.full && start + i >= part.numel) code = 0;
             words[i * BITS / 32] |= (code & C::MASK) << (i * BITS % 32);
         }
         if (BITS < 8 && !finite)
@@ -140,7 +143,9 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
 #pragma unroll
             for (int i = 0; i < C::NBYTES; ++i) {
                 const i64 byte = start / RUN * C::NBYTES + i;
-                if (byte < at.scales) payload[byte] = u8(words[i / 4] >> (i % 4 * 8));
+                const i64 known = (part.numel - start) * BITS - 8 * i;  // bits of codes from this byte on
+                const u32 kept = known >= 8 ? 0xff : known > 0 ? (1u << known) - 1 : 0;
+                if (byte < at.scales) payload[byte] = u8(words[i / 4] >> (i % 4 * 8) & kept);
             }
         }
     }
@@ -187,10 +192,10 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
     }
 }
 
-#define ENCODE(BITS, name, T, NOISE)                                                                     \
-    extern "C" __global__ void affine##BITS##_encode_##name(const T::bits* src, u8* payload, i64 numel,  \
-                                                            const i64* count, u64 key, i64 log2_lanes) { \
-        affine_encode<T, BITS, NOISE>(src, payload, Part(numel, count, log2_lanes), key);                \
+#define ENCODE(BITS, name, T, NOISE)                                                             \
+    extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
+        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
+        affine_encode<T, BITS, NOISE>(src, payload, Part(numel, count, log2_lanes), key);        \
     }
 #define DECODE(BITS, name, T, DITHER)                                                                    \
     extern "C" __global__ void affine##BITS##_decode_##name(const u8* payload, T::bits* dst, i64 numel,  \

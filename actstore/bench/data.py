@@ -95,7 +95,7 @@ def _mask(shape: Shape, generator: Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, device=generator.device) < 0.5
 
 
-_FLOATS: dict[str, Make] = {
+_MAKE: dict[str, Make] = {
     "gaussian": _gaussian,
     "student_t3": _student_t3,
     "hidden": _hidden,
@@ -104,7 +104,7 @@ _FLOATS: dict[str, Make] = {
     "softmax": _softmax,
     "constant": _constant,
     "sparse": _sparse,
+    "indices": _indices,
+    "mask": _mask,
 }
-_MAKE: dict[str, Make] = {**_FLOATS, "indices": _indices, "mask": _mask}
-FLOATS = tuple(_FLOATS)
 NAMES = tuple(_MAKE)

@@ -2,6 +2,7 @@
 
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.codecs.bit1 import Bit1
+from actstore.codecs.bnb8 import Bnb8
 from actstore.codecs.e5m6 import E5m6
 from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
@@ -22,6 +23,7 @@ from actstore.codecs.zstd import Zstd
 __all__ = [
     "AtMost",
     "Bit1",
+    "Bnb8",
     "Bound",
     "Codec",
     "E5m6",

@@ -30,9 +30,9 @@ class Fp8(KernelCodec):
     Notes
     -----
     dtypes: float32, float16, bfloat16. With ``s`` the scale of a group, at most ``m / 448 * (1 + 2**-7)`` (``pow2``:
-    ``m / 224``) for its largest finite magnitude ``m``, ``|x - decode(encode(x))| <= max(|x| / 16, s / 1024)`` plus half
-    a unit in the last place of the dtype, twice that for ``stochastic``; a group with ``m < 2**-98`` decodes to zeros.
-    NaN and Inf decode to NaN and leave their group alone; a finite value never decodes to Inf; -0.0 stays -0.0.
+    ``m / 224``) for its largest finite magnitude ``m``, ``|x - decode(encode(x))| <= max(|x| / 16, s / 1024)``, twice
+    that for ``stochastic``, plus half a unit in the last place of the dtype; a group with ``m < 2**-98`` decodes to
+    zeros. NaN and Inf decode to NaN and leave their group alone; a finite value never decodes to Inf; -0.0 stays -0.0.
     """
 
     name = "fp8"

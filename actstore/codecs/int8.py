@@ -31,7 +31,7 @@ class Int8(KernelCodec):
 
     Raises
     ------
-    ConfigError : another group size
+    ConfigError : another group size; affine together with axis=token
 
     Notes
     -----

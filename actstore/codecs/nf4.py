@@ -34,8 +34,8 @@ class Nf4(KernelCodec):
     -----
     dtypes: float32, float16, bfloat16. With ``a`` the stored largest magnitude of a group,
     ``|x - decode(encode(x))| <= 0.152 * a`` plus half a unit in the last place of the dtype; a group with all
-    magnitudes below ``2**-110`` decodes to zeros. A group with NaN or Inf decodes to NaN; a finite value never decodes to
-    Inf; -0.0 decodes to +0.0.
+    magnitudes below ``2**-110`` decodes to zeros. A group with NaN or Inf decodes to NaN; a finite value never decodes
+    to Inf; -0.0 decodes to +0.0.
     """
 
     name = "nf4"

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from actstore.codecs.base import Codec
 from actstore.codecs.bit1 import Bit1
+from actstore.codecs.bnb8 import Bnb8
 from actstore.codecs.e5m6 import E5m6
 from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
@@ -25,7 +26,25 @@ from actstore.errors import UnknownCodecError
 
 _TYPES: dict[str, type[Codec]] = {
     codec.name: codec
-    for codec in (Raw, Int8, Int4, Int2, Zmask, Topk, Nm, Bit1, Fp8, Expack, E5m6, Nf4, Intpack, Hadamard128, Zstd, Lz4)
+    for codec in (
+        Raw,
+        Int8,
+        Int4,
+        Int2,
+        Zmask,
+        Topk,
+        Nm,
+        Bit1,
+        Fp8,
+        Expack,
+        E5m6,
+        Nf4,
+        Intpack,
+        Hadamard128,
+        Zstd,
+        Lz4,
+        Bnb8,
+    )
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,23 @@ class Kernels(NamedTuple):
 
     encode: Callable[..., Any]
     decode: Callable[..., Any]
+
+
+class Inner(Protocol):
+    """An inner codec, as the kernels of the codec around it see it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether `_nbytes` is the size of the payload and not only a bound."""
+
+    def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+        """The kernels of one back end."""
+
+    def _nbytes(self, numel: int, itemsize: int) -> int:
+        """Bytes of the payload of `numel` elements."""
 
 
 def round_up(nbytes: int) -> int:

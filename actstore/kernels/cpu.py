@@ -1,12 +1,15 @@
 """What numba kernels are made of: typed access to addresses, bit casts, the 16-bit floats that numba has no type for.
 
 Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 64 bits, which halves the vectors.
-numba's cache on disk watches only the file that a kernel stands in: after a change here, touch those files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,13 +55,29 @@ def kernel(run: Any) -> Any:
 
     Notes
     -----
-    numba keeps all functions of one factory in one index on disk, without a lock: when two processes save two of them
-    at once, the code of one can end up under the key of the other, and that kernel then runs in its place for ever.
-    With the constants that the factory closed over in its name, each function has an index of its own.
+    The name of a kernel is the name of its files on disk, and it says more than numba would:
+
+    * the constants that its factory closed over. numba keeps all functions of one factory in one index, without a lock:
+      when two processes save two of them at once, the code of one can end up under the key of the other, and that
+      kernel then runs in its place for ever;
+    * a digest of its source and of all kernel sources that this imports. numba itself looks only at the file that the
+      kernel stands in: with a newer version of another one, it would go on running the old code.
     """
     constants = (cell.cell_contents for cell in run.__closure__ or ())
-    run.__qualname__ = "_".join([run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)])
+    parts = [run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)]
+    run.__qualname__ = "_".join([*parts, _digest(Path(run.__code__.co_filename))[:8]])
     return _compiled(run)
+
+
+@cache
+def _digest(path: Path) -> str:
+    """The sha256 of a source and of the kernel sources that it imports."""
+    text = path.read_text(encoding="utf-8")
+    imported = (_digest(Path(__file__).with_name(f"{name}.py")) for name in _IMPORT.findall(text))
+    return sha256("".join([text, *imported]).encode()).hexdigest()
+
+
+_IMPORT = re.compile(r"^from actstore\.kernels\.(\w+) import", re.MULTILINE)
 
 
 def _pointer_to(element: Any) -> Any:

@@ -137,7 +137,6 @@ def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, 
 
 def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
     itemsize, most = (4, u32(0xFFFFFFFF)) if kind == F32 else (2, u16(0xFFFF))
-    largest = largest_of(group, kind)
 
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -148,7 +147,7 @@ def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
         for index in range(first, full):  # a constant count gives loops without remainder
             start = index * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            top = largest(source + start * itemsize)
+            top = largest_of(source + start * itemsize, group, kind)
             _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy)
         if last > full:
             start = full * group

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from actstore.kernels.base import Kernels
+from actstore.kernels.base import Inner, Kernels
 from actstore.kernels.cpu import (
     BF16,
     F32,
@@ -37,16 +37,13 @@ from actstore.kernels.cpu import (
 from actstore.kernels.hadamard128 import ROTATED, around
 from actstore.kernels.philox_cpu import philox
 
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
-
 TINY = u32(0x0F800000)  # 2^-96
 FACTOR = u32(0x3DB504F3)  # 2^-3.5
 values_stack: Any = stack_of(4 * ROTATED)
 factors_stack: Any = stack_of(4 * ROTATED)
 
 
-def kernels(dtype: torch.dtype, device: torch.device, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
     """Kernels for one dtype, around those of the inner codec."""
     run_forward, run_inverse = _rotations(dtype)
 

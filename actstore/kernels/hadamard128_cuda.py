@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from actstore.kernels import launch
-from actstore.kernels.base import Kernels
+from actstore.kernels.base import Inner, Kernels
 from actstore.kernels.groups_cuda import SUFFIX, group_blocks
 from actstore.kernels.hadamard128 import ROTATED, around
 
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
 
-
-def kernels(dtype: torch.dtype, device: torch.device, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
     """Kernels for one dtype on one device, around those of the inner codec."""
     run_forward, run_inverse = (
         launch.launcher("hadamard128", f"hadamard128_{way}_{SUFFIX[dtype]}", device) for way in ("forward", "inverse")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from actstore.kernels.base import Kernels, storage_slice
+from actstore.kernels.base import Inner, Kernels, storage_slice
 from actstore.kernels.groups_torch import INF, chunks, grouped, store
 from actstore.kernels.hadamard128 import ROTATED, around
 from actstore.kernels.philox_torch import philox
-
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
 
 TINY = 0x0F800000  # 2^-96
 FACTOR = 2.0**-3.5
 
 
-def kernels(dtype: torch.dtype, device: torch.device, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
     """Kernels for one dtype, around those of the inner codec. They allocate temporaries, never wait for the device."""
 
     def forward(src: torch.Tensor, scratch: torch.Tensor, numel: int, key: int) -> None:

@@ -63,13 +63,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
         if columns == 1:
             along_elements.encode(src, out, numel, key)
             return
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, columns << GROUP_BITS | group, units(numel, columns))
+        run_encode(
+            src.data_ptr(), payload_pointer(out), numel, key, columns << GROUP_BITS | group, units(numel, columns)
+        )
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
         if columns == 1:
             along_elements.decode(buf, out, numel, key)
             return
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, columns << GROUP_BITS | group, units(numel, columns))
+        run_decode(
+            payload_pointer(buf), out.data_ptr(), numel, key, columns << GROUP_BITS | group, units(numel, columns)
+        )
 
     return Kernels(encode, decode)
 

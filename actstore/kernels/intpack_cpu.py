@@ -12,32 +12,27 @@ import torch
 from actstore.kernels.base import Kernels, payload_pointer
 from actstore.kernels.cpu import (
     get,
-    i8_at,
-    i16_at,
-    i32_at,
-    i64_at,
     inline,
     kernel,
     parallel,
     put,
     u8_at,
-    u16_at,
-    u32_at,
     u64_at,
 )
 from actstore.kernels.intpack import DESCRIPTOR_NBYTES, OFFSET_AT, altered, check
+from actstore.kernels.masks_cpu import elements
 from actstore.kernels.planes import HEADER_NBYTES, PLANE_NBYTES, TILE
 from actstore.kernels.planes_cpu import read_planes, tile_stack, u64, write_planes
 
 u8 = np.uint8
-# pointers to elements, pointers to their bits, the type of their bits
-KINDS: dict[torch.dtype, tuple[Any, Any, Any]] = {
-    torch.int8: (i8_at, u8_at, np.uint8),
-    torch.int16: (i16_at, u16_at, np.uint16),
-    torch.int32: (i32_at, u32_at, np.uint32),
-    torch.int64: (i64_at, u64_at, np.uint64),
-    torch.uint8: (u8_at, u8_at, np.uint8),
-    torch.bool: (u8_at, u8_at, np.uint8),
+# bytes of an element, its type, the type of its bits
+KINDS: dict[torch.dtype, tuple[int, Any, Any]] = {
+    torch.int8: (1, np.int8, np.uint8),
+    torch.int16: (2, np.int16, np.uint16),
+    torch.int32: (4, np.int32, np.uint32),
+    torch.int64: (8, np.int64, np.uint64),
+    torch.uint8: (1, np.uint8, np.uint8),
+    torch.bool: (1, np.uint8, np.uint8),
 }
 
 
@@ -95,15 +90,15 @@ def _scan(source: int, payload: int, numel: int, key: int, extra: int, first: in
     put(u64_at(payload), 1, numel)
 
 
-def _compile_measure(at: Any, bits_at: Any, unsigned: Any) -> Any:
+def _compile_measure(itemsize: int, number: Any, unsigned: Any) -> Any:
     """Write the descriptors without offsets."""
 
     @kernel
     def measure(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         for tile in range(first, last):
-            least = most = get(at(source), tile * TILE)
+            least = most = number(get(elements(source, itemsize), tile * TILE))
             for i in range(tile * TILE, min((tile + 1) * TILE, numel)):
-                value = get(at(source), i)
+                value = number(get(elements(source, itemsize), i))
                 least = min(least, value)
                 most = max(most, value)
             span = u64(np.int64(most)) - u64(np.int64(least))
@@ -116,7 +111,7 @@ def _compile_measure(at: Any, bits_at: Any, unsigned: Any) -> Any:
     return measure
 
 
-def _compile_write(at: Any, bits_at: Any, unsigned: Any) -> Any:
+def _compile_write(itemsize: int, number: Any, unsigned: Any) -> Any:
     """Write the planes of each tile."""
 
     @kernel
@@ -131,15 +126,15 @@ def _compile_write(at: Any, bits_at: Any, unsigned: Any) -> Any:
             for bit in range(0, width, 8):
                 shift = unsigned(bit)
                 for i in range(count):
-                    put(u8_at(codes), i, u8(unsigned(get(bits_at(source), start + i) - base) >> shift))
+                    put(u8_at(codes), i, u8(unsigned(get(elements(source, itemsize), start + i) - base) >> shift))
                 write_planes(codes, part + bit * PLANE_NBYTES, min(8, width - bit))
 
     return write
 
 
-def _compile_read(at: Any, bits_at: Any, unsigned: Any) -> Any:
+def _compile_read(itemsize: int, number: Any, unsigned: Any) -> Any:
     """Read all tiles; `extra` is the length of the payload, `wrong` the address of what says that it cannot be one."""
-    most = 8 * np.dtype(unsigned).itemsize
+    most = 8 * itemsize
 
     @kernel
     def read(payload: int, target: int, numel: int, wrong: int, length: int, first: int, last: int) -> None:
@@ -153,13 +148,17 @@ def _compile_read(at: Any, bits_at: Any, unsigned: Any) -> Any:
                 right = False
                 continue
             for i in range(count):
-                put(bits_at(target), start + i, base)
+                put(elements(target, itemsize), start + i, base)
             for bit in range(0, width, 8):
                 read_planes(part + bit * PLANE_NBYTES, codes, min(8, width - bit))
                 shift = unsigned(bit)
                 for i in range(count):
                     more = unsigned(unsigned(get(u8_at(codes), i)) << shift)
-                    put(bits_at(target), start + i, unsigned(get(bits_at(target), start + i) + more))
+                    put(
+                        elements(target, itemsize),
+                        start + i,
+                        unsigned(get(elements(target, itemsize), start + i) + more),
+                    )
         if not right:
             put(u64_at(wrong), 0, 1)
 

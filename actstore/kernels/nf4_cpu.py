@@ -118,13 +118,9 @@ def _scale(top: Any, bnb: Any) -> Any:
 
 
 @inline
-def _encode_tile(
-    source: Any, packed: Any, absmaxes: Any, largest_of_group: Any, group: Any, kind: Any, bnb: Any
-) -> None:
-    tops, factors, codes = _groups_stack(), _groups_stack(), _codes_stack()
+def _encode_tile(source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any) -> None:
+    factors, codes = _groups_stack(), _codes_stack()
     largest = u32(0)
-    for index in range(TILE // group):
-        put(u32_at(tops), index, u32(largest_of_group(source + index * group * (4 if kind == F32 else 2))))
     for index in range(TILE // group):
         top = _as_f32_bits(u32(get(u32_at(tops), index)), kind)
         largest = u32(max(largest, top))
@@ -193,24 +189,28 @@ def _clear(target: Any, nbytes: Any) -> None:
 
 def _compile_encode(kind: int, group: int, bnb: bool) -> Any:
     itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
-    largest = largest_of(group, kind)
 
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         packed_nbytes = (numel + 1) // 2
         absmaxes = payload + ((packed_nbytes + 15) & -16)
+        tops = _groups_stack()
         full = min(last, numel // TILE)
         for tile in range(first, full):
             start = tile * TILE
-            scales = absmaxes + start // group * width
-            _encode_tile(source + start * itemsize, payload + start // 2, scales, largest, group, kind, bnb)
+            scales, elements = absmaxes + start // group * width, source + start * itemsize
+            for index in range(TILE // group):
+                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
+            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb)
         if last > full:  # the last tile, with zeros in place of what it lacks
             start = full * TILE
             count = numel - start
             elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
             _clear(elements, itemsize * TILE)
             _copy(source + start * itemsize, elements, count * itemsize)
-            _encode_tile(elements, packed, scales, largest, group, kind, bnb)
+            for index in range(TILE // group):
+                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
+            _encode_tile(elements, packed, scales, tops, group, kind, bnb)
             if bnb and count % group:
                 _encode_short_bnb(elements, packed, scales, count // group * group, group, kind)
             _copy(packed, payload + start // 2, packed_nbytes - start // 2)

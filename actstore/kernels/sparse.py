@@ -6,13 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from actstore.errors import PayloadError
-from actstore.kernels.base import round_up
-
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
+from actstore.kernels.base import Inner, round_up
 
 HEADER_NBYTES = 16  # the length and the number of kept elements
 TILE = 1024  # elements whose place among the kept ones is stored
@@ -53,9 +50,7 @@ class Largest:
 Rule = Largest | None  # None: all elements but those whose bits are all zero
 
 
-def check_header(
-    nbytes: int, header: tuple[int, int], numel: int, itemsize: int, rule: Rule, inner: KernelCodec
-) -> None:
+def check_header(nbytes: int, header: tuple[int, int], numel: int, itemsize: int, rule: Rule, inner: Inner) -> None:
     """Check the length and the count of a payload in a buffer of `nbytes`.
 
     Raises

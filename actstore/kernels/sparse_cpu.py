@@ -5,25 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from actstore.errors import PayloadError
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Inner, Kernels, payload_pointer
 from actstore.kernels.cpu import parallel
 from actstore.kernels.largest_cpu import compile_mark_groups, compile_mark_tiles
 from actstore.kernels.sparse import TILE, Rule, Sections, check_header
 from actstore.kernels.tiles_cpu import check, compile_compact, compile_expand, compile_mark_nonzero, scan
 
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
-
 Run = Callable[[int, int, int, int, int, int], None]
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
     """Kernels for one dtype and rule, around those of the inner codec; compiled at first use."""
     itemsize = dtype.itemsize
     mark, compact, expand = _mark(itemsize, rule.row if rule else 0), _compact(itemsize), _expand(itemsize)

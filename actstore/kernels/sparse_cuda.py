@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from actstore.kernels import launch
-from actstore.kernels.base import Kernels, aligned
+from actstore.kernels.base import Inner, Kernels, aligned
 from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, Sections
-
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
 
 SCANNED = 2048  # tiles, in csrc/sparse.cu
 
 Encode = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 
-def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
     """Kernels for one dtype and rule on one device, around those of the inner codec."""
     lossy = None if inner.name == "raw" else inner.kernels("cuda", dtype, device)
     expand = launch.launcher("sparse", f"sparse_expand_{dtype.itemsize}", device)
@@ -36,7 +32,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: KernelC
     return Kernels(_encode_largest(dtype, device, rule, inner, lossy), decode)
 
 
-def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: KernelCodec, lossy: Kernels | None) -> Encode:
+def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: Inner, lossy: Kernels | None) -> Encode:
     mark, compact = (
         launch.launcher("sparse", f"sparse_{name}_{dtype.itemsize}", device) for name in ("mark", "compact")
     )
@@ -62,7 +58,7 @@ def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: KernelCodec
 
 
 def _encode_largest(
-    dtype: torch.dtype, device: torch.device, rule: Largest, inner: KernelCodec, lossy: Kernels | None
+    dtype: torch.dtype, device: torch.device, rule: Largest, inner: Inner, lossy: Kernels | None
 ) -> Encode:
     name = "top" if rule.row == TILE else f"nm{rule.row}"
     mark = launch.launcher("sparse", f"sparse_{name}_{dtype.itemsize}", device)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.functional import pad
 
 from actstore.errors import PayloadError
-from actstore.kernels.base import Kernels, payload_pointer, storage_slice
+from actstore.kernels.base import Inner, Kernels, payload_pointer, storage_slice
 from actstore.kernels.groups_torch import chunks
 from actstore.kernels.sparse import HEADER_NBYTES, TILE, Largest, Rule, Sections, check_header
-
-if TYPE_CHECKING:
-    from actstore.codecs.dispatch import KernelCodec
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: KernelCodec) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
     """Kernels for one dtype and rule, around those of the inner codec.
 
     They allocate temporaries, and wait for the device: only it knows how many elements there are.

@@ -11,9 +11,10 @@ from actstore.errors import ConfigError, SpecError
 from actstore.kernels.affine import LEVELS, sections
 from actstore.policy import parse_decision
 from actstore.spec import Spec
-from tests.codecs.contract import KEY, check_codec, tensor_of
+from tests.codecs.contract import KEY, aligned, check_codec, check_guards, storage_bytes, tensor_of
+from tests.emulator.device import emulated
 from tests.oracles import affine as oracle
-from tests.oracles.samples import DTYPES, SPECIAL, samples, to_bytes
+from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, random_bits, samples, to_bytes
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 CODECS = (
@@ -226,6 +227,26 @@ def test_flushing_denormals_changes_nothing(codec):
     for (payload, back), (other_payload, other_back) in zip(expected, found, strict=True):
         assert torch.equal(payload, other_payload)
         assert torch.equal(back.view(torch.uint8), other_back.view(torch.uint8))
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_count_on_the_device(codec, dtype):
+    """Kernels launched for more elements than there are write what they would for those that there are."""
+    data, numel, itemsize = random_bits(2500, dtype, seed=1), 2500, ITEMSIZE[dtype]
+    kernels, options = emulated(codec, getattr(torch, dtype)), codec._options()
+    keyed = {"key": KEY} if codec.keyed else {}
+    for count in (0, 1, 33, 1024, 2049, 2500):
+        expected = oracle.encode(data[: count * itemsize], dtype, **options, **keyed)
+        x, there = tensor_of(data, getattr(torch, dtype)), torch.tensor([count])
+        memory, out = aligned(codec.size(Spec.of(x)).nbytes)
+        kernels.encode(x, out, numel, KEY, count=there)
+        assert out[: len(expected)].numpy().tobytes() == expected
+        check_guards(memory, out, len(expected))
+        x[:] = 7
+        kernels.decode(out, x, numel, KEY, count=there)
+        assert storage_bytes(x[:count]) == oracle.decode(expected, count, dtype, **options, **keyed)
+        assert (x[count:] == 7).all()
 
 
 @pytest.mark.parametrize("bits", BITS.values())

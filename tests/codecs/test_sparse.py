@@ -92,7 +92,7 @@ def test_what_cannot_be_inside(outer, inner, words):
 
 
 def test_codecs_that_are_no_kernels_cannot_be_inside():
-    class Other(Raw.__base__.__base__):
+    class Other(Codec):
         name, lossless = "other", True
         accepts = size = encode = decode = None
 

@@ -107,7 +107,8 @@ def _compile(name: str) -> Path:
         return program
     BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob(f"{name}-*"):
-        old.unlink()
+        if old != program:  # another process may just have made it
+            old.unlink(missing_ok=True)
     contract = ["-mfma", "-ffp-contract=fast"] if _has_fma() else []
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         made = Path(folder) / name

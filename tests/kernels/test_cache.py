@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 FACTORY = """
     import numpy as np
     from actstore.kernels.cpu import get, kernel, put, u8_at
@@ -36,3 +38,36 @@ def test_each_kernel_of_a_factory_has_an_index_of_its_own(tmp_path):
         )
         assert done.stdout.split() == ["3", "5", "10"], done.stderr
         assert len(list(tmp_path.rglob("*.nbi"))) == 3
+
+
+EVERYTHING = """
+    import torch
+    from actstore.codecs.dispatch import KernelCodec
+    from actstore.kernels import cpu
+    from tests.oracles import find
+    from tests.oracles.samples import EVERY_DTYPE
+
+    made, compiled = [], cpu._compiled
+    cpu._compiled = lambda run: made.append(compiled(run)) or made[-1]
+    for codec in find.variants():
+        for dtype in (getattr(torch, name) for name in EVERY_DTYPE):
+            if isinstance(codec, KernelCodec) and codec.accepts(dtype):
+                codec.kernels("cpu", dtype, torch.device("cpu"))
+    print(len(made), *{kernel.py_func.__qualname__ for kernel in made if sum(kernel.stats.cache_misses.values())})
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_second_process_compiles_nothing():
+    """A kernel whose factory closed over a compiled function would never be found on disk."""
+    for _ in ("what no test has compiled yet", "read from the cache"):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(EVERYTHING)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    number, *missed = done.stdout.split()
+    assert int(number) > 100
+    assert missed == []

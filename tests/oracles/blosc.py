@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import blosc2
 import numpy as np
 
 from actstore.codecs import Codec, Raw
@@ -18,6 +17,8 @@ def pad(data: bytes) -> bytes:
 def encode(name: str, data: bytes, dtype: str, inner: Codec, level: int, shuffle: str, key: int, columns: int) -> bytes:
     if not data:
         return b""
+    import blosc2
+
     content = find.encode(inner, data, dtype, key, columns)
     frames = [content[start : start + FRAME] for start in range(0, len(content), FRAME)]
     stored = []
@@ -44,6 +45,8 @@ def encode(name: str, data: bytes, dtype: str, inner: Codec, level: int, shuffle
 def decode(payload: bytes, numel: int, dtype: str, inner: Codec, key: int, columns: int) -> bytes:
     if not payload:
         return b""
+    import blosc2
+
     held = int.from_bytes(payload[8:16], "little")
     counts = [min(FRAME, held - start) for start in range(0, held, FRAME)]
     sizes = np.frombuffer(payload, "<u8", len(counts), 16).tolist()
