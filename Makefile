@@ -31,7 +31,7 @@ bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Ten
 	$(BIN)/actstore bench codecs --json build/codecs.json --plot build/codecs.png $(ARGS)
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)

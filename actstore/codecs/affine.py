@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
-from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256)
+ROUNDINGS = ("nearest", "stochastic", "dither")
 
 
 class AffineCodec(KernelCodec):
@@ -32,12 +33,8 @@ class AffineCodec(KernelCodec):
         return "affine"
 
     def __post_init__(self) -> None:
-        if type(self.group) is not int or self.group not in GROUPS:
-            raise ConfigError(
-                f"{self.name}(group={self.group!r}) does not exist; "
-                f"choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
-                group=self.group,
-            )
+        require_choice(self, "group", GROUPS)
+        require_choice(self, "round", ROUNDINGS)
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES

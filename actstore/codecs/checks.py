@@ -5,9 +5,24 @@ from __future__ import annotations
 import torch
 
 from actstore.codecs.base import Codec
-from actstore.errors import ActstoreError, SpecError
+from actstore.errors import ActstoreError, ConfigError, SpecError
 from actstore.layout import layout_of
 from actstore.spec import Spec
+
+
+def require_choice(codec: Codec, option: str, choices: tuple[object, ...]) -> None:
+    """Refuse a value of an option that is none of `choices`.
+
+    Raises
+    ------
+    ConfigError : with the choices
+    """
+    value = getattr(codec, option)
+    if type(value) is not type(choices[0]) or value not in choices:
+        *most, last = map(str, choices)
+        raise ConfigError(
+            f"{codec.name}({option}={value!r}) does not exist; choose {', '.join(most)} or {last}", **{option: value}
+        )
 
 
 def check_dtype(codec: Codec, dtype: torch.dtype) -> None:

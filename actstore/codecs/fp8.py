@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
 from actstore.codecs.int8 import DTYPES, GROUPS
-from actstore.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,9 @@ class Fp8(KernelCodec):
         return self.round != "nearest"
 
     def __post_init__(self) -> None:
-        if type(self.group) is not int or self.group not in GROUPS:
-            raise ConfigError(
-                f"fp8(group={self.group!r}) does not exist; choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
-                group=self.group,
-            )
-        if self.scale not in ("linear", "pow2"):
-            raise ConfigError(f"fp8(scale={self.scale!r}) does not exist; choose linear or pow2", scale=self.scale)
-        if self.round not in ("nearest", "stochastic"):
-            raise ConfigError(
-                f"fp8(round={self.round!r}) does not exist; choose nearest or stochastic", round=self.round
-            )
+        require_choice(self, "group", GROUPS)
+        require_choice(self, "scale", ("linear", "pow2"))
+        require_choice(self, "round", ("nearest", "stochastic"))
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES

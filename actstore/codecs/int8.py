@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
@@ -14,6 +15,7 @@ from actstore.layout import layout_of
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256, 512, 1024)
+ROUNDINGS = ("nearest", "stochastic", "dither")
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,9 @@ class Int8(KernelCodec):
         return {"bits": 8, **options} if self.affine else options
 
     def __post_init__(self) -> None:
-        if type(self.group) is not int or self.group not in GROUPS:
-            raise ConfigError(
-                f"int8(group={self.group!r}) does not exist; choose a power of two from {GROUPS[0]} to {GROUPS[-1]}",
-                group=self.group,
-            )
+        require_choice(self, "group", GROUPS)
+        require_choice(self, "round", ROUNDINGS)
+        require_choice(self, "axis", ("element", "token"))
         if self.affine and self.axis == "token":
             raise ConfigError(
                 "int8(affine, axis=token) does not exist: the values of one channel over tokens are seldom of one "

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
 from actstore.codecs.int8 import DTYPES
 from actstore.errors import ConfigError
@@ -45,13 +46,8 @@ class Nf4(KernelCodec):
     layout: Literal["plain", "bnb"] = "plain"
 
     def __post_init__(self) -> None:
-        if type(self.group) is not int or self.group not in GROUPS:
-            raise ConfigError(
-                f"nf4(group={self.group!r}) does not exist; choose one of {', '.join(map(str, GROUPS))}",
-                group=self.group,
-            )
-        if self.layout not in ("plain", "bnb"):
-            raise ConfigError(f"nf4(layout={self.layout!r}) does not exist; choose plain or bnb", layout=self.layout)
+        require_choice(self, "group", GROUPS)
+        require_choice(self, "layout", ("plain", "bnb"))
         if self.layout == "bnb" and self.group != BNB_GROUP:
             raise ConfigError(
                 f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}; "

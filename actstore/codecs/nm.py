@@ -8,6 +8,7 @@ from fractions import Fraction
 import torch
 
 from actstore.codecs.base import Codec
+from actstore.codecs.checks import require_choice
 from actstore.codecs.int8 import DTYPES
 from actstore.codecs.raw import Raw
 from actstore.codecs.sparse import SparseCodec
@@ -49,8 +50,7 @@ class Nm(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.m) is not int or self.m not in GROUPS:
-            raise ConfigError(f"nm(m={self.m!r}) does not exist; choose m from {', '.join(map(str, GROUPS))}", m=self.m)
+        require_choice(self, "m", GROUPS)
         if type(self.n) is not int or not 0 < self.n < self.m:
             raise ConfigError(f"nm(n={self.n!r}, m={self.m}) does not exist; choose n from 1 to {self.m - 1}", n=self.n)
 

@@ -6,32 +6,28 @@ from ctypes import memmove
 
 import torch
 
+from actstore.kernels import raw_torch
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.threads import SPLIT_NBYTES, split
-
-BLOCK = 1 << 16  # bytes: a range of a split copy is a whole number of these
+from actstore.kernels.threads import TEAM_NBYTES
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype."""
     itemsize = dtype.itemsize
+    on_threads = raw_torch.kernels(dtype, device)  # torch copies on all its threads
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        _copy(src.data_ptr(), payload_pointer(out), numel * itemsize)
+        nbytes = numel * itemsize
+        if nbytes < TEAM_NBYTES:
+            memmove(payload_pointer(out), src.data_ptr(), nbytes)
+        else:
+            on_threads.encode(src, out, numel, key)
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        _copy(payload_pointer(buf), out.data_ptr(), numel * itemsize)
+        nbytes = numel * itemsize
+        if nbytes < TEAM_NBYTES:
+            memmove(out.data_ptr(), payload_pointer(buf), nbytes)
+        else:
+            on_threads.decode(buf, out, numel, key)
 
     return Kernels(encode, decode)
-
-
-def _copy(source: int, target: int, nbytes: int) -> None:
-    if nbytes < SPLIT_NBYTES:
-        memmove(target, source, nbytes)
-    else:
-        split(_copy_blocks, (source, target, nbytes), -(-nbytes // BLOCK))
-
-
-def _copy_blocks(source: int, target: int, nbytes: int, first: int, last: int) -> None:
-    start = first * BLOCK
-    memmove(target + start, source + start, min(last * BLOCK, nbytes) - start)

@@ -179,7 +179,10 @@ CASES = {
 
 AUTOCAST = [name for name in CASES if name != "recurrent"]  # oneDNN has no bfloat16 LSTM on every CPU
 
-LOSSLESS = ("keep", "raw", "raw @ host", "raw @ disk", "recompute", "recompute(raw)", "recompute(raw @ disk)")
+LOSSLESS = (
+    *("keep", "raw", "raw @ host", "raw @ disk", "recompute", "recompute(raw)", "recompute(raw @ disk)"),
+    *("zmask", "zmask(expack) @ disk", "recompute(zmask @ host)"),
+)
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -168,8 +168,14 @@ def test_flushing_denormals_changes_nothing():
 
 @pytest.mark.parametrize("group", [0, 16, 48, 2048, 128.0, True, "128", None])
 def test_other_groups_are_refused(group):
-    with pytest.raises(ConfigError, match="power of two from 32 to 1024"):
+    with pytest.raises(ConfigError, match="choose 32, 64, 128, 256, 512 or 1024"):
         Int8(group)
+
+
+@pytest.mark.parametrize("options", [{"round": "up"}, {"round": None}, {"axis": "channel"}, {"axis": 1}])
+def test_other_choices_are_refused(options):
+    with pytest.raises(ConfigError, match="does not exist; choose"):
+        Int8(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])

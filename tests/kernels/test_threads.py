@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 import torch
 
-from actstore.codecs import Int8, Raw
+from actstore.codecs import Int8
 from actstore.kernels import threads
 from actstore.kernels.threads import SPLIT_NBYTES, split
 from actstore.spec import Spec
@@ -66,7 +66,7 @@ def test_the_threads_of_torch_write_the_same_bytes(codec, monkeypatch):
     assert used == ([threads._openmp is not None] * 2 + [False] * 2) * 3
 
 
-@pytest.mark.parametrize("codec", [Raw(), Int8(), Int8(1024)], ids=str)
+@pytest.mark.parametrize("codec", [Int8(), Int8(1024)], ids=str)
 def test_large_tensors_have_the_same_bytes(codec, monkeypatch):
     monkeypatch.setattr(threads, "_openmp", None)
     x = large()
