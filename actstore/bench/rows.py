@@ -44,9 +44,11 @@ BITSANDBYTES = Row("bitsandbytes 8-bit", "peer", package="bitsandbytes")
 _OURS = (
     "raw @ host",
     "raw @ disk",
+    "expack",
     "int8",
     "int8 @ host",
     "int8 @ disk",
+    "int4",
     "recompute",
     "recompute(raw @ disk)",
     "recompute(int8)",
