@@ -47,15 +47,13 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
         scale = (__float_as_uint(__fdiv_rn(__uint_as_float(top), 448.0f)) + below) & ~below;
         reciprocal = __frcp_rn(__uint_as_float(scale));
     }
-    const i64 scales = round_up16(part.numel);
     if (part.lane == 0 && part.first < part.numel)
-        reinterpret_cast<u16*>(payload + scales)[part.group] = u16(scale >> 16);
+        reinterpret_cast<u16*>(payload + round_up16(part.numel))[part.group] = u16(scale >> 16);
 
 #pragma unroll
     for (int u = 0; u < RUNS; ++u) {
-        const i64 at = part.run(u);
         u32 words[RUN / 4];
-        const Noise noise(NOISE ? u64(at) / RUN : 0, key);
+        const Noise noise(NOISE ? u64(part.run(u)) / RUN : 0, key);
 #pragma unroll
         for (int word = 0; word < RUN / 4; ++word) {
             u32 codes[4];
@@ -67,13 +65,7 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
             }
             words[word] = low_bytes(codes[0], codes[1], codes[2], codes[3]);
         }
-        if (part.full) {
-            *reinterpret_cast<uint4*>(payload + at) = make_uint4(words[0], words[1], words[2], words[3]);
-        } else {  // elements that do not exist have code 0, which is what the padding must be
-#pragma unroll
-            for (int i = 0; i < RUN; ++i)
-                if (at + i < scales) payload[at + i] = u8(words[i / 4] >> (i % 4 * 8));
-        }
+        store_codes(payload, part, u, words);
     }
 }
 
@@ -83,16 +75,8 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
     const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group]);
 #pragma unroll
     for (int u = 0; u < RUNS; ++u) {
-        const i64 at = part.run(u);
-        u32 words[RUN / 4] = {};
-        if (part.full) {
-            const uint4 loaded = *reinterpret_cast<const uint4*>(payload + at);
-            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < RUN; ++i)
-                if (at + i < part.numel) words[i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
-        }
+        u32 words[RUN / 4];
+        load_codes(payload, part, u, words);
         float values[RUN];
         u32 missing = 0;
 #pragma unroll
