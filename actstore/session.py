@@ -25,7 +25,8 @@ from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
 from actstore.spec import Site, Spec
-from actstore.store import Store, StoreOptions
+from actstore.store import Store
+from actstore.tierset import StoreOptions
 from actstore.units import parse_nbytes
 
 P = ParamSpec("P")

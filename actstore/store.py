@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import blake2b
-from os import PathLike
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -19,20 +16,10 @@ from actstore.codecs.base import Bound
 from actstore.errors import CapacityError, StateError
 from actstore.kernels.base import ALIGN
 from actstore.ledger import Account, Ledger
-from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
-from actstore.transfer import Length, Transfer
+from actstore.tiers import Slot
+from actstore.tierset import StoreOptions, TierSet
+from actstore.transfer import Length
 from actstore.units import format_nbytes
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """Where tiers live and how much they may hold; budgets in bytes, None for no limit."""
-
-    host_budget_nbytes: int | None = None
-    disk_budget_nbytes: int | None = None
-    disk_path: str | PathLike[str] | None = None
-    strict: bool = False
-    seed: int = 0  # of the random bits that codecs round with
 
 
 class Entry:
@@ -64,7 +51,7 @@ class _Route:
 
     __slots__ = ("bound", "codec", "device", "dtype", "numel", "place", "shape", "tier", "tiers")
 
-    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: _Place) -> None:
+    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
         self.codec = codec
         self.tiers = tiers
         self.numel = src.numel()
@@ -86,50 +73,6 @@ class _Route:
         )
 
 
-class _Place:
-    """The tiers of one compute device, opened when first used."""
-
-    def __init__(self, device: torch.device, options: StoreOptions) -> None:
-        self._options = options
-        self._device = device
-        self._open: dict[str, Tier] = {}
-        self._lock = Lock()
-        self.transfer = Transfer(device)
-        self.late: deque[tuple[ref[Any], Length, Sequence[str]]] = deque()  # payloads whose lengths are on their way
-        self.late_lock = Lock()
-
-    def tier(self, name: str) -> Tier:
-        with self._lock:
-            tier = self._open.get(name)
-            if tier is None:
-                tier = self._open[name] = self._make(name)
-            return tier
-
-    def _make(self, name: str) -> Tier:
-        options, on_cpu = self._options, self._device.type == "cpu"
-        budget = None
-        tier: Tier
-        if name == "device":
-            tier = DeviceTier(self._device)
-        elif name == "host":
-            tier = HostMemoryTier(self._device) if on_cpu else HostTier(self._device)
-            budget = options.host_budget_nbytes
-        else:
-            tier = DiskTier(options.disk_path, None if on_cpu else HostTier(self._device))
-            budget = options.disk_budget_nbytes
-        return tier if budget is None else Limited(tier, budget)
-
-    def trim(self) -> None:
-        for tier in list(self._open.values()):
-            tier.trim()
-
-    def close(self) -> None:
-        with ExitStack() as stack:  # all are closed, also when one fails
-            for tier in self._open.values():
-                stack.callback(tier.close)
-            self.transfer.drain()
-
-
 class Store:
     """Encodes, places, fetches and decodes payloads, and keeps account of them. Thread-safe."""
 
@@ -137,7 +80,7 @@ class Store:
         self.options = options
         self.ledger = Ledger()
         self._entries: list[ref[Any]] = []
-        self._places: dict[torch.device, _Place] = {}
+        self._places: dict[torch.device, TierSet] = {}
         self._lock = Lock()
         self._closed = False
         self._steps = 0
@@ -185,7 +128,7 @@ class Store:
         tier = route.tier
         slot = tier.reserve(bound.nbytes)
         if slot is None:
-            slot = self._reserve(route.place, tiers[1:], bound.nbytes)
+            slot = route.place.reserve(tiers[1:], bound.nbytes)
             if slot is None:
                 self._refuse(bound.nbytes, tiers)
                 return False
@@ -219,7 +162,7 @@ class Store:
             entry.bound.decode(slot.memory, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
-        stage = _stage(self._place(out.device), slot.nbytes)
+        stage = self._place(out.device).stage(slot.nbytes)
         try:
             tier.read(slot, stage.memory)
             entry.bound.decode(stage.memory, out, entry.key)
@@ -261,13 +204,13 @@ class Store:
             for place in places.values():
                 stack.callback(place.close)
 
-    def _place(self, device: torch.device) -> _Place:
+    def _place(self, device: torch.device) -> TierSet:
         with self._lock:
             if self._closed:
                 raise StateError("this store is closed; make a new ActivationStore")
             place = self._places.get(device)
             if place is None:
-                place = self._places[device] = _Place(device, self.options)
+                place = self._places[device] = TierSet(device, self.options)
             return place
 
     def _next_key(self, account: Account) -> int:
@@ -275,16 +218,6 @@ class Store:
         account.drawn += 1
         text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-    def _reserve(self, place: _Place, tiers: Sequence[str], nbytes: int) -> Slot | None:
-        """Room in the first tier that has some."""
-        for name in tiers:
-            tier = place.tier(name)
-            slot = tier.reserve(nbytes)
-            if slot is not None:
-                slot.tier = tier
-                return slot
-        return None
 
     def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
         if self.options.strict:
@@ -296,10 +229,10 @@ class Store:
             )
 
     def _encode_and_offload(
-        self, src: torch.Tensor, bound: Bound, place: _Place, slot: Slot, account: Account, key: int, saved: int
+        self, src: torch.Tensor, bound: Bound, place: TierSet, slot: Slot, account: Account, key: int, saved: int
     ) -> None:
         try:
-            stage = _stage(place, bound.nbytes)
+            stage = place.stage(bound.nbytes)
         except BaseException:
             slot.tier.free(slot)
             raise
@@ -316,7 +249,7 @@ class Store:
             slot.tier.free(slot)
             raise
 
-    def _offload(self, place: _Place, stage: Slot, slot: Slot, account: Account) -> None:
+    def _offload(self, place: TierSet, stage: Slot, slot: Slot, account: Account) -> None:
         """Start to move what `stage` holds to `slot`; the stage is free when its bytes have left."""
 
         def landed(_: torch.Tensor) -> None:
@@ -334,7 +267,7 @@ class Store:
         for it, `poll` and later payloads look.
         """
         place, tiers, account = route.place, route.tiers, entry.account
-        stage = _stage(place, route.bound.nbytes)
+        stage = place.stage(route.bound.nbytes)
         try:
             used = route.bound.encode(src, stage.memory, key)
             late = None if route.device.type == "cpu" else Length(stage.memory)
@@ -361,7 +294,7 @@ class Store:
         stage.tier.free(stage)
         return False
 
-    def _move_known(self, place: _Place) -> None:
+    def _move_known(self, place: TierSet) -> None:
         """Move the payloads whose lengths have come to the host."""
         while place.late:
             with place.late_lock:
@@ -376,10 +309,10 @@ class Store:
                     if not self._move(entry, place, stage, length.nbytes, tiers):
                         self._move(entry, place, stage, length.nbytes, ("device",))
 
-    def _move(self, entry: Entry, place: _Place, stage: Slot, used: int, tiers: Sequence[str]) -> bool:
+    def _move(self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str]) -> bool:
         """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
         room = min(_roomy(used), stage.nbytes)
-        slot = self._reserve(place, tiers, room)
+        slot = place.reserve(tiers, room)
         if slot is None:
             return False
         try:
@@ -396,16 +329,6 @@ class Store:
             slot.tier.free(slot)
             raise
         return True
-
-
-def _stage(place: _Place, nbytes: int) -> Slot:
-    """Memory of the compute device for a payload on its way."""
-    tier = place.tier("device")
-    slot = tier.reserve(nbytes)
-    if slot is None:
-        raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
-    slot.tier = tier
-    return slot
 
 
 def _roomy(nbytes: int) -> int:

@@ -10,7 +10,8 @@ import torch
 from actstore.codecs import Int8, Raw
 from actstore.errors import CapacityError, PayloadError, StateError, TransferError
 from actstore.spec import Site
-from actstore.store import Entry, Store, StoreOptions
+from actstore.store import Entry, Store
+from actstore.tierset import StoreOptions
 from tests.contracts.clean import all_freed
 from tests.tiers.conftest import disk_folder
 from tests.tiers.wrappers import Faulty, Slow

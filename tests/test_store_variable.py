@@ -8,7 +8,8 @@ import torch
 from actstore.codecs import AtMost, Codec, Int8
 from actstore.errors import CapacityError
 from actstore.spec import Site
-from actstore.store import Entry, Store, StoreOptions
+from actstore.store import Entry, Store
+from actstore.tierset import StoreOptions
 from tests.contracts.clean import all_freed
 from tests.contracts.streams import on_device, simulate
 from tests.tiers.conftest import disk_folder

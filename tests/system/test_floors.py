@@ -13,7 +13,7 @@ FLOORS = (
     ({"_version", "errors", "units", "spec", "layout", "reaper", "storage", "ticket"},),
     ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}),
     ({"transfer"}, {"plan"}, {"ledger"}, {"encoded"}),
-    ({"store"},),
+    ({"store", "tierset"},),
     ({"hooks", "modules", "recompute", "protect", "handles", "regions", "census"},),
     ({"session", "report"},),
     ({"__init__"},),  # the public names, which floor 7 uses as any user does
