@@ -49,7 +49,7 @@ class Entry:
 class _Route:
     """Where the last tensor of a site went: the next one of its kind goes there without a search."""
 
-    __slots__ = ("bound", "codec", "device", "dtype", "numel", "place", "shape", "tier", "tiers")
+    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "place", "shape", "tier", "tiers")
 
     def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
         self.codec = codec
@@ -57,6 +57,7 @@ class _Route:
         self.numel = src.numel()
         self.dtype = src.dtype
         self.device = src.device
+        self.keyed = codec.keyed
         self.shape = (src.shape, src.stride()) if codec.shaped else None
         self.bound = codec.bind(src)
         self.place = place
@@ -122,7 +123,7 @@ class Store:
         if route is None or not route.fits(src, codec, tiers):
             route = account.route = _Route(src, codec, tiers, self._place(src.device))
         bound = route.bound
-        key = self._next_key(account) if codec.keyed else 0
+        key = self._next_key(account) if route.keyed else 0
         if not bound.exact:
             return self._put_variable(entry, src, codec, route, key, saved)
         tier = route.tier
@@ -281,18 +282,17 @@ class Store:
                 place.late.append((ref(entry), late, tiers))
             self._move_known(place)
             return True
+        moved = False
         try:
-            if self._move(entry, place, stage, used, tiers):
-                return True
-            self.ledger.add(account, -saved, 0, -stage.nbytes)
+            moved = self._move(entry, place, stage, used, tiers)
+        finally:
+            if not moved:
+                entry.slot = None
+                stage.tier.free(stage)
+                self.ledger.add(account, -saved, 0, -stage.nbytes)
+        if not moved:
             self._refuse(used, tiers)
-        except BaseException:
-            entry.slot = None
-            stage.tier.free(stage)
-            raise
-        entry.slot = None
-        stage.tier.free(stage)
-        return False
+        return moved
 
     def _move_known(self, place: TierSet) -> None:
         """Move the payloads whose lengths have come to the host."""

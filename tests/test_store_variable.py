@@ -140,6 +140,20 @@ def test_a_codec_that_fails_leaves_nothing(store):
     assert [(a.saved, a.held) for a in store.ledger.accounts()] == [(0, 0)]
 
 
+@pytest.mark.parametrize("verb", ["reserve", "write"])
+def test_a_tier_that_fails_leaves_nothing(store, monkeypatch, verb):
+    store.open(CPU, "disk")
+    tier = store._places[CPU].tier("disk")
+
+    def fail(*_):
+        raise OSError("planted")
+
+    monkeypatch.setattr(getattr(tier, "tier", tier), verb, fail)
+    with pytest.raises(OSError, match="planted"):
+        put(store, source(5), "disk")
+    assert [(a.saved, a.stored, a.held, a.away) for a in store.ledger.accounts()] == [(0, 0, 0, 0)]
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, disk_folder, tier, seed):

@@ -106,22 +106,21 @@ class KernelCodec(Codec):
 
     def _prepare(self, tensor: torch.Tensor) -> Kernels:
         check_dtype(self, tensor.dtype)
-        kernels = find_kernels(self.kernel_name, tensor.dtype, tensor.device, self._options())
+        kernels = find_kernels(self, tensor.dtype, tensor.device)
         self._kernels[tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)] = kernels
         return kernels
 
 
-def find_kernels(name: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> Kernels:
+def find_kernels(codec: KernelCodec, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels of the best back end that this machine has, with one warning where it is not the best."""
     back_ends = ["torch"]
     if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
         back_ends.insert(0, device.type)
     for back_end in back_ends:
         try:
-            kernels: Kernels = import_module(f"actstore.kernels.{name}_{back_end}").kernels(dtype, device, **options)
-            return kernels
+            return codec.kernels(back_end, dtype, device)
         except KernelUnavailable as error:
-            _warn_once(f"{name} runs on {device.type} as PyTorch operations: {error}")
+            _warn_once(f"{codec.name} runs on {device.type} as PyTorch operations: {error}")
     raise AssertionError("the torch back end is always available")
 
 

@@ -76,8 +76,9 @@ def test_without_cupy_kernels_for_cuda_say_what_to_install():
 def test_other_devices_run_as_pytorch_operations(device_type):
     run(f"""
         import torch
+        from actstore.codecs import Int8, Raw
         from actstore.codecs.dispatch import find_kernels
-        for name, options in (("raw", {{}}), ("int8", {{"group": 128, "round": "nearest"}})):
-            kernels = find_kernels(name, torch.float32, torch.device("{device_type}"), options)
-            assert kernels.encode.__module__ == f"actstore.kernels.{{name}}_torch"
+        for codec in (Raw(), Int8()):
+            kernels = find_kernels(codec, torch.float32, torch.device("{device_type}"))
+            assert kernels.encode.__module__ == f"actstore.kernels.{{codec.name}}_torch"
     """)
