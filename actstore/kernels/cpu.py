@@ -245,6 +245,16 @@ def f32_to_bf16(magnitude: Any) -> Any:
 
 
 @inline
+def f32_magnitude(bits: Any, kind: Any) -> Any:
+    """A finite magnitude of a kind, given as bits of its width, as the bits of a float32."""
+    if kind == F32:
+        return u32(bits)
+    if kind == BF16:
+        return u32(u32(bits) << u32(16))
+    return as_u32(f16_to_f32(u32(bits)))
+
+
+@inline
 def load(source: Any, index: Any, kind: Any) -> Any:
     """Element `index` at the address `source` as float32; float16 must be finite."""
     if kind == F32:

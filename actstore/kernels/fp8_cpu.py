@@ -18,8 +18,8 @@ from actstore.kernels.cpu import (
     KINDS,
     as_f32,
     as_u32,
-    f16_to_f32,
     f32,
+    f32_magnitude,
     get,
     inline,
     kernel,
@@ -100,12 +100,7 @@ def _encode_group(
     finite = top < inf
     if not finite:
         top = _top(source, start, count, inf, kind)
-    if kind == F32:
-        bits = top
-    elif kind == BF16:
-        bits = u32(u32(top) << u32(16))
-    else:
-        bits = as_u32(f16_to_f32(u32(top)))
+    bits = f32_magnitude(top, kind)
     scale, reciprocal = u32(0), f32(0)
     if bits >= FLUSH:
         scale = u32(u32(as_u32(as_f32(bits) / f32(448)) + below) & u32(~below))

@@ -18,8 +18,8 @@ from actstore.kernels.cpu import (
     KINDS,
     as_f32,
     as_u32,
-    f16_to_f32,
     f32,
+    f32_magnitude,
     get,
     i8_at,
     inline,
@@ -80,12 +80,7 @@ def _encode_group(
             magnitude = load_magnitude(source, i, kind)
             top = magnitude if top < magnitude < inf else top
 
-    if kind == F32:
-        bits = top
-    elif kind == BF16:
-        bits = u32(u32(top) << u32(16))
-    else:
-        bits = as_u32(f16_to_f32(u32(top)))
+    bits = f32_magnitude(top, kind)
     scale, reciprocal = u32(0), f32(0)
     if bits >= FLUSH:
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) >> u32(16))

@@ -19,8 +19,8 @@ from actstore.kernels.cpu import (
     KINDS,
     as_f32,
     as_u32,
-    f16_to_f32,
     f32,
+    f32_magnitude,
     get,
     i8_at,
     inline,
@@ -147,12 +147,7 @@ def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count
 @inline
 def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: Any, kind: Any) -> None:
     for c in range(count):
-        if kind == F32:
-            bits = get(u32_at(tops), c)
-        elif kind == BF16:
-            bits = u32(u32(get(u16_at(tops), c)) << u32(16))
-        else:
-            bits = as_u32(f16_to_f32(u32(get(u16_at(tops), c))))
+        bits = f32_magnitude(get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c), kind)
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) & u32(0xFFFF0000))
         large = bits >= FLUSH
         put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(0))

@@ -10,15 +10,15 @@ import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
 from actstore.kernels.cpu import (
-    BF16,
+    F16,
     F32,
     INF_F16,
     INF_F32,
     KINDS,
     as_f32,
     as_u32,
-    f16_to_f32,
     f32,
+    f32_magnitude,
     get,
     inline,
     kernel,
@@ -97,11 +97,7 @@ def _value(code: Any) -> Any:
 @inline
 def _as_f32_bits(top: Any, kind: Any) -> Any:
     """A magnitude as bits of a float32; Inf or more where it is NaN or Inf."""
-    if kind == F32:
-        return u32(top)
-    if kind == BF16:
-        return u32(u32(top) << u32(16))
-    return INF_F32 if top >= INF_F16 else as_u32(f16_to_f32(u32(top)))
+    return INF_F32 if kind == F16 and top >= INF_F16 else f32_magnitude(top, kind)
 
 
 @inline
