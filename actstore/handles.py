@@ -63,6 +63,7 @@ class Stored(Entry):
     def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
         self.account = account
         self.slot = None
+        self.berth = None
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = 0 if whole else int(tensor.storage_offset())

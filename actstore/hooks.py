@@ -23,12 +23,13 @@ from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
 from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.spec import Site, Spec
+from actstore.storage import revive
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
     from actstore.modules import Frame, Target, Tracker
     from actstore.policy import Policy
-    from actstore.store import Store
+    from actstore.store import Forward, Store
 
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats
@@ -58,6 +59,7 @@ class Scope:
         tracker: Tracker,
         census: Census,
         parameters: set[int],
+        forward: Forward,
         *,
         min_nbytes: int,
         allow_mutation: bool,
@@ -67,6 +69,7 @@ class Scope:
         self.parameters = parameters  # identities of the storages that are never counted nor moved
         self.ledger = store.ledger
         self._store = store
+        self._forward = forward
         self._policy = policy
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
@@ -213,6 +216,8 @@ class Scope:
             owner = other()
             if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
                 handle.owner = owner
+                if owner.berth is not None:
+                    owner.berth.readers += 1
                 self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
                 return True
         return False
@@ -246,12 +251,21 @@ class Scope:
         try:
             self.settle()
         finally:
+            self._store.end(self._forward)
             self.tracker.end()
+            self._count_alive()
             self._store.remember(weak for stored in self._stored.values() for weak in stored)
             self._kept.clear()
             self._stored.clear()
             self._tags.clear()
             self._census.clear()
+
+    def _count_alive(self) -> None:
+        """Book the storages that were stored and that something else than autograd still holds."""
+        for key, stored in self._stored.items():
+            handle = stored[0]()
+            if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
+                handle.account.alive += storage.nbytes()
 
     # -- what others tell ---------------------------------------------------------------------------------------------
 
@@ -282,7 +296,7 @@ class Scope:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         key = storage._cdata
         saved = 0 if handle.alias is not None else self._saved_nbytes(key, storage)  # an alias has been counted
-        if not self._store.put(handle, tensor, codec, tiers, saved):
+        if not self._store.put(handle, tensor, codec, tiers, saved, self._forward):
             if saved:
                 self._census.counted.discard(key)  # whoever keeps it counts it
             return False

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 from actstore.spec import Site
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """What the figures of a step depend on.
+
+    Attributes
+    ----------
+    min_nbytes : smaller tensors are kept
+    on_host : whether the memory of the compute device is host memory
+    step_ms : how long the last step took, or the first one so far
+    first_step : whether no step came before, to learn from
+    """
+
+    min_nbytes: int
+    on_host: bool
+    step_ms: float
+    first_step: bool
+
+
 class Account:
-    """The figures of one site, in bytes; `count` in tensors. Changed by its ledger only."""
+    """The figures of one site, in bytes; `count` in tensors, times in ns. Changed by its ledger and its engine only."""
 
     __slots__ = (
+        "alive",
         "away",
         "count",
         "drawn",
+        "fetch_ns",
         "held",
         "held_at_exit",
+        "hits",
+        "late",
+        "misses",
         "note",
+        "offload_ns",
         "peak",
         "route",
         "saved",
         "site",
+        "stall_ns",
         "stored",
         "where",
     )
@@ -37,6 +63,13 @@ class Account:
         self.held_at_exit = 0
         self.count = 0  # tensors packed
         self.drawn = 0  # random keys taken
+        self.alive = 0  # saved, stored, and yet held by somebody else at the end of forward
+        self.offload_ns = 0  # copies to a tier ran, and back
+        self.fetch_ns = 0
+        self.stall_ns = 0  # compute waited for them
+        self.hits = 0  # payloads that backward found on the device,
+        self.late = 0  # on their way to it,
+        self.misses = 0  # or not even that
         self.where = ""  # the decision, as policy text
         self.note = ""  # why the decision was not followed, where it was not
         self.route: Any = None  # the store's own memory of where the last tensor of this site went
@@ -52,6 +85,7 @@ class Ledger:
         self._held = 0
         self.peak = 0
         self.held_at_exit = 0
+        self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
 
     def account(self, site: Site) -> Account:
         """The account of `site`, opened at its first use."""
@@ -98,6 +132,31 @@ class Ledger:
             if now > self.peak:
                 self.peak = now
 
+    def occupy(self, tier: str, nbytes: int) -> None:
+        """Book room in a tier as reserved, or as given back where negative."""
+        with self._lock:
+            medium = self.media.setdefault(tier, [0, 0])
+            medium[0] += nbytes
+            medium[1] = max(medium)
+
+    def time(self, account: Account, kind: str, ns: int) -> None:
+        """Book how long an "offload", a "fetch" or a "stall" took."""
+        with self._lock:
+            if kind == "offload":
+                account.offload_ns += ns
+            elif kind == "fetch":
+                account.fetch_ns += ns
+            else:
+                account.stall_ns += ns
+
+    def judge(self, account: Account, *, late: bool) -> None:
+        """Book a fetch that was begun before backward asked for it as late or in time."""
+        with self._lock:
+            if late:
+                account.late += 1
+            else:
+                account.hits += 1
+
     def start(self) -> None:
         """Forget the figures of the last forward; what is still held goes on being held."""
         with self._lock:
@@ -105,7 +164,11 @@ class Ledger:
             for account in list(self._accounts.values()):
                 account.saved = account.stored = account.count = account.drawn = 0
                 account.peak = account.held
+                account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
+                account.misses = account.alive = 0
             self.peak = self._held
+            for medium in self.media.values():
+                medium[1] = medium[0]
 
     def mark_exit(self) -> None:
         """Remember what is held now: the end of forward."""

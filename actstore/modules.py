@@ -60,7 +60,7 @@ class Place:
         """Book a group of small tensors as saved and held."""
         if self._small is None:
             self._small = self._ledger.account(Site(self.name, SMALL))
-            self._small.note = "small"
+            self._small.note = "" if self.target is None else "small"
         self._small.count += count
         self._ledger.add(self._small, nbytes, 0, nbytes)
 

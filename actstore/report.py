@@ -6,15 +6,16 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from actstore.advice import Figures, why
 from actstore.units import format_nbytes
 
 if TYPE_CHECKING:
-    from actstore.ledger import Ledger
+    from actstore.ledger import Account, Circumstances, Ledger
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The figures of one site; all sizes in bytes, meanings as in `Report`."""
+    """The figures of one site; all sizes in bytes, times in ms, meanings as in `Report`."""
 
     site: str
     decision: str
@@ -25,11 +26,26 @@ class SiteReport:
     held_bytes: int
     peak_held_bytes: int
     live_bytes: int
+    offload_ms: float
+    fetch_ms: float
+    stall_ms: float
+    hits: int
+    late: int
+    misses: int
+
+
+@dataclass(frozen=True)
+class MediumReport:
+    """A tier beside the compute device: bytes reserved there now, and the most since the last forward began."""
+
+    tier: str
+    used_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one store; all sizes in bytes.
+    """The figures of one store; all sizes in bytes, times in ms.
 
     Attributes
     ----------
@@ -39,6 +55,12 @@ class Report:
     peak_held_bytes : high-water of that since the last forward began, with what recomputation and decoding add
     live_bytes : held now, in any medium. Small tensors that are kept are accounted for by calls of their module: they
         count as held until the last of one call is gone, and a storage that two modules save belongs to the first.
+    offload_ms, fetch_ms : how long copies to other tiers and back ran since the last forward began, mostly beside
+        compute
+    stall_ms : how long compute waited for them
+    hits, late, misses : payloads of other tiers that backward found on the device, on their way, or not even that
+    advice : what saved little or cost time, why, and what to do about it; at most three sentences
+    media : the tiers that have been in use
     sites : the same for each site that saved something, in the order of first use
     """
 
@@ -47,10 +69,19 @@ class Report:
     held_bytes: int
     peak_held_bytes: int
     live_bytes: int
+    offload_ms: float
+    fetch_ms: float
+    stall_ms: float
+    hits: int
+    late: int
+    misses: int
+    advice: tuple[str, ...]
+    media: tuple[MediumReport, ...]
     sites: tuple[SiteReport, ...]
 
     @classmethod
-    def of(cls, ledger: Ledger) -> Report:
+    def of(cls, ledger: Ledger, circumstances: Circumstances) -> Report:
+        advice = tuple(why(_figures(ledger, circumstances)))
         sites = tuple(
             SiteReport(
                 site=str(account.site),
@@ -62,6 +93,12 @@ class Report:
                 held_bytes=account.held_at_exit,
                 peak_held_bytes=account.peak,
                 live_bytes=account.held + account.away,
+                offload_ms=account.offload_ns / 1e6,
+                fetch_ms=account.fetch_ns / 1e6,
+                stall_ms=account.stall_ns / 1e6,
+                hits=account.hits,
+                late=account.late,
+                misses=account.misses,
             )
             for account in ledger.accounts()
             if account.count or account.saved or account.held or account.away
@@ -72,6 +109,14 @@ class Report:
             held_bytes=ledger.held_at_exit,
             peak_held_bytes=ledger.peak,
             live_bytes=sum(site.live_bytes for site in sites),
+            offload_ms=sum(site.offload_ms for site in sites),
+            fetch_ms=sum(site.fetch_ms for site in sites),
+            stall_ms=sum(site.stall_ms for site in sites),
+            hits=sum(site.hits for site in sites),
+            late=sum(site.late for site in sites),
+            misses=sum(site.misses for site in sites),
+            advice=advice,
+            media=tuple(MediumReport(tier, now, peak) for tier, (now, peak) in sorted(ledger.media.items())),
             sites=sites,
         )
 
@@ -87,19 +132,69 @@ class Report:
             row = rows.setdefault(key, [0] * 5)
             figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
             rows[key] = [a + b for a, b in zip(row, figures, strict=True)]
-        lines: list[tuple[str, ...]] = [("site", "tensors", "saved", "stored", "held", "live", "decision")]
+        cells: list[tuple[str, ...]] = [("site", "tensors", "saved", "stored", "held", "live", "decision")]
         for (name, decision, note), (tensors, *sizes) in rows.items():
             if any(sizes):
                 text = f"{decision or 'keep'}{f' ({note})' if note else ''}"
-                lines.append((name, str(tensors), *map(format_nbytes, sizes), text))
+                cells.append((name, str(tensors), *map(format_nbytes, sizes), text))
         totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
-        lines.append(("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), ""))
-        widths = [max(len(line[i]) for line in lines) for i in range(6)]
+        cells.append(("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), ""))
+        widths = [max(len(line[i]) for line in cells) for i in range(6)]
         table = "\n".join(
             "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 6)), line[6]]).rstrip()
-            for line in lines
+            for line in cells
         )
         held = (
             f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
         )
-        return f"{table}\nheld at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"
+        lines = [table, f"held at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"]
+        lines += [
+            f"{medium.tier}: {format_nbytes(medium.used_bytes)} now, peak {format_nbytes(medium.peak_bytes)}"
+            for medium in self.media
+        ]
+        if self.media:
+            lines.append(
+                f"copies out {self.offload_ms:.1f} ms, back {self.fetch_ms:.1f} ms, compute waited "
+                f"{self.stall_ms:.1f} ms; {self.hits} payloads in time, {self.late} late, {self.misses} not foreseen"
+            )
+        return "\n".join([*lines, *self.advice])
+
+
+def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
+    """The causes behind the figures, as far as they show in the accounts."""
+    accounts = ledger.accounts()
+    kept = [account for account in accounts if account.saved and not account.stored]
+
+    def noted(start: str) -> int:
+        return sum(account.saved for account in kept if account.note.startswith(start))
+
+    no_room = [account for account in kept if account.note.startswith("kept: no room")]
+    alive = max(accounts, key=lambda account: account.alive, default=None)
+    hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
+    return Figures(
+        saved_bytes=sum(account.saved for account in accounts),
+        held_bytes=ledger.held_at_exit,
+        peak_held_bytes=ledger.peak,
+        kept_small=noted("small"),
+        min_bytes=circumstances.min_nbytes,
+        kept_no_room=noted("kept: no room"),
+        tiers=no_room[0].note.removeprefix("kept: no room in ") if no_room else "",
+        kept_protected=noted("kept: ") - noted("kept: no room"),
+        kept_by_policy=sum(account.saved for account in kept if not account.note),
+        kept_still_alive=sum(account.alive for account in accounts),
+        alive_site=str(alive.site) if alive is not None and alive.alive else "",
+        on_host=sum(a.stored for a in accounts if a.where.endswith("@ host")) if circumstances.on_host else 0,
+        in_flight=sum(
+            a.held_at_exit for a in accounts if a.stored and "@" in a.where and not _on_host(a, circumstances)
+        ),
+        stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
+        step_ms=circumstances.step_ms,
+        fetches=hits + late + misses,
+        late=late,
+        misses=misses,
+        first_step=circumstances.first_step,
+    )
+
+
+def _on_host(account: Account, circumstances: Circumstances) -> bool:
+    return circumstances.on_host and "@ host" in account.where

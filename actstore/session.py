@@ -7,7 +7,7 @@ from collections.abc import Callable
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from actstore.report import Report
 from actstore.spec import Site, Spec
 from actstore.store import Store
 from actstore.tierset import StoreOptions
-from actstore.units import parse_nbytes
+from actstore.trace import Trace
+from actstore.units import parse_budget, parse_nbytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,11 +53,20 @@ class ActivationStore:
     policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
         function ``(Site, Spec) -> Decision``
     min_bytes : smaller tensors are kept as they are; 0 sends all through
-    host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``
+    host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``; with
+        ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
     disk_path : an existing folder for the disk tier; the system's temporary folder by default
     allow_mutation : whether a saved tensor may be changed in place before backward. Where a copy was stored, backward
         then sees the value at the time of saving; where the tensor was kept it is an error all the same.
+    window : most bytes that are on their way to one tier at once, and most that are fetched ahead in backward; on the
+        compute device they exist until they have left. 256 MiB by default, 32 MiB where the compute device is the CPU
+    when_full : what a tensor does when the window is full. "wait": the compute stream waits for the oldest copy (the
+        host waits too where the tier is a disk); "keep": it stays on the device, encoded; "spill": it goes to the next
+        tier of its ladder, and waits where there is none
     strict : whether a full tier is an error; by default what does not fit is kept
+    trace : whether to write down what happens when, for `trace`
+    verify : check every payload against a checksum that was taken when it was encoded, and fill memory with NaN before
+        it is used again. Slow, and the host waits for the device: for tests and for the search for a fault
     seed : of the random bits of `round=stochastic` and `round=dither`; the same seed and program give the same bytes.
         torch's generators are not touched
 
@@ -81,8 +91,12 @@ class ActivationStore:
         disk_budget: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
         allow_mutation: bool = False,
+        window: int | str | None = None,
+        when_full: Literal["wait", "keep", "spill"] = "wait",
         strict: bool = False,
         seed: int = 0,
+        trace: bool = False,
+        verify: bool = False,
     ) -> None:
         if model is not None and not isinstance(model, Module):
             raise ConfigError(
@@ -95,11 +109,15 @@ class ActivationStore:
         self._allow_mutation = allow_mutation
         self._store = Store(
             StoreOptions(
-                host_budget_nbytes=None if host_budget is None else parse_nbytes(host_budget, "host_budget"),
-                disk_budget_nbytes=None if disk_budget is None else parse_nbytes(disk_budget, "disk_budget"),
+                host_budget_nbytes=None if host_budget is None else parse_budget(host_budget, "host_budget"),
+                disk_budget_nbytes=None if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
                 disk_path=disk_path,
+                window_nbytes=None if window is None else _read_window(window),
+                when_full=_read_when_full(when_full),
                 strict=strict,
                 seed=seed,
+                trace=trace,
+                verify=verify,
             )
         )
         self._lock = Lock()
@@ -126,6 +144,7 @@ class ActivationStore:
                 tracker,
                 census,
                 storage_keys(self._model) if self._model is not None else set(),
+                self._store.begin(_device_of(self._model) or torch.device("cpu")),
                 min_nbytes=self._min_nbytes,
                 allow_mutation=self._allow_mutation,
                 has_model=self._model is not None,
@@ -189,7 +208,22 @@ class ActivationStore:
     def report(self) -> Report:
         """What the last forward saved, stored and held, per site and in all."""
         self._store.poll()
-        return Report.of(self._store.ledger)
+        return Report.of(self._store.ledger, self._store.circumstances(self._min_nbytes))
+
+    @property
+    def trace(self) -> Trace:
+        """What happened when, so far.
+
+        Raises
+        ------
+        StateError : the store was made without trace=True
+        """
+        trace = self._store.events()
+        if trace is None:
+            raise StateError(
+                "there is no trace: make the store with ActivationStore(..., trace=True), and run a forward pass"
+            )
+        return trace
 
     def close(self) -> None:
         """Return all memory and files. A backward that still needs stored tensors raises StateError afterwards."""
@@ -313,6 +347,19 @@ def _checked(policy: Policy) -> Policy:
         return decision
 
     return decide
+
+
+def _read_window(window: int | str) -> int:
+    nbytes = parse_nbytes(window, "window")
+    if nbytes == 0:
+        raise ConfigError('window=0 lets nothing move; give some megabytes, such as window="64MiB", or leave it out')
+    return nbytes
+
+
+def _read_when_full(when_full: str) -> str:
+    if when_full not in ("wait", "keep", "spill"):
+        raise ConfigError(f'when_full={when_full!r}; give "wait", "keep" or "spill"', when_full=when_full)
+    return when_full
 
 
 def _names_tags(policy: Policy) -> bool:

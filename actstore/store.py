@@ -6,26 +6,31 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from threading import Lock
+from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
 import torch
 
+from actstore import devices
+from actstore.checksum import checksum
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
-from actstore.errors import CapacityError, StateError
-from actstore.kernels.base import ALIGN
-from actstore.ledger import Account, Ledger
+from actstore.errors import CapacityError, PayloadError, StateError
+from actstore.kernels.base import ALIGN, LENGTH_NBYTES
+from actstore.ledger import Account, Circumstances, Ledger
+from actstore.ticket import DONE, Between, Ticket
 from actstore.tiers import Slot
 from actstore.tierset import StoreOptions, TierSet
-from actstore.transfer import Length
+from actstore.trace import Trace
+from actstore.transfer import Berth, Run
 from actstore.units import format_nbytes
 
 
 class Entry:
-    """One payload, or none yet. It frees its slot when it dies."""
+    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies."""
 
-    __slots__ = ("__weakref__", "account", "bound", "codec", "key", "slot", "store")
+    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "slot", "store")
 
     store: Store
     account: Account
@@ -33,23 +38,35 @@ class Entry:
     bound: Bound
     key: int
     slot: Slot | None
+    berth: Berth | None
 
     def free(self) -> None:
-        """Give the slot back. What is asked of the entry later raises StateError."""
+        """Give the room back. What is asked of the entry later raises StateError."""
         slot = self.slot
         if slot is not None:
             self.slot = None
             slot.tier.free(slot)
-            if slot.tier.on_device:
-                self.store.ledger.release(self.account, slot.nbytes, 0)
-            else:
-                self.store.ledger.release(self.account, 0, slot.nbytes)
+            self.store.ledger.release(self.account, slot.nbytes, 0)
+        else:
+            berth = self.berth
+            if berth is not None:
+                self.berth = None
+                berth.engine.drop(berth)
+
+
+class Forward:
+    """One forward pass: what its payloads have in common, on each device."""
+
+    def __init__(self) -> None:
+        self.runs: dict[TierSet, Run] = {}
+        self.place: TierSet | None = None  # where the trace has its begin
+        self.mark: Ticket | None = None
 
 
 class _Route:
     """Where the last tensor of a site went: the next one of its kind goes there without a search."""
 
-    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "place", "shape", "tier", "tiers")
+    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "on_device", "place", "shape", "tier", "tiers")
 
     def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
         self.codec = codec
@@ -62,6 +79,7 @@ class _Route:
         self.bound = codec.bind(src)
         self.place = place
         self.tier = place.tier(tiers[0])
+        self.on_device = self.tier.on_device
 
     def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
         return (
@@ -80,11 +98,15 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
+        self.trace: Trace | None = None
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
         self._lock = Lock()
         self._closed = False
         self._steps = 0
+        self._started_ns = 0  # the step that runs
+        self.step_ns = 0  # how long the last one took
+        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last decoding, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
         """Open a tier now, so that what is wrong with it is said now.
@@ -95,7 +117,9 @@ class Store:
         """
         self._place(device).tier(tier)
 
-    def put(self, entry: Entry, src: torch.Tensor, codec: Codec, tiers: Sequence[str], saved: int) -> bool:
+    def put(
+        self, entry: Entry, src: torch.Tensor, codec: Codec, tiers: Sequence[str], saved: int, forward: Forward
+    ) -> bool:
         """Encode `src` into the first tier that has room, and give the slot to `entry`.
 
         Parameters
@@ -104,6 +128,7 @@ class Store:
         src : Tensor, dense strides, any dtype that `codec` accepts
         tiers : names of tiers, first choice first
         saved : bytes that plain autograd would hold in place of the payload
+        forward : the pass that it belongs to
 
         Returns
         -------
@@ -124,27 +149,40 @@ class Store:
             route = account.route = _Route(src, codec, tiers, self._place(src.device))
         bound = route.bound
         key = self._next_key(account) if route.keyed else 0
+        if self.options.verify:
+            bound = _verified(bound)
+        if self.trace is not None:
+            bound = self._traced(bound, route.place, account)
         if not bound.exact:
-            return self._put_variable(entry, src, codec, route, key, saved)
-        tier = route.tier
-        slot = tier.reserve(bound.nbytes)
+            return self._put_variable(entry, src, bound, codec, route, key, saved, forward)
+        slot = berth = None
+        if route.on_device:
+            slot = route.tier.reserve(bound.nbytes)
+            if slot is not None:
+                slot.tier = route.tier
         if slot is None:
-            slot = route.place.reserve(tiers[1:], bound.nbytes)
-            if slot is None:
-                self._refuse(bound.nbytes, tiers)
-                return False
-        else:
-            slot.tier = tier
-        if slot.tier.on_device:
+            slot, berth = self._find(route.place, tiers, bound.nbytes, account, forward)
+        if slot is not None:
             try:
                 used = bound.encode(src, slot.memory, key)
             except BaseException:
                 slot.tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
+        elif berth is not None:
+            try:
+                used = bound.encode(src, berth.memory, key)
+            except BaseException:
+                berth.engine.cancel(berth)
+                raise
+            berth.engine.depart(berth)
+            self.ledger.add(account, saved, used, 0)
         else:
-            self._encode_and_offload(src, bound, route.place, slot, account, key, saved)
-        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, slot
+            self._refuse(bound.nbytes, tiers)
+            return False
+        entry.store, entry.codec, entry.bound, entry.key, entry.slot, entry.berth = (
+            self, codec, bound, key, slot, berth
+        )  # fmt: skip
         return True
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
@@ -155,29 +193,62 @@ class Store:
         TransferError, PayloadError : the bytes cannot be read or are not what was written
         StateError : the store was closed
         """
-        slot = entry.slot
-        if slot is None:
+        place = None if entry.bound.exact else self._places.get(out.device)
+        if place is None or place.device.on_host:
+            slot = entry.slot
+            if slot is not None:
+                self._decode(entry, slot, out)
+                return
+        else:
+            with place.late_lock:  # another thread might move the payload and free the slot meanwhile
+                slot = entry.slot
+                if slot is not None:
+                    if slot.written is not DONE:
+                        slot.written.wait_on(place.device.current())
+                    self._decode(entry, slot, out)
+                    return
+        berth = entry.berth
+        if berth is None:
             raise StateError("the store was closed before backward read this tensor; close it after the last backward")
-        tier = slot.tier
-        if tier.on_device:
-            entry.bound.decode(slot.memory, out, entry.key)
-            self.ledger.touch_peak(entry.account, out.nbytes)
-            return
-        stage = self._place(out.device).stage(slot.nbytes)
+        memory = berth.engine.arrive(berth)
         try:
-            tier.read(slot, stage.memory)
-            entry.bound.decode(stage.memory, out, entry.key)
-            self.ledger.touch_peak(entry.account, out.nbytes + slot.nbytes)
+            entry.bound.decode(memory, out, entry.key)
+            self.ledger.touch_peak(entry.account, out.nbytes)
         finally:
-            stage.tier.free(stage)
+            berth.engine.leave(berth)
+
+    def _decode(self, entry: Entry, slot: Slot, out: torch.Tensor) -> None:
+        entry.bound.decode(slot.memory, out, entry.key)
+        if slot.place is not None:
+            slot.tier.used(slot)
+        self.ledger.touch_peak(entry.account, out.nbytes)
+
+    def begin(self, device: torch.device) -> Forward:
+        """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
+        forward = Forward()
+        if self.options.trace:
+            forward.place = place = self._place(device)
+            forward.mark = place.device.mark(place.device.current())
+        return forward
+
+    def end(self, forward: Forward) -> None:
+        """The forward pass is over: send what waits for more."""
+        for place, run in forward.runs.items():
+            place.engine.flush(run)
+        if forward.mark is not None and forward.place is not None:
+            device = forward.place.device
+            forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
 
     def start(self) -> None:
         """Begin a step: forget the last one's figures, return memory that it did not need."""
+        now = perf_counter_ns()
+        self.step_ns, self._started_ns = now - self._started_ns, now
+        self._end_backward()
         self._steps += 1
         self.poll()
         self.ledger.start()
         for place in list(self._places.values()):
-            place.trim()
+            place.start(self._steps)
 
     def remember(self, entries: Iterable[ref[Any]]) -> None:
         """Know these entries, so that `close` can free those that are still alive."""
@@ -187,8 +258,24 @@ class Store:
     def poll(self) -> None:
         """Let go of device memory whose bytes have arrived elsewhere, or that payloads turned out not to need."""
         for place in list(self._places.values()):
-            place.transfer.poll()
+            place.engine.poll()
             self._move_known(place)
+
+    def circumstances(self, min_nbytes: int) -> Circumstances:
+        """What the figures of the step that runs depend on."""
+        first = self._steps < 2
+        return Circumstances(
+            min_nbytes=min_nbytes,
+            on_host=any(place.device.on_host for place in list(self._places.values())),
+            step_ms=(perf_counter_ns() - self._started_ns if first else self.step_ns) / 1e6,
+            first_step=first,
+        )
+
+    def events(self) -> Trace | None:
+        """The trace, with all that is known by now."""
+        self._end_backward()
+        self.poll()
+        return self.trace
 
     def close(self) -> None:
         """Return all memory and files. What graphs still hold can no longer be read."""
@@ -211,7 +298,11 @@ class Store:
                 raise StateError("this store is closed; make a new ActivationStore")
             place = self._places.get(device)
             if place is None:
-                place = self._places[device] = TierSet(device, self.options)
+                if self.options.trace and self.trace is None:
+                    self.trace = Trace(device=str(device))
+                place = self._places[device] = TierSet(
+                    devices.open_device(device), self.options, self.ledger, self.trace
+                )
             return place
 
     def _next_key(self, account: Account) -> int:
@@ -219,6 +310,33 @@ class Store:
         account.drawn += 1
         text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
+        """The same codec, whose work the trace tells."""
+        device, engine = place.device, place.engine
+
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+            begin = device.mark(device.current())
+            used = bound.encode(src, out, key)
+            engine.note("encode", Between(begin, device.mark(device.current())), [(account, src.nbytes)])
+            return used
+
+        def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+            begin = device.mark(device.current())
+            bound.decode(buf, out, key)
+            end = device.mark(device.current())
+            engine.note("decode", Between(begin, end), [(account, out.nbytes)])
+            first = begin if self._backward is None else self._backward[1]
+            self._backward = (place, first, end)
+
+        return Bound(bound.nbytes, bound.exact, encode, decode)
+
+    def _end_backward(self) -> None:
+        """Have the trace tell of the last backward: from its first decoding to its last."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            place, begin, end = backward
+            place.engine.note("backward", Between(begin, end), [])
 
     def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
         if self.options.strict:
@@ -229,62 +347,68 @@ class Store:
                 tiers=tuple(tiers),
             )
 
-    def _encode_and_offload(
-        self, src: torch.Tensor, bound: Bound, place: TierSet, slot: Slot, account: Account, key: int, saved: int
-    ) -> None:
-        try:
-            stage = place.stage(bound.nbytes)
-        except BaseException:
-            slot.tier.free(slot)
-            raise
-        booked = False
-        try:
-            used = bound.encode(src, stage.memory, key)
-            self.ledger.add(account, saved, used, stage.nbytes)
-            booked = True
-            self._offload(place, stage, slot, account)
-        except BaseException:
-            if booked:
-                self.ledger.add(account, -saved, -used, -stage.nbytes)
-            stage.tier.free(stage)
-            slot.tier.free(slot)
-            raise
-
-    def _offload(self, place: TierSet, stage: Slot, slot: Slot, account: Account) -> None:
-        """Start to move what `stage` holds to `slot`; the stage is free when its bytes have left."""
-
-        def landed(_: torch.Tensor) -> None:
-            self.ledger.add(account, 0, 0, -stage.nbytes, slot.nbytes)
-            stage.tier.free(stage)
-
-        place.transfer.offload(slot.tier, slot, stage.memory[: slot.nbytes], landed)
+    def _find(
+        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: Forward
+    ) -> tuple[Slot | None, Berth | None]:
+        """Room on the device, or on the way to another tier; neither when no tier has any."""
+        when_full = self.options.when_full
+        for name in tiers:
+            tier = place.tier(name)
+            if tier.on_device:
+                slot = place.reserve(name, nbytes)
+                if slot is not None:
+                    return slot, None
+                continue
+            if when_full != "wait" and not place.engine.admits(tier, nbytes):
+                account.note = f"window of {name} full"
+                if when_full == "keep":
+                    return place.reserve("device", nbytes), None
+                if name != tiers[-1]:
+                    continue
+            run = forward.runs.get(place)
+            if run is None:
+                run = forward.runs[place] = place.engine.begin()
+            berth = place.engine.board(run, tier, nbytes, account)
+            if berth is not None:
+                return None, berth
+        return None, None
 
     # -- payloads of variable size ------------------------------------------------------------------------------------
 
-    def _put_variable(self, entry: Entry, src: torch.Tensor, codec: Codec, route: _Route, key: int, saved: int) -> bool:
+    def _put_variable(
+        self,
+        entry: Entry,
+        src: torch.Tensor,
+        bound: Bound,
+        codec: Codec,
+        route: _Route,
+        key: int,
+        saved: int,
+        forward: Forward,
+    ) -> bool:
         """Encode into room for the longest payload, and move what there is to room for just that.
 
         On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
         for it, `poll` and later payloads look.
         """
         place, tiers, account = route.place, route.tiers, entry.account
-        stage = place.stage(route.bound.nbytes)
+        stage = place.stage(bound.nbytes)
         try:
-            used = route.bound.encode(src, stage.memory, key)
-            late = None if route.device.type == "cpu" else Length(stage.memory)
+            used = bound.encode(src, stage.memory, key)
+            late = None if place.device.on_host else place.lengths.expect(stage.memory)
         except BaseException:
             stage.tier.free(stage)
             raise
-        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, route.bound, key, stage
+        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, stage
         self.ledger.add(account, saved, 0, stage.nbytes)
         if late is not None:
             with place.late_lock:
-                place.late.append((ref(entry), late, tiers))
+                place.late.append((ref(entry), late, tiers, forward))
             self._move_known(place)
             return True
         moved = False
         try:
-            moved = self._move(entry, place, stage, used, tiers)
+            moved = self._move(entry, place, stage, used, tiers, forward)
         finally:
             if not moved:
                 entry.slot = None
@@ -300,35 +424,67 @@ class Store:
             with place.late_lock:
                 if not place.late or not place.late[0][1].ready():
                     return
-                weak, length, tiers = place.late.popleft()
+                weak, length, tiers, forward = place.late.popleft()
+                used = place.lengths.take(length)
                 entry = weak()
                 stage = entry.slot if entry is not None else None
                 if entry is None or stage is None:
                     continue
-                with length.stream:  # in the order of the encoding, and of the allocator that the stage came from
-                    if not self._move(entry, place, stage, length.nbytes, tiers):
-                        self._move(entry, place, stage, length.nbytes, ("device",))
+                with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
+                    if not self._move(entry, place, stage, used, tiers, forward):
+                        self._move(entry, place, stage, used, ("device",), forward)
 
-    def _move(self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str]) -> bool:
+    def _move(
+        self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: Forward
+    ) -> bool:
         """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
-        room = min(_roomy(used), stage.nbytes)
-        slot = place.reserve(tiers, room)
-        if slot is None:
+        account, room = entry.account, min(_roomy(used), stage.nbytes)
+        slot, berth = self._find(place, tiers, room, account, forward)
+        if slot is not None:
+            try:
+                slot.written = place.device.copy(slot.memory, stage.memory[:room], place.device.current())
+            except BaseException:
+                slot.tier.free(slot)
+                raise
+            self.ledger.add(account, 0, used, slot.nbytes - stage.nbytes)
+        elif berth is not None:
+            try:
+                place.device.copy(berth.memory, stage.memory[:room], place.device.current())
+            except BaseException:
+                berth.engine.cancel(berth)
+                raise
+            berth.engine.depart(berth)
+            self.ledger.add(account, 0, used, -stage.nbytes)
+        else:
             return False
-        try:
-            if slot.tier.on_device:
-                slot.memory.copy_(stage.memory[:room], non_blocking=True)
-                self.ledger.add(entry.account, 0, used, slot.nbytes - stage.nbytes)
-                entry.slot = slot
-                stage.tier.free(stage)
-            else:
-                self._offload(place, stage, slot, entry.account)
-                self.ledger.add(entry.account, 0, used, 0)
-                entry.slot = slot
-        except BaseException:
-            slot.tier.free(slot)
-            raise
+        entry.slot, entry.berth = slot, berth
+        stage.tier.free(stage)
         return True
+
+
+def _verified(bound: Bound) -> Bound:
+    """The same codec, which checks on each decoding that the bytes are those that were encoded. The host waits."""
+    sealed: list[tuple[int, torch.Tensor]] = []
+
+    def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+        used = bound.encode(src, out, key)
+        nbytes = used if bound.exact else int(out[:LENGTH_NBYTES].view(torch.int64))
+        sealed[:] = [(nbytes, checksum(out[:nbytes]))]
+        return used
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+        nbytes, expected = sealed[0]
+        found = checksum(buf[:nbytes])
+        if not torch.equal(found, expected):
+            raise PayloadError(
+                f"{nbytes} bytes came back with another checksum ({int(found)}) than they were encoded with "
+                f"({int(expected)}): something wrote to them while they waited. Please report this with the policy and "
+                "the devices, unless your own code or driver does so.",
+                nbytes=nbytes,
+            )
+        bound.decode(buf, out, key)
+
+    return Bound(bound.nbytes, bound.exact, encode, decode)
 
 
 def _roomy(nbytes: int) -> int:

@@ -11,11 +11,12 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
-import torch
-
+from actstore.devices import Device
 from actstore.errors import CapacityError
+from actstore.ledger import Ledger
 from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
-from actstore.transfer import Length, Transfer
+from actstore.trace import Trace
+from actstore.transfer import Engine, Length, Lengths
 from actstore.units import format_nbytes
 
 
@@ -26,66 +27,77 @@ class StoreOptions:
     host_budget_nbytes: int | None = None
     disk_budget_nbytes: int | None = None
     disk_path: str | PathLike[str] | None = None
+    window_nbytes: int | None = None  # on their way to one tier, and fetched ahead; None for a default
+    when_full: str = "wait"  # when that many are on their way: "wait", "keep" or "spill"
     strict: bool = False
     seed: int = 0  # of the random bits that codecs round with
+    trace: bool = False  # write down what happens when
+    verify: bool = False  # check every payload against its checksum
 
 
 class TierSet:
-    """The tiers of one compute device, opened when first used."""
+    """The tiers of one compute device, opened when first used, and the engine that moves payloads to them."""
 
-    def __init__(self, device: torch.device, options: StoreOptions) -> None:
+    def __init__(self, device: Device, options: StoreOptions, ledger: Ledger, trace: Trace | None) -> None:
+        self.device = device
+        self.engine = Engine(device, ledger, options.window_nbytes, trace, poison=options.verify)
+        self.lengths = Lengths(device)
+        self.late: deque[tuple[ref[Any], Length, Sequence[str], Any]] = deque()  # whose lengths are on their way
+        self.late_lock = Lock()
         self._options = options
-        self._device = device
         self._open: dict[str, Tier] = {}
         self._lock = Lock()
-        self.transfer = Transfer(device)
-        self.late: deque[tuple[ref[Any], Length, Sequence[str]]] = deque()  # payloads whose lengths are on their way
-        self.late_lock = Lock()
 
     def tier(self, name: str) -> Tier:
-        with self._lock:
-            tier = self._open.get(name)
-            if tier is None:
-                tier = self._open[name] = self._make(name)
-            return tier
+        tier = self._open.get(name)
+        if tier is None:
+            with self._lock:
+                tier = self._open.get(name)
+                if tier is None:
+                    tier = self._open[name] = self._make(name)
+        return tier
 
-    def reserve(self, names: Sequence[str], nbytes: int) -> Slot | None:
-        """Room in the first tier that has some, or None."""
-        for name in names:
-            tier = self.tier(name)
-            slot = tier.reserve(nbytes)
-            if slot is not None:
-                slot.tier = tier
-                return slot
-        return None
+    def reserve(self, name: str, nbytes: int) -> Slot | None:
+        """Room in a tier, or None."""
+        tier = self.tier(name)
+        slot = tier.reserve(nbytes)
+        if slot is not None:
+            slot.tier = tier
+        return slot
 
     def stage(self, nbytes: int) -> Slot:
         """Memory of the compute device for a payload on its way."""
-        slot = self.reserve(("device",), nbytes)
+        slot = self.reserve("device", nbytes)
         if slot is None:
             raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
         return slot
 
-    def trim(self) -> None:
+    def start(self, step: int) -> None:
+        """Begin a new step: return memory that the last one did not need."""
+        self.engine.start(step)
         for tier in list(self._open.values()):
             tier.trim()
 
     def close(self) -> None:
         with ExitStack() as stack:  # all are closed, also when one fails
+            with self.late_lock:
+                late = [length for _, length, _, _ in self.late]
+                self.late.clear()
+            stack.callback(self.lengths.close, late)
+            stack.callback(self.engine.close)
             for tier in self._open.values():
                 stack.callback(tier.close)
-            self.transfer.drain()
 
     def _make(self, name: str) -> Tier:
-        options, on_cpu = self._options, self._device.type == "cpu"
-        budget = None
-        tier: Tier
+        options, device = self._options, self.device
         if name == "device":
-            tier = DeviceTier(self._device)
-        elif name == "host":
-            tier = HostMemoryTier(self._device) if on_cpu else HostTier(self._device)
-            budget = options.host_budget_nbytes
-        else:
-            tier = DiskTier(options.disk_path, None if on_cpu else HostTier(self._device))
-            budget = options.disk_budget_nbytes
-        return tier if budget is None else Limited(tier, budget)
+            return DeviceTier(device)
+        if name == "disk":
+            return _limited(DiskTier(options.disk_path, device), options.disk_budget_nbytes)
+        if device.on_host:
+            return _limited(HostMemoryTier(device), options.host_budget_nbytes)
+        return HostTier(device, options.host_budget_nbytes)
+
+
+def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
+    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)

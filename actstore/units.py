@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
 
@@ -12,6 +13,7 @@ _SCALE = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_PER_NODE = re.compile(r"(.*?)\s*/\s*node\s*", re.IGNORECASE)
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -36,6 +38,27 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
             "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
         )
     return int(Decimal(match.group(1)) * scale)
+
+
+def parse_budget(value: int | str, name: str = "budget") -> int:
+    """Read a number of bytes for this process; ``"256GiB/node"`` is its equal share among all processes of the node.
+
+    How many those are says the environment variable LOCAL_WORLD_SIZE, which torchrun sets; one where it is missing.
+
+    Raises
+    ------
+    ConfigError : as `parse_nbytes`; or LOCAL_WORLD_SIZE is no positive number
+    """
+    match = _PER_NODE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return parse_nbytes(value, name)
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{name}={value!r} needs the number of processes of this node, and LOCAL_WORLD_SIZE={text!r} is none; "
+            "start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+        )
+    return parse_nbytes(match.group(1), name) // int(text)
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -46,6 +46,14 @@ _PYTEST = (
     "ignore::pytest.PytestConfigWarning",
 )
 _CODECS = "tests/codecs/test_cuda.py"
+_TRANSFER = ("benchmarks/gpu_transfer.py",)
+# What is kept beside the figures: the file in the work folder, and the ending of its name among the results.
+_KEPT = {
+    "main.png": ".png",
+    "transfer.png": "-transfer.png",
+    "transfer.ndjson": "-transfer.ndjson",
+    "transfer.chrome.json": "-transfer.chrome.json",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Part:
 
     Attributes
     ----------
-    command : arguments; ``{json}`` and ``{plot}`` become files in the work folder
+    command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder
     limit_s : after this long it is stopped
     """
 
@@ -65,6 +73,7 @@ class Part:
 
 PARTS = (
     Part("ceilings", ("benchmarks/gpu_device.py", "ceilings", "--json", "{json}"), 60),
+    Part("transfer", (*_TRANSFER, "--json", "{json}", "--trace", "{trace}", "--plot", "{plot}"), 120),
     Part("kernels", ("benchmarks/gpu_device.py", "kernels", "--json", "{json}"), 150),
     Part("tests", (*_PYTEST, "tests", "-m", "gpu", f"--ignore={_CODECS}"), 120),
     Part("codecs", (*_PYTEST, _CODECS), 150),
@@ -84,10 +93,11 @@ def run_part(part: Part, limit_s: float, work: Path) -> dict[str, Any]:
         JSON, complete or not; None where it wrote none. Its whole output is in ``<part>.log`` in the work folder.
     """
     work.mkdir(parents=True, exist_ok=True)
-    files = {kind: work / f"{part.name}.{kind}" for kind in ("json", "log", "png")}
+    files = {kind: work / f"{part.name}.{kind}" for kind in ("json", "log", "png", "ndjson", "chrome.json")}
     for file in files.values():
         file.unlink(missing_ok=True)
-    command = [sys.executable, *(a.format(json=files["json"], plot=files["png"]) for a in part.command)]
+    named = {"json": files["json"], "plot": files["png"], "trace": files["ndjson"]}
+    command = [sys.executable, *(argument.format_map(named) for argument in part.command)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
     start = monotonic()
@@ -134,9 +144,9 @@ def write(found: dict[str, Any], name: str, out: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
         (folder / f"{name}.md").write_text(page(found))
-        picture = WORK / "main.png"
-        if picture.exists():
-            shutil.copy(picture, folder / f"{name}.png")
+        for kept, ending in _KEPT.items():
+            if (WORK / kept).exists():
+                shutil.copy(WORK / kept, folder / f"{name}{ending}")
     if out is not None:
         for log in WORK.glob("*.log"):
             shutil.copy(log, out)

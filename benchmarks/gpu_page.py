@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import gpu_page_transfer
+from benchmarks.markdown import cell, table
+
 MIB = 2**20
 
 
@@ -14,7 +17,7 @@ def page(found: dict[str, Any]) -> str:
         env, figures = part["environment"], part["figures"]
         lines += [f"## {_TITLES.get(name, name)}", ""]
         if part["status"] != "ok":
-            lines += [f"**{part['status']}** after {part['seconds']} s: {_cell(part['said'])}", ""]
+            lines += [f"**{part['status']}** after {part['seconds']} s: {cell(part['said'])}", ""]
         if name in _SAID:
             lines += [f"`{part['said'].strip('= ')}`", ""]
         elif figures is not None:
@@ -26,19 +29,6 @@ def page(found: dict[str, Any]) -> str:
 def _cupy(env: dict[str, Any]) -> str:
     versions = [f"{name} {env[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if env.get(name)]
     return f"{', '.join(versions) or 'no CuPy'}, Python {env['python']}"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    rule = "|" + "|".join(["---", *(["---:"] * (len(header) - 1))]) + "|"
-    return [_line(header), rule, *(_line(row) for row in rows)]
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _ceilings(figures: dict[str, Any]) -> list[str]:
@@ -54,7 +44,7 @@ def _ceilings(figures: dict[str, Any]) -> list[str]:
         if key in figures
     ]
     size = f"Buffers of {figures['nbytes'] / MIB:.0f} MiB."
-    return [size, "", *_table(["copy", "GB/s", "median ms", "quartiles ms"], rows)]
+    return [size, "", *table(["copy", "GB/s", "median ms", "quartiles ms"], rows)]
 
 
 def _spread(times: dict[str, float]) -> str:
@@ -63,7 +53,7 @@ def _spread(times: dict[str, float]) -> str:
 
 def _kernels(figures: dict[str, Any]) -> list[str]:
     rows = [row for row in figures["rows"] if "error" in row]
-    table = [
+    lines = [
         [f"{row['codec']} {row['dtype']}", row["data"], f"{row['ratio']:.2f}", _kernel_error(row), *_kernel_rates(row)]
         for row in rows
     ]
@@ -71,12 +61,12 @@ def _kernels(figures: dict[str, Any]) -> list[str]:
     copy = f"Sources of {figures['nbytes'] / MIB:.0f} MiB; a device copy beside them: {gbps:.0f} GB/s."
     header = ["codec", "data", "ratio", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
     notes = [
-        f"- {row['codec']} {row['dtype']} {kind}: {_cell(row[key])}"
+        f"- {row['codec']} {row['dtype']} {kind}: {cell(row[key])}"
         for row in figures["rows"]
         for key, kind in (("failed", "**failed**"), ("left_out", "is left out"))
         if key in row
     ]
-    return [copy, "", *_table(header, table), *([""] if notes else []), *notes]
+    return [copy, "", *table(header, lines), *([""] if notes else []), *notes]
 
 
 def _kernel_error(row: dict[str, Any]) -> str:
@@ -101,9 +91,9 @@ def _bench(figures: dict[str, Any]) -> list[str]:
     )
     rows = [[row["name"], *_bench_cells(row)] for row in figures["rows"]]
     header = ["row", "step ms", "times plain", "saved MiB", "held MiB", "peak MiB", "loss", "gradient error"]
-    notes = [f"- {row['name']} failed: {_cell(row['failed'])}" for row in figures["rows"] if row["failed"]]
+    notes = [f"- {row['name']} failed: {cell(row['failed'])}" for row in figures["rows"] if row["failed"]]
     notes += [f"- {out['name']} is left out: {out['reason']}" for out in figures["left_out"]]
-    return [size, "", *_table(header, rows), *([""] if notes else []), *notes]
+    return [size, "", *table(header, rows), *([""] if notes else []), *notes]
 
 
 def _bench_cells(row: dict[str, Any]) -> list[str]:
@@ -128,11 +118,12 @@ def _hotpath(figures: dict[str, Any]) -> list[str]:
         for name, row in figures["rows"].items()
     ]
     unit = f"One unit, what identity hooks add to a saved tensor: {figures['unit_us']:.2f} us."
-    return [unit, "", *_table(["store", "added us", "chain, units", "direct, units"], rows)]
+    return [unit, "", *table(["store", "added us", "chain, units", "direct, units"], rows)]
 
 
 _TITLES = {
     "ceilings": "What the GPU and its link can move",
+    "transfer": "The transfer engine",
     "kernels": "Codecs",
     "tests": "Tests that need a GPU",
     "codecs": "Tests of the codecs on the GPU",
@@ -142,4 +133,11 @@ _TITLES = {
     "hotpath": "Host time for a saved tensor of 4 KB",
 }
 _SAID = ("tests", "codecs", "sanitizer")  # parts whose last line is all
-_PAGES = {"ceilings": _ceilings, "kernels": _kernels, "main": _bench, "exact": _bench, "hotpath": _hotpath}
+_PAGES = {
+    "ceilings": _ceilings,
+    "transfer": gpu_page_transfer.lines,
+    "kernels": _kernels,
+    "main": _bench,
+    "exact": _bench,
+    "hotpath": _hotpath,
+}

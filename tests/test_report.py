@@ -25,13 +25,15 @@ def reported(policy, **options):
 
 def test_before_the_first_step_there_is_nothing():
     report = ActivationStore(policy="raw").report()
-    assert report == Report(0, 0, 0, 0, 0, ())
+    figures = dataclasses.asdict(report)
+    (advice,) = figures.pop("advice")
+    assert not any(figures.values())
+    assert advice.startswith("Autograd saved 0 bytes inside the store's context")
     assert "nothing" in str(report)
 
 
 def test_figures_of_a_known_model():
     store, loss = reported("0 : raw; 1 : raw @ disk; * : keep", disk_path=None)
-    store._store._places[torch.device("cpu")].transfer.drain()
     report = store.report()
     sites = {site.site: site for site in report.sites}
     wide, narrow = 32 * 64 * 4, 32 * 8 * 4
@@ -100,11 +102,11 @@ def test_the_table_has_a_line_for_each_module_and_the_totals():
     store, loss = reported("0 : int8; 1 : raw; * : keep")
     lines = str(store.report()).splitlines()
     assert lines[0].split() == ["site", "tensors", "saved", "stored", "held", "live", "decision"]
-    names = [line.split()[0] for line in lines[1:-2]]
+    total = next(i for i, line in enumerate(lines) if line.startswith("total"))
+    names = [line.split()[0] for line in lines[1:total]]
     assert {"0", "1", "3"} <= set(names)
-    assert lines[-2].startswith("total")
-    assert "of what plain autograd holds" in lines[-1]
-    assert "peak over the step" in lines[-1]
+    assert "of what plain autograd holds" in lines[total + 1]
+    assert "peak over the step" in lines[total + 1]
     assert "8.0 KiB" in str(store.report())
     del loss
 
@@ -115,3 +117,60 @@ def test_a_report_is_a_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         store.report().saved_bytes = 0
     del loss
+
+
+def test_traffic_is_told():
+    store, loss = reported("raw @ disk")
+    loss.backward()
+    report = store.report()
+    assert report.hits + report.late + report.misses == 5  # three payloads, of which two are asked for twice
+    assert [medium.tier for medium in report.media] == ["disk"]
+    assert report.media[0].peak_bytes >= report.stored_bytes
+    assert report.media[0].used_bytes == 0
+    text = str(report)
+    assert "disk: 0 B now, peak" in text
+    assert f"{report.hits} payloads in time, {report.late} late, {report.misses} not foreseen" in text
+    assert sum(site.offload_ms for site in report.sites) == pytest.approx(report.offload_ms)
+
+
+def test_advice_says_that_something_else_holds_what_was_stored():
+    model, kept = small_model(), []
+    model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    store = ActivationStore(model, "1 : raw @ disk; * : keep", min_bytes=0)
+    with store:
+        model(torch.randn(32, 64)).sum()
+    (advice,) = [line for line in store.report().advice if "something else keeps these tensors alive" in line]
+    assert "8.0 KiB" in advice
+    assert "1[0]" in advice
+    kept.clear()
+    with store:
+        model(torch.randn(32, 64)).sum()
+    kept.clear()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        ("raw @ host", {}, "here is the compute device's own"),
+        ("raw @ disk", {"min_bytes": "1MiB"}, "below min_bytes=1.0 MiB"),
+        ("raw @ disk", {"disk_budget": 0}, "found no room in disk"),
+        ("0 : raw", {}, "no rule matches"),
+    ],
+)
+def test_advice_names_the_cause(policy, options, words):
+    model = small_model()
+    store = ActivationStore(model, policy, **({"min_bytes": 0} | options))
+    with store:
+        loss = model(torch.randn(32, 64)).square().mean()
+    assert any(words in line for line in store.report().advice), store.report().advice
+    del loss
+
+
+def test_steady_training_needs_no_advice():
+    model = small_model()
+    store = ActivationStore(model, "raw", min_bytes=0)
+    for _ in range(2):
+        with store:
+            loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward()
+    assert store.report().advice == ()

@@ -3,6 +3,7 @@
 import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from actstore.errors import CapacityError, PayloadError, StateError, TransferErr
 from actstore.spec import Site
 from actstore.store import Entry, Store
 from actstore.tierset import StoreOptions
+from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed
 from tests.tiers.conftest import disk_folder
 from tests.tiers.wrappers import Faulty, Slow
@@ -29,7 +31,7 @@ class Owned(Entry):
 
     def __init__(self, store, site=0):
         self.account = store.ledger.account(Site("m", site))
-        self.slot = None
+        self.slot = self.berth = None
 
     def __del__(self):
         self.free()
@@ -50,8 +52,28 @@ def make(disk_folder):
 
 
 def put(store, tensor, *tiers, codec=None, site=0, saved=0):
-    entry = Owned(store, site)
-    return entry if store.put(entry, tensor, codec or Raw(), tiers, saved) else None
+    """A forward pass of one tensor."""
+    entry, forward = Owned(store, site), store.begin(CPU)
+    found = store.put(entry, tensor, codec or Raw(), tiers, saved, forward)
+    store.end(forward)
+    return entry if found else None
+
+
+def tier_of(entry):
+    return entry and (entry.slot or entry.berth.parcel).tier.name
+
+
+def land(store, *entries):
+    """Wait until payloads have left the device."""
+    for entry in entries:
+        if entry.berth is not None:
+            entry.berth.parcel.motion.wait_on(None)
+    store.poll()
+
+
+def drain(store):
+    for place in store._places.values():
+        settle(place.engine)
 
 
 def get(store, entry, like):
@@ -69,6 +91,7 @@ def wrap(store, name, wrapper):
 
 
 def totals(store):
+    store.poll()
     accounts = store.ledger.accounts()
     return tuple(sum(getattr(a, name) for a in accounts) for name in ("saved", "stored", "held", "away"))
 
@@ -106,10 +129,8 @@ def test_the_books(make, tier):
     store = make()
     tensor = torch.randn(4096)
     entry = put(store, tensor, tier, codec=Int8(), saved=tensor.nbytes)
-    stored = entry.slot.nbytes
-    if tier == "disk":
-        entry.slot.written.result()
-    store.poll()
+    stored = (entry.slot or entry.berth).nbytes
+    land(store, entry)
     assert totals(store) == (tensor.nbytes, stored, *((0, stored) if tier == "disk" else (stored, 0)))
     assert store.ledger.peak == stored
     get(store, entry, tensor)
@@ -132,7 +153,7 @@ def test_threads(make):
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(work, range(3)))
-    store._places[CPU].transfer.drain()
+    drain(store)
     assert totals(store)[2:] == (0, 0)
 
 
@@ -148,17 +169,15 @@ def test_several_threads_read_one_entry(make):
 
 
 def test_the_ladder_goes_down(make):
-    store = make(host_budget_nbytes=4000, disk_budget_nbytes=8000)
+    store = make(host_budget_nbytes=4000, disk_budget_nbytes=8192)
     tensor = torch.randn(1000)
     entries = [put(store, tensor, "host", "disk") for _ in range(4)]
-    assert [entry and entry.slot.tier.name for entry in entries] == ["host", "disk", "disk", None]
+    assert [tier_of(entry) for entry in entries] == ["host", "disk", "disk", None]
     assert all(torch.equal(get(store, entry, tensor), tensor) for entry in entries[:3])
-    for entry in entries[1:3]:
-        entry.slot.written.result()
-    store.poll()
+    land(store, *entries[:3])
     assert totals(store)[2:] == (4000, 8000)
     entries[0] = None
-    assert put(store, tensor, "host", "disk").slot.tier.name == "host"
+    assert tier_of(put(store, tensor, "host", "disk")) == "host"
 
 
 def test_strict(make):
@@ -187,17 +206,37 @@ def test_a_full_disk(make, monkeypatch):
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["reserve", "write"])
-def test_a_tier_that_fails_in_put_books_nothing(make, fault):
+def test_a_tier_that_fails_to_reserve_books_nothing(make):
     store = make()
-    tier = wrap(store, "disk", lambda tier: Faulty(tier, fault))
+    tier = wrap(store, "disk", lambda tier: Faulty(tier, "reserve"))
     for _ in range(3):
-        with pytest.raises(TransferError, match=f"planted fault of {fault}") as caught:
+        with pytest.raises(TransferError, match="planted fault of reserve"):
             put(store, torch.randn(1000), "disk", saved=4000)
-        assert caught.value.what == fault
     assert totals(store) == (0, 0, 0, 0)
     tier.faults.clear()
     assert put(store, torch.randn(1000), "disk") is not None
+
+
+@pytest.mark.parametrize("fault", ["write", "late write"])
+def test_what_cannot_be_written_stays_on_the_device(make, fault):
+    store = make()
+    wrap(store, "disk", lambda tier: Faulty(tier, fault))
+    tensor = torch.randn(1000)
+    with pytest.warns(RuntimeWarning, match=r"could not leave the device.*memory is not saved.*disk_path="):
+        entry = put_in_vain(store, tensor, saved=4000)
+    assert totals(store) == (4000, 4000, 4000, 0)
+    for _ in range(2):
+        assert torch.equal(get(store, entry, tensor), tensor)
+    assert entry.account.note == "kept: disk failed"
+
+
+def put_in_vain(store, tensor, saved=0):
+    """A put to disk whose write fails, and is seen to fail."""
+    entry = put(store, tensor, "disk", saved=saved)
+    with suppress(TransferError):
+        entry.berth.parcel.motion.wait_on(None)
+    store.poll()
+    return entry
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -215,7 +254,7 @@ def test_a_codec_that_fails_books_nothing(make, tier, monkeypatch):
     monkeypatch.setattr(route, "bound", bad)
     monkeypatch.setattr(type(route), "fits", lambda *_: True)
     del entry
-    store._places[CPU].transfer.drain()
+    drain(store)
     before = totals(store)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="planted"):
@@ -228,6 +267,7 @@ def test_a_read_that_fails_frees_its_memory_and_can_be_repeated(make):
     tier = wrap(store, "disk", lambda tier: Faulty(tier, "read"))
     tensor = torch.randn(1000)
     entry = put(store, tensor, "disk")
+    land(store, entry)
     for _ in range(3):
         with pytest.raises(TransferError, match="planted fault of read"):
             get(store, entry, tensor)
@@ -235,42 +275,31 @@ def test_a_read_that_fails_frees_its_memory_and_can_be_repeated(make):
     assert torch.equal(get(store, entry, tensor), tensor)
 
 
-def test_a_failed_background_write_is_told_by_get(make, monkeypatch):
+def test_a_disk_that_breaks_loses_nothing(make, monkeypatch):
     store = make()
     store.open(CPU, "disk")
 
     def fail(*_):
         raise OSError(5, os.strerror(5))
 
+    tensor = torch.randn(1000)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fail)
-        entry = put(store, torch.randn(1000), "disk")
-        entry.slot.written.wait_on(None)
-    for _ in range(2):
-        with pytest.raises(TransferError, match=r"^writing 3.9 KiB to the disk tier failed"):
-            get(store, entry, torch.randn(1000))
+        patch.setattr(os, "pwritev", fail)
+        with pytest.warns(RuntimeWarning, match="writing .* to the disk tier failed"):
+            entry = put_in_vain(store, tensor)
+    assert torch.equal(get(store, entry, tensor), tensor)
 
 
 def test_altered_bytes_on_disk(make):
     store = make()
     entry = put(store, torch.randn(1000), "disk")
-    entry.slot.written.result()
-    place = entry.slot.place
-    os.pwrite(place.file._fd, b"\xff" * 10, place.start)
+    land(store, entry)
+    place = entry.berth.parcel.slot.place
+    fd = os.open(f"/proc/self/fd/{place.file._fd}", os.O_WRONLY)  # without O_DIRECT, which takes whole pages
+    os.pwrite(fd, b"\xff" * 10, place.start)
+    os.close(fd)
     with pytest.raises(PayloadError, match="another checksum"):
         get(store, entry, torch.randn(1000))
-
-
-def test_a_failed_encode_leaves_the_room_on_disk(make, monkeypatch):
-    """The memory for encoding may be refused after room on disk was reserved."""
-    store = make()
-    device = wrap(store, "device", Faulty)
-    store.open(CPU, "disk")
-    device.faults.add("reserve")
-    with pytest.raises(TransferError, match="planted"):
-        put(store, torch.randn(1000), "disk")
-    device.faults.clear()
-    assert totals(store) == (0, 0, 0, 0)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actstore.errors import ConfigError
-from actstore.units import format_nbytes, parse_nbytes
+from actstore.units import format_nbytes, parse_budget, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,39 @@ def test_bytes_are_written_for_people(nbytes, text):
 @given(st.integers(0, 2**50))
 def test_what_is_written_reads_back_within_its_precision(nbytes):
     assert abs(parse_nbytes(format_nbytes(nbytes)) - nbytes) <= max(0.05 / 1.0 * nbytes, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "nbytes"),
+    [
+        ("256GiB/node", "8", 32 * 2**30),
+        ("256GiB/node", None, 256 * 2**30),
+        (" 256 GiB / NODE ", "1", 256 * 2**30),
+        ("100/node", "3", 33),
+        ("20GiB", "8", 20 * 2**30),
+        (4096, "8", 4096),
+    ],
+)
+def test_a_budget_is_for_a_process_or_shared_by_those_of_a_node(monkeypatch, text, ranks, nbytes):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert parse_budget(text, "host_budget") == nbytes
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "", "two", "1.5"])
+def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError) as caught:
+        parse_budget("256GiB/node", "host_budget")
+    assert str(caught.value) == (
+        f"host_budget='256GiB/node' needs the number of processes of this node, and LOCAL_WORLD_SIZE={ranks!r} is "
+        "none; start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+    )
+    assert parse_budget("256GiB", "host_budget") == 256 * 2**30
+
+
+@pytest.mark.parametrize("text", ["/node", "x/node", "20GiB/rank", "20GiB/node/node", "-1/node"])
+def test_a_share_of_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match=r"host_budget='.*' does not parse as bytes"):
+        parse_budget(text, "host_budget")

@@ -1,4 +1,4 @@
-"""The command line: ``actstore bench``, ``actstore bench codecs``."""
+"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from actstore.bench.codecs.command import codecs
 from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
+from actstore.bench.show import show
 from actstore.bench.workload import Workload
 from actstore.errors import ActstoreError, ConfigError
 
@@ -27,6 +28,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 bench_app = typer.Typer(pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
 bench_app.command()(codecs)
+app.command()(show)
 WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 

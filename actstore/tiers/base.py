@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,10 @@ class Tier(ABC):
     name: ClassVar[str]
     on_device: bool = False
 
+    def room(self, nbytes: int) -> int:
+        """Bytes that a slot of `nbytes` takes; a budget counts these."""
+        return nbytes
+
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
         """Room for `nbytes`, or None when the tier is full.
@@ -65,28 +70,45 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        """Start to copy `src` into the slot, after all work queued on the current stream of `src`'s device.
+    def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        """Start to copy `src` into the slot, after all of `after`. Nobody waits.
 
         Parameters
         ----------
-        src : Tensor, 1-d uint8, `slot.nbytes` long; unchanged until the ticket says that the bytes have left it
-        """
-
-    @abstractmethod
-    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        """Copy the slot into `dst`, in the order of the current stream of `dst`'s device; on a CPU before returning.
+        src : Tensor, 1-d uint8, at most `slot.nbytes` long, on the compute device; it stays as it is until the ticket
+            is complete
+        after : what made `src`; the compute stream where it is still at work on it
 
         Raises
         ------
-        TransferError : the write failed, or the bytes cannot be read
-        PayloadError : the bytes read are not the bytes written
-        StateError : the tier was closed
+        StateError : the tier is closed
         """
 
     @abstractmethod
+    def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        """Start to copy the beginning of the slot into `dst`, after its write and after all of `after`. Nobody waits.
+
+        What goes wrong, `ticket.result()` raises: TransferError where the write failed or the bytes cannot be read,
+        PayloadError where they are not the bytes written, StateError where the tier was closed or the bytes belong to
+        the parent of a forked process.
+
+        Parameters
+        ----------
+        dst : Tensor, 1-d uint8, as long as what was written, on the compute device; nobody else uses it until the
+            ticket is complete
+        after : the last uses of `dst`
+        """
+
+    def used(self, slot: Slot) -> None:  # noqa: B027  # only tiers that lend their memory care
+        """The current stream uses the memory of `slot` up to now, without `write` or `read`."""
+
+    @abstractmethod
     def free(self, slot: Slot) -> None:
-        """Give the room back. The slot is not used again."""
+        """Give the room back. The slot is not used again; a write or a read of it may still run.
+
+        No other slot gets the room before those are complete, or their end is ordered before its first use. What has
+        not begun by now need not be done at all: its ticket is complete without it.
+        """
 
     def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle
         """Return idle memory beyond what the last step needed."""

@@ -2,47 +2,127 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, ClassVar
 
 import torch
 
-from actstore.ticket import DONE, Ticket
+from actstore.devices.base import Device
+from actstore.errors import StateError
+from actstore.reaper import Reaper
+from actstore.ticket import FutureTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.pool import BufferPool
 
 
 class DeviceTier(Tier):
-    """Memory of the compute device. On a CPU this is host memory, pooled; elsewhere torch's allocator pools."""
+    """Memory of the compute device. On a CPU this is host memory, pooled; elsewhere torch's allocator pools.
+
+    Copies run on the stream that is current. Torch gives memory that is let go to later work of the stream on which it
+    was reserved: where another stream has used the slot, its memory is kept until that is complete.
+    """
 
     name: ClassVar[str] = "device"
     on_device = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._pool = BufferPool() if device.type == "cpu" else None
+        self._pool = BufferPool() if device.on_host else None
+        self._closed = False
+        self._lock = Lock()
+        self._back = Reaper[tuple[torch.Tensor, list[Ticket]]](self._lock, self._receive)
+        self._lent: list[tuple[torch.Tensor, list[Ticket]]] = []  # given back, and in use by another stream
 
     def reserve(self, nbytes: int) -> Slot | None:
         if self._pool is not None:
             return Slot(nbytes, self._pool.take(nbytes))
-        return Slot(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        if self._closed:
+            raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
+        self._let_go()
+        home = self._device.current()
+        return Slot(nbytes, self._device.empty(nbytes), _Place(home))
 
-    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        slot.memory.copy_(src, non_blocking=True)
-        return DONE
+    def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        if self._closed:
+            raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
+        slot.written = self._copy(slot, slot.memory[: src.numel()], src, after)
+        return slot.written
 
-    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        dst.copy_(slot.memory, non_blocking=True)
-        return DONE
+    def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        if self._closed:
+            return too_late(self.name)
+        return self._copy(slot, dst, slot.memory[: dst.numel()], (slot.written, *after))
+
+    def used(self, slot: Slot) -> None:
+        if self._pool is None:
+            place: _Place = slot.place
+            stream = self._device.current()
+            if stream != place.home:
+                place.strangers = [*place.strangers, self._device.record(stream)]
 
     def free(self, slot: Slot) -> None:
-        buffer, slot.buffer = slot.buffer, None
-        if buffer is not None and self._pool is not None:
-            self._pool.give(buffer)
+        memory, slot.buffer = slot.buffer, None
+        if memory is None:
+            return
+        if self._pool is not None:
+            self._pool.give(memory)
+        elif slot.place.strangers:
+            self._back.put((memory, slot.place.strangers))
 
     def trim(self) -> None:
         if self._pool is not None:
             self._pool.trim()
+        else:
+            self._let_go()
 
     def close(self) -> None:
+        self._closed = True
         if self._pool is not None:
             self._pool.close()
+            return
+        with self._lock:
+            self._back.drain_locked()
+            lent, self._lent = self._lent, []
+        for _, after in lent:
+            for ticket in after:
+                ticket.result()
+
+    def _copy(self, slot: Slot, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket]) -> Ticket:
+        stream = self._device.current()
+        ticket = self._device.copy(dst, src, stream, after)
+        if self._pool is None and stream != slot.place.home:
+            slot.place.strangers = [*slot.place.strangers, ticket]
+        return ticket
+
+    def _let_go(self) -> None:
+        """Let go of memory that other streams have left."""
+        if self._back.queue or self._lent:
+            with self._lock:
+                self._back.drain_locked()
+                self._lent = [(memory, after) for memory, after in self._lent if not _all_ready(after)]
+
+    def _receive(self, item: tuple[torch.Tensor, list[Ticket]]) -> None:
+        self._lent.append(item)
+
+
+class _Place:
+    """The stream on which memory was reserved, and operations that others have started on it."""
+
+    __slots__ = ("home", "strangers")
+
+    def __init__(self, home: Any) -> None:
+        self.home = home
+        self.strangers: list[Ticket] = []
+
+
+def too_late(name: str) -> Ticket:
+    """A read from a tier that is closed: its result is the error."""
+    job: Future[Span] = Future()
+    job.set_exception(StateError(f"the {name} tier was closed, and its bytes are gone; close the store after backward"))
+    return FutureTicket([job])
+
+
+def _all_ready(tickets: Iterable[Ticket]) -> bool:
+    return all(ticket.ready() for ticket in tickets)

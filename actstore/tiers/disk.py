@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import os
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from actstore.devices.base import Device, Workers
 from actstore.errors import ConfigError, StateError
 from actstore.reaper import Reaper
-from actstore.ticket import DONE, FutureTicket, Ticket
+from actstore.ticket import FutureTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
-from actstore.tiers.file import NamelessFile, warn_if_memory
-from actstore.tiers.host import HostTier
-from actstore.tiers.staging import Staging
+from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
+from actstore.tiers.parts import Mover, Part, Place, round_up, split
 
-BLOCK = 4096  # ranges start at multiples of a page
+# For writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the others make checksums
+# or wait for a processor that computes: benchmarks/disk.py shows what fewer lose.
+WORKERS = 4
 
 
 class DiskTier(Tier):
-    """A file in `folder`, written by one worker thread and read by the thread that asks.
+    """A file in `folder` that worker threads write and read, past the system's page cache where that is possible.
 
     Room is promised by the file system when it is reserved, so that a full disk is seen before any byte is lost.
-    Each payload carries a CRC-32, which `read` verifies. A forked child writes to a file of its own, and can read what
-    its parent had written before the fork for as long as the parent keeps it.
+    Each part of a payload carries a checksum, which `read` verifies. A forked child writes to a file of its own, and
+    can read what its parent had written before the fork for as long as the parent keeps it.
 
     Parameters
     ----------
     folder : an existing folder that can be written; None for the system's temporary folder
-    staging : memory that takes the payload off an accelerator before it is written; None where the device is the CPU
+    device : where payloads come from and go to
 
     Raises
     ------
@@ -42,65 +45,72 @@ class DiskTier(Tier):
 
     name: ClassVar[str] = "disk"
 
-    def __init__(self, folder: str | os.PathLike[str] | None, staging: HostTier | None) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, device: Device) -> None:
         self._folder = Path(folder if folder is not None else tempfile.gettempdir())
-        self._staging = None if staging is None else Staging(staging)
+        self._device = device
+        self._streams = device.stream(), device.stream()
         self._lock = Lock()
         self._back = Reaper[Slot](self._lock, self._receive)
-        self._high_nbytes = 0  # the most that was in use since the last `trim`
-        self._file: NamelessFile | None = self._open()
+        self._open: _Open | None = self._make_open()
         warn_if_memory(self._folder)
 
-    def reserve(self, nbytes: int) -> Slot | None:
-        size = max(1, -(-nbytes // BLOCK)) * BLOCK
+    def room(self, nbytes: int) -> int:
+        """Bytes of the file that a slot of `nbytes` takes."""
+        return max(BLOCK, round_up(nbytes))
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the file up to the end of the last range in use; a range stays so until its last job is done."""
         with self._lock:
-            if self._file is None:
-                raise StateError("the disk tier is closed", folder=str(self._folder))
-            if self._file.pid != os.getpid():
-                self._file = self._open()
             self._back.drain_locked()
-            start = self._extents.take(size)
+            return 0 if self._open is None else self._open.settle()
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        size = self.room(nbytes)
+        with self._lock:
+            here = self._here_locked()
+            self._back.drain_locked()
+            here.settle()
+            start = here.extents.take(size)
             found = False
             try:
-                found = self._file.reserve(self._extents.end)
+                found = here.file.reserve(here.extents.end)
             finally:
                 if not found:
-                    self._extents.give(start, size)
-            self._high_nbytes = max(self._high_nbytes, self._extents.end)
-            return Slot(nbytes, place=_Place(self._file, start, size)) if found else None
+                    here.extents.give(start, size)
+            here.high_nbytes = max(here.high_nbytes, here.extents.end)
+            return Slot(nbytes, place=Place(here.file, start, size)) if found else None
 
-    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        staging, place = self._staging, slot.place
-        if staging is None:
-            slot.written = FutureTicket(self._submit(place, src, DONE))
-            return slot.written
-        stage = staging.enter(slot.nbytes)
-        try:
-            copied = staging.tier.write(stage, src)
-            future = self._submit(place, stage.memory, copied)
-        except BaseException:
-            staging.leave(stage)
-            raise
-        future.add_done_callback(lambda _: staging.leave(stage))
-        slot.written = FutureTicket(future, copied)
+    def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        place: Place = slot.place
+        with self._lock:
+            here = self._here_locked()
+        if place.file is not here.file:
+            raise StateError("this slot was reserved before the process was forked; run forward in one process")
+        after, parts = tuple(after), split(src.numel())
+        jobs = _submit(here.writers, here.mover.write, place, parts, (src, after))
+        for part, job in zip(parts, jobs, strict=True):
+            part.job = job
+        with self._lock:
+            place.jobs += jobs
+        place.parts = parts
+        slot.written = FutureTicket(jobs)
         return slot.written
 
-    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        place: _Place = slot.place
-        if place.file.pid == os.getpid():
-            slot.written.result()
-        if dst.device.type == "cpu":
-            place.read(dst)
-            return DONE
-        assert self._staging is not None
-        host = self._staging.tier
-        stage = host.reserve(slot.nbytes)
+    def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        place: Place = slot.place
+        copies: list[Ticket] = []
         try:
-            host.settle(stage)
-            place.read(stage.memory)
-            return host.read(stage, dst)
-        finally:
-            host.free(stage)  # the copy may still run: the next owner of the memory waits for it
+            with self._lock:
+                here = self._here_locked()
+            parts = _written_parts(place, dst.numel())
+            jobs = _submit(here.readers, here.mover.read, place, parts, (dst, tuple(after), copies))
+        except StateError as error:
+            return _failed(error)
+        if place.file is here.file:
+            with self._lock:
+                place.jobs = [job for job in place.jobs if not job.done()] + jobs
+        return FutureTicket(jobs, copies)
 
     def free(self, slot: Slot) -> None:
         slot.place.dropped = True
@@ -108,26 +118,29 @@ class DiskTier(Tier):
 
     def trim(self) -> None:
         with self._lock:
-            if self._file is not None and self._file.pid == os.getpid():
+            here = self._open
+            if here is not None and here.file.pid == os.getpid():
                 self._back.drain_locked()
-                self._file.shrink(self._high_nbytes)
-                self._high_nbytes = self._extents.end
-        if self._staging is not None:
-            self._staging.tier.trim()
+                here.settle()
+                here.file.shrink(here.high_nbytes)
+                here.high_nbytes = here.extents.end
 
     def close(self) -> None:
         with self._lock:
-            file, self._file = self._file, None
-        if file is not None:
-            file.closed = True  # what is not written yet is skipped
-            if file.pid == os.getpid():
-                self._worker.shutdown()
-            file.close()
+            here, self._open = self._open, None
+        if here is not None:
+            here.close()
             self._back.drain()
-        if self._staging is not None:
-            self._staging.tier.close()
 
-    def _open(self) -> NamelessFile:
+    def _here_locked(self) -> _Open:
+        """What this process has open; a forked child opens its own."""
+        if self._open is None:
+            raise StateError("the disk tier is closed; make a new ActivationStore", folder=str(self._folder))
+        if self._open.file.pid != os.getpid():
+            self._open = self._make_open()
+        return self._open
+
+    def _make_open(self) -> _Open:
         try:
             file = NamelessFile(self._folder)
         except OSError as error:
@@ -136,49 +149,72 @@ class DiskTier(Tier):
                 "give disk_path= an existing folder that you may write",
                 folder=str(self._folder),
             ) from error
-        self._extents = Extents()
-        self._high_nbytes = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="actstore-disk")
-        return file
-
-    def _submit(self, place: _Place, src: torch.Tensor, copied: Ticket) -> Future[None]:
-        try:
-            place.future = self._worker.submit(place.write, src, copied)
-        except RuntimeError as error:  # closed by another thread, or the interpreter is about to end
-            raise StateError(f"the disk tier takes no more writes: {error}") from error
-        return place.future
+        return _Open(file, self._device, self._streams)
 
     def _receive(self, slot: Slot) -> None:
-        place: _Place = slot.place
-        if place.file is not self._file:
-            return  # its file was closed, or is the parent's
-        if place.future is None or place.future.done():
-            self._extents.give(place.start, place.size)
-        else:  # no range is used again while its writer is at work
-            place.future.add_done_callback(lambda _: self._back.put(slot))
+        if self._open is not None and slot.place.file is self._open.file:  # else closed, or the parent's
+            self._open.freed.append(slot.place)
 
 
-class _Place:
-    """Where in which file, and what is known of the bytes there."""
+class _Open:
+    """What one process has open. Not thread-safe, `close` excepted."""
 
-    __slots__ = ("crc", "dropped", "file", "future", "size", "start")
-
-    def __init__(self, file: NamelessFile, start: int, size: int) -> None:
+    def __init__(self, file: NamelessFile, device: Device, streams: tuple[Any, Any]) -> None:
         self.file = file
-        self.start = start
-        self.size = size
-        self.crc: int | None = None  # until the bytes are written
-        self.dropped = False  # nobody will read the bytes: they need not be written any more
-        self.future: Future[None] | None = None
+        self.extents = Extents()
+        self.high_nbytes = 0  # the most that was in use since the last `trim`
+        self.freed: list[Place] = []  # given back; jobs may still be at work on them
+        self.mover = Mover(device, streams)
+        self.writers = device.workers(WORKERS, "actstore-disk-write")
+        self.readers = device.workers(WORKERS, "actstore-disk-read")
 
-    def write(self, src: torch.Tensor, copied: Ticket) -> None:
-        if not self.dropped and not self.file.closed:
-            copied.result()
-            self.crc = self.file.write(src.numpy().data, self.start)
+    def settle(self) -> int:
+        """Free the ranges that no job is at work on any more; where the last range in use ends."""
+        busy = []
+        for place in self.freed:
+            if all(job.done() for job in place.jobs):
+                self.extents.give(place.start, place.size)
+            else:
+                busy.append(place)
+        self.freed = busy
+        return self.extents.end
 
-    def read(self, dst: torch.Tensor) -> None:
-        if self.file.closed:
-            raise StateError("the disk tier was closed, and its bytes are gone")
-        if self.crc is None:
-            raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
-        self.file.read(dst.numpy().data, self.start, self.crc)
+    def close(self) -> None:
+        """Skip what has not begun, wait for the rest, and give the bytes back."""
+        self.file.closed = True
+        if self.file.pid == os.getpid():  # a forked child has no workers
+            self.writers.shutdown()
+            self.readers.shutdown()
+            self.mover.ring.close()
+        self.file.close()
+
+
+def _written_parts(place: Place, nbytes: int) -> Iterable[Part]:
+    if place.parts is None:
+        raise StateError("the disk tier was asked for a payload before it was given one; write the slot first")
+    written = place.parts[-1].end if place.parts else 0
+    if nbytes != written:
+        raise StateError(f"the disk tier was asked for {nbytes} bytes of a payload of {written}; read all of it")
+    return place.parts
+
+
+def _submit(
+    workers: Workers, move: Callable[..., Span], place: Place, parts: Iterable[Part], rest: tuple[Any, ...]
+) -> list[Future[Span]]:
+    """A job for each part."""
+    jobs: list[Future[Span]] = []
+    try:
+        for part in parts:
+            jobs.append(workers.submit(move, place, part, *rest))  # noqa: PERF401  # an error leaves those before it
+    except RuntimeError as error:  # closed by another thread, or the interpreter is about to end
+        place.dropped = True
+        for job in jobs:  # the caller may free the memory when this raises
+            job.exception()
+        raise StateError(f"the disk tier takes no more work: {error}") from error
+    return jobs
+
+
+def _failed(error: StateError) -> Ticket:
+    job: Future[Span] = Future()
+    job.set_exception(error.with_traceback(None))  # whose frames hold tensors of the caller
+    return FutureTicket([job])

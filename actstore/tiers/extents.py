@@ -1,4 +1,4 @@
-"""Which parts of a file are free."""
+"""Which parts of a file, or of a segment of memory, are free."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ class Extents:
         start = self.end
         self.end += nbytes
         return start
+
+    def take_within(self, nbytes: int, most_nbytes: int) -> int | None:
+        """As `take`, or None where `end` would grow beyond `most_nbytes`."""
+        start = self.take(nbytes)
+        if self.end <= most_nbytes:
+            return start
+        self.give(start, nbytes)
+        return None
 
     def give(self, start: int, nbytes: int) -> None:
         """Free a range that `take` returned."""

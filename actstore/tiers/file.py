@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 import warnings
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actstore.errors import PayloadError, StateError, TransferError
 from actstore.units import format_nbytes
 
+digest: Callable[[memoryview], int]
+try:
+    import xxhash
+
+    digest = xxhash.xxh3_64_intdigest
+except ImportError:  # the extra `disk` is not installed: slower, and as good for bytes that no other process reads
+    digest = zlib.crc32
+
+BLOCK = 4096  # what O_DIRECT asks of lengths, places and addresses, on every disk in use
+GROWTH_NBYTES = 64 * 2**20, 2**30  # least and most promised at once: each promise waits for the writes under way
+
 
 class NamelessFile:
-    """Bytes in a file of mode 0600 that no path leads to. Thread-safe, `reserve` excepted.
+    """Bytes in a file of mode 0600 that no path leads to. Thread-safe, `reserve` and `shrink` excepted.
 
     The descriptor stays open until the last reference to this object is gone, so that no late reader or writer can meet
     the number again on another file; `close` gives the bytes back at once.
@@ -24,6 +37,8 @@ class NamelessFile:
     ----------
     pid : the process that may write here; a forked child shares the file, and only reads it
     closed : whether the bytes are gone
+    direct : whether bytes by-pass the system's page cache. Then places, lengths and addresses are multiples of `BLOCK`.
+        It becomes False for good once the file system refuses
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,9 +47,10 @@ class NamelessFile:
         self._nbytes = 0  # promised by the file system
         self.pid = os.getpid()
         self.closed = False
+        self.direct = hasattr(os, "O_DIRECT") and self._set_direct(True)
 
     def reserve(self, nbytes: int) -> bool:
-        """Have the file system promise that the file can hold `nbytes`; False when it cannot.
+        """Have the file system promise that the file can hold `nbytes`, and some more if it has it; False if it cannot.
 
         Raises
         ------
@@ -42,17 +58,9 @@ class NamelessFile:
         """
         if nbytes <= self._nbytes:
             return True
-        try:
-            os.posix_fallocate(self._fd, self._nbytes, nbytes - self._nbytes)
-        except OSError as error:
-            os.ftruncate(self._fd, self._nbytes)  # a part may have been promised
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return False
-            raise TransferError(
-                f"reserving {format_nbytes(nbytes)} on disk failed: {error}", errno=error.errno
-            ) from error
-        self._nbytes = nbytes
-        return True
+        least, most = GROWTH_NBYTES
+        ample = self._nbytes + min(most, max(least, self._nbytes // 4))
+        return (ample > nbytes and self._promise(ample)) or self._promise(nbytes)
 
     def shrink(self, nbytes: int) -> None:
         """Give back what lies beyond `nbytes`."""
@@ -60,55 +68,58 @@ class NamelessFile:
             os.ftruncate(self._fd, nbytes)
             self._nbytes = nbytes
 
-    def write(self, view: memoryview, start: int) -> int:
-        """Write all of `view` and return its CRC-32.
+    def write(self, views: Sequence[memoryview], start: int) -> None:
+        """Write all of `views`, one after the other, from the byte `start` on.
 
         Raises
         ------
         TransferError : the file system refused
         """
-        crc = zlib.crc32(view)
-        done = 0
-        try:
-            while done < len(view):
-                done += os.pwrite(self._fd, view[done:], start + done)
-        except OSError as error:
+        nbytes = sum(map(len, views))
+        done, error = self._move(os.pwritev, views, start)
+        if done < nbytes:
             raise TransferError(
-                f"writing {format_nbytes(len(view))} to the disk tier failed after {done} bytes: {error}",
-                errno=error.errno,
+                f"writing {format_nbytes(nbytes)} to the disk tier failed after {done} bytes: "
+                f"{error or 'it takes no more'}; give disk_path= a folder on another disk, or send less to disk",
+                errno=error.errno if error else errno.EIO,
             ) from error
-        return crc
 
-    def read(self, view: memoryview, start: int, crc: int) -> None:
-        """Fill all of `view`.
+    def read(self, views: Sequence[memoryview], start: int, nbytes: int) -> None:
+        """Fill `views`, one after the other, from the byte `start` on; of all their bytes the first `nbytes` matter.
 
         Raises
         ------
         TransferError : the file system refused
-        PayloadError : the bytes are not those whose CRC-32 is `crc`
+        PayloadError : the file is too short
         StateError : the file was closed
         """
-        done = 0
-        try:
-            while done < len(view):
-                count = os.preadv(self._fd, [view[done:]], start + done)
-                if count == 0:
-                    break
-                done += count
-        except OSError as error:
+        done, error = self._move(os.preadv, views, start)
+        if self.closed:
+            raise StateError(
+                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
+            )
+        if error is not None:
             raise TransferError(
-                f"reading {format_nbytes(len(view))} from the disk tier failed after {done} bytes: {error}",
+                f"reading {format_nbytes(nbytes)} from the disk tier failed after {done} bytes: {error}; "
+                "give disk_path= a folder on another disk",
                 errno=error.errno,
             ) from error
-        if self.closed:
-            raise StateError("the disk tier was closed, and its bytes are gone")
-        if done < len(view):
+        if done < nbytes:
             raise PayloadError(
-                f"the disk tier's file ends after {done} of {len(view)} bytes: it was truncated from outside",
-                expected=len(view),
+                f"the disk tier's file ends after {done} of {nbytes} bytes: it was truncated from outside; "
+                "give disk_path= a folder that nothing else cleans",
+                expected=nbytes,
                 found=done,
             )
-        if zlib.crc32(view) != crc:
+
+    def verify(self, view: memoryview, expected: int) -> None:
+        """Compare the checksum of bytes that were read with the one they were written with.
+
+        Raises
+        ------
+        PayloadError : they differ
+        """
+        if digest(view) != expected:
             raise PayloadError(
                 f"{len(view)} bytes came back from disk with another checksum than they were written with; "
                 + self._suspect(),
@@ -120,6 +131,57 @@ class NamelessFile:
         self.closed = True
         if self.pid == os.getpid():
             os.ftruncate(self._fd, 0)
+
+    def _promise(self, nbytes: int) -> bool:
+        try:
+            os.posix_fallocate(self._fd, self._nbytes, nbytes - self._nbytes)
+        except OSError as error:
+            os.ftruncate(self._fd, self._nbytes)  # a part may have been promised
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return False
+            raise TransferError(
+                f"reserving {format_nbytes(nbytes)} on disk failed: {error}; give disk_path= a folder on another disk",
+                errno=error.errno,
+            ) from error
+        self._nbytes = nbytes
+        return True
+
+    def _move(
+        self, call: Callable[[int, list[memoryview], int], int], views: Sequence[memoryview], start: int
+    ) -> tuple[int, OSError | None]:
+        """Repeat a system call until all is done, the file ends or an error comes; the bytes done, and the error."""
+        left, done = list(views), 0
+        may_refuse = True
+        while left:
+            try:
+                count = call(self._fd, left, start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not may_refuse:
+                    return done, error
+                # Refused by the file system, or what is left after a short write is no multiple of a block. Another
+                # thread may have met this first, so `direct` does not tell whether it is worth a second try.
+                may_refuse = False
+                self.direct = self._set_direct(False)
+                continue
+            if count == 0:
+                break
+            done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        return done, None
+
+    def _set_direct(self, wanted: bool) -> bool:
+        """Switch O_DIRECT on or off; whether it is on now."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return wanted
 
     def _suspect(self) -> str:
         if self.pid != os.getpid():

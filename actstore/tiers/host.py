@@ -3,95 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import Lock
-from typing import Any, ClassVar
+from threading import RLock
+from typing import ClassVar
 
 import torch
 
-from actstore.ticket import DONE, EventTicket, Ticket
+from actstore.devices.base import Device
+from actstore.errors import StateError
+from actstore.ticket import Ticket
+from actstore.tiers.arena import Arena, Range, room
 from actstore.tiers.base import Slot, Tier
-from actstore.tiers.device import DeviceTier
-from actstore.tiers.pool import BufferPool
+from actstore.tiers.device import DeviceTier, too_late
 
 
 class HostTier(Tier):
     """Pinned memory beside an accelerator.
 
-    Order of the operations on one buffer, all by device events and none by a wait of the host:
+    Order of the operations on the memory of one slot, all by tickets and none by a wait of the host:
 
-    1. the offload stream waits until the compute stream has encoded the payload, and until the buffer's previous owner
-       has been written and read;
-    2. the copy out runs on the offload stream;
-    3. a read waits for that copy and runs on the stream that asks for it, of which there may be several;
-    4. the buffer may go back to the pool before its last operation: the events of all that may still run stay with it.
+    1. a write runs on the offload stream, after what made its source and after what its memory was used for before;
+    2. reads run on the fetch stream, after the write and after the last use of their target;
+    3. the memory may go back before any of them is complete: their tickets go with it, and its next owner's write comes
+       after them.
+
+    Parameters
+    ----------
+    most_nbytes : of host memory, with what lies idle in it; None for no limit
     """
 
     name: ClassVar[str] = "host"
 
-    def __init__(self, device: torch.device) -> None:
-        self._pool = BufferPool(pin=True)
-        self._stream = torch.Stream(device=device)
-        self._busy: dict[int, list[Any]] = {}  # address of a buffer -> events of the operations that may still run
-        self._lock = Lock()  # also because a torch.Stream can be entered by one thread at a time
+    def __init__(self, device: Device, most_nbytes: int | None = None) -> None:
+        self._device = device
+        self._arena = Arena(device, most_nbytes)
+        self._offload = device.stream()
+        self._fetch = device.stream()
+        self._closed = False
+        self._lock = RLock()  # nothing is queued once `close` waits for the streams
 
-    def reserve(self, nbytes: int) -> Slot:
-        return Slot(nbytes, self._pool.take(nbytes))
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is pinned; no longer so once the system has refused it."""
+        return self._arena.pinned
 
-    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        buffer, stream = slot.memory, self._stream
+    def room(self, nbytes: int) -> int:
+        return room(nbytes)
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        taken = self._arena.take(nbytes)
+        return None if taken is None else Slot(nbytes, taken.memory, _Place(taken))
+
+    def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        place: _Place = slot.place
         with self._lock:
-            stream.wait_stream(torch.accelerator.current_stream(src.device))
-            for event in self._busy.get(buffer.data_ptr(), ()):
-                stream.wait_event(event)
-            with stream:
-                buffer.copy_(src, non_blocking=self._pool.pinned)
-            slot.written = EventTicket(self._mark(buffer, stream))
+            if self._closed:
+                raise StateError("the host tier is closed; make a new ActivationStore")
+            place.starting = True
+            slot.written = self._device.copy(
+                slot.memory[: src.numel()], src, self._offload, (*place.range.after, *after)
+            )
+            place.starting = False
         return slot.written
 
-    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        buffer, stream = slot.memory, torch.accelerator.current_stream(dst.device)
-        slot.written.wait_on(stream)
-        dst.copy_(buffer, non_blocking=self._pool.pinned)
+    def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        place: _Place = slot.place
         with self._lock:
-            self._mark(buffer, stream)
-        return DONE
-
-    def settle(self, slot: Slot) -> None:
-        """Make the host wait until no stream uses the memory of `slot`, so that the host may write to it."""
-        with self._lock:
-            events = self._busy.pop(slot.memory.data_ptr(), [])
-        for event in events:
-            if not event.query():
-                event.synchronize()
+            if self._closed:
+                return too_late(self.name)
+            place.starting = True
+            ticket = self._device.copy(dst, slot.memory[: dst.numel()], self._fetch, (slot.written, *after))
+            place.reads = [*(read for read in place.reads if not read.ready()), ticket]
+            place.starting = False
+        return ticket
 
     def free(self, slot: Slot) -> None:
-        buffer, slot.buffer = slot.buffer, None
-        if buffer is not None:
-            self._pool.give(buffer)
+        place: _Place = slot.place
+        memory, slot.buffer = slot.buffer, None
+        if memory is None:
+            return
+        after = [slot.written, *place.reads]
+        if place.starting:  # an interrupt (Ctrl-C) fell between the start of a copy and the record of it
+            after += [self._device.record(self._offload), self._device.record(self._fetch)]
+        self._arena.free(place.range, after)
 
     def trim(self) -> None:
-        self._pool.trim()
-        with self._lock:
-            running = ((address, _running(events)) for address, events in self._busy.items())
-            self._busy = {address: events for address, events in running if events}
+        self._arena.trim()
 
     def close(self) -> None:
-        self._stream.synchronize()
-        self._pool.close()
         with self._lock:
-            self._busy.clear()
-
-    def _mark(self, buffer: torch.Tensor, stream: Any) -> Any:
-        """Remember that `buffer` is in use up to this point of `stream`."""
-        event = torch.Event(stream.device)
-        event.record(stream)
-        address = buffer.data_ptr()
-        self._busy[address] = [*_running(self._busy.get(address, ())), event]
-        return event
+            self._closed = True
+        for stream in (self._offload, self._fetch):
+            self._device.record(stream).result()
+        self._arena.close()
 
 
-def _running(events: Iterable[Any]) -> list[Any]:
-    return [event for event in events if not event.query()]
+class _Place:
+    """Where the memory of a slot is, and what may still read it."""
+
+    __slots__ = ("range", "reads", "starting")
+
+    def __init__(self, taken: Range) -> None:
+        self.range = taken
+        self.reads: list[Ticket] = []
+        self.starting = False  # a copy is about to be queued, or was, and nothing remembers it yet
 
 
 class HostMemoryTier(DeviceTier):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
 
 import torch
@@ -12,7 +13,7 @@ from actstore.tiers.base import Slot, Tier
 
 
 class Limited(Tier):
-    """Another tier, of which at most `budget_nbytes` are reserved at any time."""
+    """Another tier, of which at most `budget_nbytes` are taken at any time, counted by its `room`."""
 
     def __init__(self, tier: Tier, budget_nbytes: int) -> None:
         self.tier = tier
@@ -23,29 +24,33 @@ class Limited(Tier):
         self._lock = Lock()
         self._back = Reaper[int](self._lock, self._receive)
 
+    def room(self, nbytes: int) -> int:
+        return self.tier.room(nbytes)
+
     def reserve(self, nbytes: int) -> Slot | None:
+        taken = self.tier.room(nbytes)
         with self._lock:
             self._back.drain_locked()
-            if self._used_nbytes + nbytes > self.budget_nbytes:
+            if self._used_nbytes + taken > self.budget_nbytes:
                 return None
-            self._used_nbytes += nbytes
+            self._used_nbytes += taken
         slot = None
         try:
             slot = self.tier.reserve(nbytes)
         finally:
             if slot is None:
-                self._back.put(nbytes)
+                self._back.put(taken)
         return slot
 
-    def write(self, slot: Slot, src: torch.Tensor) -> Ticket:
-        return self.tier.write(slot, src)
+    def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        return self.tier.write(slot, src, after)
 
-    def read(self, slot: Slot, dst: torch.Tensor) -> Ticket:
-        return self.tier.read(slot, dst)
+    def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        return self.tier.read(slot, dst, after)
 
     def free(self, slot: Slot) -> None:
         self.tier.free(slot)
-        self._back.put(slot.nbytes)
+        self._back.put(self.tier.room(slot.nbytes))
 
     def trim(self) -> None:
         self.tier.trim()
@@ -53,5 +58,5 @@ class Limited(Tier):
     def close(self) -> None:
         self.tier.close()
 
-    def _receive(self, nbytes: int) -> None:
-        self._used_nbytes -= nbytes
+    def _receive(self, taken: int) -> None:
+        self._used_nbytes -= taken

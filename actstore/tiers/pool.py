@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import warnings
 from threading import Lock
 
 import torch
 
 from actstore.errors import StateError
 from actstore.reaper import Reaper
-from actstore.units import format_nbytes
 
 OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where they would keep freed blocks from merging
 
@@ -96,20 +94,6 @@ class BufferPool:
             self._shrink()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self.pinned:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                with self._lock:
-                    first, self.pinned = self.pinned, False
-                if first:
-                    warnings.warn(
-                        f"the system refused {format_nbytes(nbytes)} of pinned memory ({error}); pageable memory is "
-                        "used from now on: copies no longer overlap with compute. Raise the limit of locked memory "
-                        "(ulimit -l) or give host_budget= a smaller value.",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
         if nbytes >= OWN_PAGES_NBYTES:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return torch.frombuffer(pages, dtype=torch.uint8)

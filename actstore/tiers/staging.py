@@ -1,43 +1,103 @@
-"""Host memory that payloads cross on their way from an accelerator to disk."""
+"""Host memory that payloads cross between an accelerator and a file."""
 
 from __future__ import annotations
 
-from threading import Condition
+from contextlib import suppress
+from threading import Lock
+from typing import ClassVar
 
-from actstore.tiers.base import Slot
-from actstore.tiers.host import HostTier
+import torch
 
-STAGED_NBYTES = 256 * 2**20
+from actstore.devices.base import Device
+from actstore.devices.cpu import Cpu
+from actstore.errors import ActstoreError
+from actstore.ticket import DONE, Ticket
 
 
-class Staging:
-    """Room in a host tier, of which at most `STAGED_NBYTES` wait to be written; a larger payload waits alone.
+class Chunk:
+    """Page-aligned host memory.
 
-    Thread-safe, and not for finalizers.
+    Attributes
+    ----------
+    memory : `Ring.chunk_nbytes` of uint8
+    view : the same bytes, for system calls
+    busy : until when a copy of the device uses it
     """
 
-    def __init__(self, tier: HostTier) -> None:
-        self.tier = tier
-        self._nbytes = 0
-        self._changed = Condition()
+    __slots__ = ("busy", "memory", "pinned", "view")
 
-    def enter(self, nbytes: int) -> Slot:
-        """Room for `nbytes`. The host waits for the disk while there is none."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._nbytes or self._nbytes + nbytes <= STAGED_NBYTES)
-            self._nbytes += nbytes
-        try:
-            return self.tier.reserve(nbytes)
-        except BaseException:
-            self._leave(nbytes)
-            raise
+    def __init__(self, memory: torch.Tensor, pinned: bool) -> None:
+        self.memory = memory
+        self.view: memoryview = memory.numpy().data
+        self.pinned = pinned
+        self.busy: Ticket = DONE
 
-    def leave(self, stage: Slot) -> None:
-        """Give the room back. Device operations on it may still run: the next owner of the memory waits for them."""
-        self.tier.free(stage)
-        self._leave(stage.nbytes)
+    def settle(self) -> None:
+        """Make the host wait until no copy uses it."""
+        with suppress(ActstoreError):  # a copy that failed is over too, and who asked for it is told
+            self.busy.wait_on(None)
+        self.busy = DONE
 
-    def _leave(self, nbytes: int) -> None:
-        with self._changed:
-            self._nbytes -= nbytes
-            self._changed.notify_all()
+
+class Ring:
+    """Chunks that are made when first needed and used in turn. Thread-safe.
+
+    Nobody waits here for another job, and so no jobs can wait for each other: a job holds one chunk at most, there are
+    as many chunks as jobs that run at a time, and a chunk that no job holds is at most waiting for the device.
+
+    Attributes
+    ----------
+    chunk_nbytes : of one system call; larger ones are not faster
+    chunks : the most there are: one for each worker that reads or writes
+    """
+
+    chunk_nbytes: ClassVar[int] = 8 * 2**20
+    chunks: ClassVar[int] = 8
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = Lock()
+        self._all: list[Chunk] = []
+        self._idle: list[Chunk] = []  # the longest idle first
+
+    def take(self) -> Chunk:
+        """A chunk that nothing uses; the host waits for the device if it uses all of them.
+
+        Raises
+        ------
+        MemoryError : the system has no more memory
+        """
+        with self._lock:
+            chunk = next((chunk for chunk in self._idle if chunk.busy.ready()), None)
+            if chunk is None and self._idle and len(self._all) >= self.chunks:
+                chunk = self._idle[0]
+            if chunk is None:
+                chunk = self._make()
+            else:
+                self._idle.remove(chunk)
+        chunk.settle()
+        return chunk
+
+    def give(self, chunk: Chunk, busy: Ticket = DONE) -> None:
+        """Take back a chunk, which a copy uses until `busy` is complete."""
+        chunk.busy = busy
+        with self._lock:
+            self._idle.append(chunk)
+
+    def close(self) -> None:
+        """Return the memory; no job runs any more."""
+        with self._lock:
+            chunks, self._all, self._idle = self._all, [], []
+        for chunk in chunks:
+            chunk.settle()
+            if chunk.pinned:
+                self._device.unpin(chunk.memory)
+
+    def _make(self) -> Chunk:
+        memory = self._device.pinned(self.chunk_nbytes)
+        pinned = memory is not None
+        if memory is None:
+            memory = Cpu(torch.device("cpu")).empty(self.chunk_nbytes)
+        chunk = Chunk(memory, pinned)
+        self._all.append(chunk)
+        return chunk

@@ -1,82 +1,544 @@
-"""Moves payloads off the compute device within one window of bytes in flight."""
+"""Moves payloads between the compute device and the tiers, each once, in time, and within bounds.
+
+Order of the operations on the memory of one parcel; the numbers stand at the code below:
+
+1. the compute stream encodes the payloads into the buffer, after the buffer's last uses;
+2. the tier copies the buffer out, after 1; the host goes on;
+3. the buffer is used again after 2: by a stream that waits for it, or once the host has seen its end;
+4. the tier copies the payload back into a buffer, after 2 and after that buffer's last uses;
+5. the compute stream decodes, after 4 (or after 1, while the bytes are still there);
+6. the buffer is used again after 5.
+
+No user's tensor is touched on any other stream than the one that was current when autograd packed or unpacked it.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from actstore.ticket import Ticket
-from actstore.tiers import Slot, Tier
+from actstore.devices import Device
+from actstore.errors import ActstoreError, StateError, TransferError
+from actstore.ledger import Account, Ledger
+from actstore.reaper import Reaper
+from actstore.ticket import DONE, Ticket
+from actstore.tiers import Tier
+from actstore.trace import Kind, Trace
+from actstore.transfer.buffers import Buffer, Buffers
+from actstore.transfer.order import Lessons, Run
+from actstore.transfer.parcel import Berth, Parcel, State
+from actstore.transfer.timekeeper import Timekeeper
+from actstore.transfer.window import Lookahead, Window
 
 DEVICE_WINDOW_NBYTES = 256 * 2**20  # copies on a stream: about 5 ms of a 55 GB/s link
-HOST_WINDOW_NBYTES = 8 * 2**20  # writes by a host thread, where each waiting byte is a byte still held
+HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: two of a chunk each run while two more are filled
+
+SMALL_NBYTES = 2**20  # smaller payloads travel together
+PARCEL_NBYTES = 4 * 2**20
+GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
+BERTH = 64  # payloads begin at multiples of it
 
 
-class _Flight(NamedTuple):
-    ticket: Ticket
-    stream: Any  # the buffer came from this stream's allocator; None on a CPU
-    buffer: torch.Tensor
-    landed: Callable[[torch.Tensor], None]
+class Engine:
+    """The traffic of one compute device. Thread-safe; `drop` is safe in finalizers.
 
-
-class Transfer:
-    """Offloads buffers to tiers. Thread-safe.
-
-    The window bounds bytes that have been encoded and not yet left. When it is full, the compute stream waits for the
-    oldest copy (the host does not); where a host thread is the one that copies, the host waits.
+    Parameters
+    ----------
+    device : where payloads are made
+    ledger : where bytes are booked as they move
+    window_nbytes : most bytes that leave for one tier at once, and that are fetched ahead; None for a default
+    trace : where each copy and each stall is written down, if anywhere
+    poison : see Buffers
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        window_nbytes: int | None = None,
+        trace: Trace | None = None,
+        *,
+        poison: bool = False,
+    ) -> None:
+        if window_nbytes is None:
+            window_nbytes = HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES
         self._device = device
-        self._window_nbytes = HOST_WINDOW_NBYTES if device.type == "cpu" else DEVICE_WINDOW_NBYTES
-        self._flights: deque[_Flight] = deque()
-        self._nbytes = 0
+        self._ledger = ledger
+        self._window_nbytes = window_nbytes
         self._lock = Lock()
-        self._gate = Lock()  # one offload at a time, so that the window holds for several threads
+        self._dropped = Reaper[Berth](self._lock, self._forget)
+        self._buffers = Buffers(device, poison=poison)
+        self._windows: dict[Tier, Window] = {}
+        self._lookahead = Lookahead(window_nbytes)
+        self._lessons = Lessons()
+        self._times = Timekeeper(ledger, trace)
+        self._open: dict[tuple[Run, Tier, Any], Parcel] = {}  # those that take more payloads
+        self._fetching: deque[Parcel] = deque()
+        self._ready: dict[Parcel, None] = {}  # those on the device that can be dropped there, longest first
+        self._leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()  # of dropped parcels, with host threads
+        self._troubles: deque[ActstoreError] = deque()  # writes that failed, to be told outside of the lock
+        self._told = False
+        self._closed = False
 
-    def offload(self, tier: Tier, slot: Slot, buffer: torch.Tensor, landed: Callable[[torch.Tensor], None]) -> None:
-        """Start to move `buffer` into `slot`; `landed(buffer)` is called once its bytes have left.
+    # -- forward ------------------------------------------------------------------------------------------------------
 
-        A buffer larger than the window flies alone.
+    def begin(self) -> Run:
+        """A new forward pass."""
+        return Run(self._lessons)
+
+    def admits(self, tier: Tier, nbytes: int) -> bool:
+        """Whether a payload could leave for `tier` now without waiting for others."""
+        with self._lock:
+            self._tidy()
+            return self._window(tier).admits(round_up(nbytes, GRAIN))
+
+    def board(self, run: Run, tier: Tier, nbytes: int, account: Account) -> Berth | None:
+        """Room for one payload on the device, and in `tier`; None when the tier is full.
+
+        When the window is full, the compute stream waits for the oldest copy; the host waits only where a host thread
+        is the one that copies. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
-        self.poll()
-        with self._gate:
-            while self._flights and self._nbytes + buffer.numel() > self._window_nbytes:
-                self._land_oldest()
-            ticket = tier.write(slot, buffer)
-            stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+        stream = self._device.current()
+        size = round_up(max(nbytes, 1), BERTH)
+        small = size < SMALL_NBYTES
+        capacity = PARCEL_NBYTES if small else round_up(size, GRAIN)
+        while True:
             with self._lock:
-                self._flights.append(_Flight(ticket, stream, buffer, landed))
-                self._nbytes += buffer.numel()
+                self._tidy()
+                parcel = self._open.get((run, tier, stream)) if small else None
+                if parcel is not None:
+                    if parcel.used + size <= parcel.capacity:
+                        return self._assign(parcel, size, nbytes, account)
+                    self._close(parcel)
+                window = self._window(tier)
+                if not window.admits(capacity) and not window.flights:
+                    for waiting in [parcel for parcel in self._open.values() if parcel.tier is tier]:
+                        self._close(waiting)
+                oldest = window.flights[0] if window.flights and not window.admits(capacity) else None
+                if oldest is None:
+                    parcel = self._load(run, tier, stream, capacity)
+                    if parcel is None and small:  # no room for others: room for this one
+                        parcel = self._load(run, tier, stream, round_up(size, GRAIN))
+                    if parcel is None:
+                        return None
+                    if small:
+                        self._open[run, tier, stream] = parcel
+                    else:
+                        parcel.closed = True
+                    return self._assign(parcel, size, nbytes, account)
+                motion = oldest.motion
+            self._tell()
+            assert motion is not None
+            stall = None
+            with suppress(ActstoreError):  # `_land` deals with writes that failed
+                stall = self._device.wait(stream, motion)
+            with self._lock:
+                if stall is not None:
+                    self._times.expect("stall", stall, tier.name, [(account, nbytes)])
+                if oldest.state is State.OFFLOADING:
+                    self._land(oldest)  # 3
+
+    def depart(self, berth: Berth) -> None:
+        """The encoding of a payload is queued on the current stream: its parcel leaves when it is full."""
+        with self._lock:
+            parcel = berth.parcel
+            parcel.filling -= 1
+            if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
+                self._dispatch(parcel)
+        self._tell()
+
+    def cancel(self, berth: Berth) -> None:
+        """The payload was not encoded."""
+        with self._lock:
+            parcel = berth.parcel
+            parcel.filling -= 1
+            self._forget(berth)
+            if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
+                self._dispatch(parcel)
+
+    def flush(self, run: Run) -> None:
+        """Send what waits for more payloads of a forward that has ended."""
+        with self._lock:
+            for parcel in [parcel for parcel in self._open.values() if parcel.run is run]:
+                self._close(parcel)
+            self._tidy()
+        self._tell()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def arrive(self, berth: Berth) -> torch.Tensor:
+        """The bytes of a payload on the device, (nbytes,) uint8, for work on the current stream; call `leave` after it.
+
+        Also starts to fetch what is expected next.
+
+        Raises
+        ------
+        TransferError, PayloadError : the bytes cannot be read, or are not those written
+        StateError : the payload was given back
+        """
+        stream, account = self._device.current(), berth.account
+        with self._lock:
+            self._tidy()
+            parcel = berth.parcel
+            if parcel.state is State.DROPPED:
+                raise StateError("this payload was given back; close the store after the last backward")
+            parcel.run.ask(berth.serial)
+            begun = parcel.state is State.FETCHING
+            missed = parcel.state is State.RESIDENT
+            if missed:
+                self._fetch(parcel)
+                account.misses += 1
+            parcel.users += 1
+            arrival = None
+            if parcel.fetched or stream != parcel.home:
+                arrival = parcel.arrival or self._device.record(parcel.home)
+            self._look_ahead(parcel.run)
+        self._tell()
+        try:
+            stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
+        except BaseException as error:
+            with self._lock:
+                parcel.users -= 1
+                if isinstance(error, ActstoreError) and parcel.motion is arrival:
+                    self._give_up(parcel)
+            raise
+        with self._lock:
+            if parcel.state is State.DROPPED:  # by a close on another thread, which may have skipped the copy
+                parcel.users -= 1
+                if not parcel.users:
+                    self._unload(parcel)
+                raise StateError("this payload was given back; close the store after the last backward")
+            if stall is not None:
+                self._times.expect("stall", stall, parcel.tier.name, [(account, berth.nbytes)], judged=begun)
+            elif not missed:
+                self._ledger.judge(account, late=False)
+                self._lookahead.in_time()
+            if parcel.state is State.FETCHING and parcel.motion is arrival:
+                self._turn_ready(parcel)
+        return berth.memory
+
+    def leave(self, berth: Berth) -> None:
+        """The decoding of a payload is queued on the current stream."""
+        read = self._device.record(self._device.current())
+        with self._lock:
+            parcel = berth.parcel
+            parcel.users -= 1
+            parcel.reads = [ticket for ticket in parcel.reads if not ticket.ready()]
+            parcel.reads.append(read)
+            berth.reads += 1
+            if berth.reads >= berth.readers:
+                parcel.unread.discard(berth)
+            if parcel.users:
+                return
+            if parcel.state is State.DROPPED:
+                self._unload(parcel)
+            elif parcel in self._ready and not parcel.unread:
+                self._evict(parcel)
+                self._look_ahead(parcel.run)
+
+    # -- any time -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Let go of buffers whose bytes have left, without waiting."""
-        while (flight := self._oldest()) is not None and flight.ticket.ready():
-            self._land(flight)
-
-    def drain(self) -> None:
-        """Have every flight land; what is said of a full window holds here too."""
-        while self._flights:
-            self._land_oldest()
-
-    def _land_oldest(self) -> None:
-        flight = self._oldest()
-        if flight is not None:
-            flight.ticket.wait_on(flight.stream)  # before that stream's allocator uses the memory again
-            self._land(flight)
-
-    def _oldest(self) -> _Flight | None:
+        """Let go of device memory whose bytes have arrived elsewhere, without waiting."""
         with self._lock:
-            return self._flights[0] if self._flights else None
+            self._tidy()
+        self._tell()
 
-    def _land(self, flight: _Flight) -> None:
+    def drop(self, berth: Berth) -> None:
+        """Nobody needs a payload any more; takes effect at the next call of another method. Safe in finalizers."""
+        self._dropped.put(berth)
+        if self._closed:
+            self._dropped.try_drain()
+
+    def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
+        """Have the trace tell what else the device did."""
         with self._lock:
-            if not self._flights or self._flights[0] is not flight:
-                return  # another thread was faster
-            self._flights.popleft()
-            self._nbytes -= flight.buffer.numel()
-        flight.landed(flight.buffer)
+            self._times.expect(kind, ticket, "", shares)
+
+    def start(self, step: int) -> None:
+        """Begin a new step: return memory that the last one did not need."""
+        with self._lock:
+            self._tidy()
+            self._times.step = step
+            self._buffers.trim()
+
+    def close(self) -> None:
+        """Wait for what host threads still do to buffers, and return all memory. All berths were dropped before."""
+        with self._lock:
+            self._tidy()
+            leaving, self._leaving = self._leaving, deque()
+            for ticket, buffer, after in leaving:
+                with suppress(ActstoreError):  # nobody needs these bytes any more
+                    ticket.result()
+                self._buffers.give(buffer, after)
+            self._buffers.close()
+            self._closed = True
+
+    # -- under the lock -----------------------------------------------------------------------------------------------
+
+    def _window(self, tier: Tier) -> Window:
+        window = self._windows.get(tier)
+        if window is None:
+            window = self._windows[tier] = Window(self._window_nbytes)
+        return window
+
+    def _load(self, run: Run, tier: Tier, stream: Any, capacity: int) -> Parcel | None:
+        """An empty parcel with room in `tier`, or None."""
+        slot = tier.reserve(capacity)
+        if slot is None:
+            return None
+        slot.tier = tier
+        try:
+            buffer = self._buffers.take(capacity)
+        except BaseException:
+            tier.free(slot)
+            raise
+        for ticket in buffer.after:  # 1
+            ticket.wait_on(stream)
+        self._window(tier).nbytes += capacity
+        self._ledger.occupy(tier.name, capacity)
+        return Parcel(buffer, slot, stream, run)
+
+    def _assign(self, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
+        run = parcel.run
+        berth = Berth(
+            self, parcel, parcel.used, nbytes, account, run.number(id(account), nbytes, self._lookahead.limit_nbytes)
+        )
+        parcel.used += size
+        parcel.filling += 1
+        parcel.berths.add(berth)
+        parcel.unread.add(berth)
+        run.berths[berth.serial] = berth
+        self._ledger.add(account, 0, 0, nbytes)
+        return berth
+
+    def _close(self, parcel: Parcel) -> None:
+        """No more payloads for this parcel."""
+        del self._open[parcel.run, parcel.tier, parcel.home]
+        parcel.closed = True
+        if not parcel.filling:
+            self._dispatch(parcel)
+
+    def _dispatch(self, parcel: Parcel) -> None:
+        slot, buffer = parcel.slot, parcel.buffer
+        assert slot is not None
+        assert buffer is not None
+        parcel.used = round_up(parcel.used, GRAIN)
+        parcel.arrival = self._device.record(parcel.home)
+        parcel.turn(State.OFFLOADING)
+        self._window(parcel.tier).flights.append(parcel)
+        try:
+            parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
+        except (ActstoreError, RuntimeError, OSError) as error:
+            parcel.motion = DONE
+            self._strand(parcel, error if isinstance(error, ActstoreError) else TransferError(str(error)))
+            return
+        self._times.expect("offload", parcel.motion, parcel.tier.name, _shares(parcel))
+
+    def _land(self, parcel: Parcel) -> None:
+        """The bytes have left the buffer, or the compute stream has been made to wait until they have."""
+        motion = parcel.motion
+        assert motion is not None
+        if motion.ready():
+            try:
+                motion.result()
+            except ActstoreError as error:
+                self._strand(parcel, error)
+                return
+        self._leave_window(parcel)
+        for berth in parcel.berths:
+            self._ledger.add(berth.account, 0, 0, 0, berth.nbytes)
+        parcel.away = True
+        parcel.turn(State.READY)
+        self._lookahead.nbytes += parcel.capacity
+        self._ready[parcel] = None
+        run = parcel.run
+        soon = any(berth.serial in run.soon or run.expects(berth.serial) for berth in parcel.unread)
+        if not parcel.users and not (soon and self._lookahead.nbytes <= self._lookahead.limit_nbytes):
+            self._evict(parcel)
+
+    def _strand(self, parcel: Parcel, error: ActstoreError) -> None:
+        """A tier has lost a parcel, whose bytes are still on the device: there they stay."""
+        self._leave_window(parcel)
+        self._free_slot(parcel)
+        parcel.turn(State.READY)
+        for berth in parcel.berths:
+            berth.account.note = f"kept: {parcel.tier.name} failed"
+        if not isinstance(error, StateError):  # else the tier was closed, or this is a forked child of who was to write
+            self._troubles.append(error)
+
+    def _fetch(self, parcel: Parcel) -> None:
+        slot = parcel.slot
+        assert slot is not None
+        buffer = self._buffers.take(parcel.capacity)
+        try:
+            motion = parcel.tier.read(slot, buffer.memory[: parcel.used], buffer.after)  # 4
+        except BaseException:
+            self._buffers.give(buffer, buffer.after)
+            raise
+        parcel.turn(State.FETCHING)
+        parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True
+        parcel.unread = set(parcel.berths)
+        for berth in parcel.berths:
+            berth.reads = 0
+        self._lookahead.nbytes += parcel.capacity
+        self._fetching.append(parcel)
+        self._book_held(parcel, 1)
+        self._times.expect("fetch", motion, parcel.tier.name, _shares(parcel))
+
+    def _turn_ready(self, parcel: Parcel) -> None:
+        parcel.turn(State.READY)
+        self._ready[parcel] = None
+
+    def _evict(self, parcel: Parcel) -> None:
+        """Drop what is on the device; the tier has it too."""
+        del self._ready[parcel]
+        self._lookahead.nbytes -= parcel.capacity
+        self._book_held(parcel, -1)
+        parcel.turn(State.RESIDENT)
+        self._unload(parcel)
+
+    def _give_up(self, parcel: Parcel) -> None:
+        """A fetch has failed; the next `arrive` tries again."""
+        if parcel.state is State.FETCHING:
+            self._lookahead.nbytes -= parcel.capacity
+            self._book_held(parcel, -1)
+            parcel.turn(State.RESIDENT)
+            self._unload(parcel)
+
+    def _look_ahead(self, run: Run) -> None:
+        """Fetch what is expected next, while bytes last."""
+        while (berth := run.upcoming()) is not None:
+            parcel = berth.parcel
+            if parcel.state is State.RESIDENT:
+                if not self._lookahead.admits(parcel.capacity) and not self._make_room(parcel.capacity):
+                    return
+                try:
+                    self._fetch(parcel)
+                except (torch.OutOfMemoryError, MemoryError):
+                    self._lookahead.limit_nbytes //= 2  # it will be fetched when it is asked for
+                    return
+            run.passed()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop fetched parcels that nobody is expected to ask for."""
+        for parcel in list(self._ready):
+            if not parcel.users and not any(parcel.run.expects(berth.serial) for berth in parcel.unread):
+                self._evict(parcel)
+                if self._lookahead.admits(nbytes):
+                    return True
+        return False
+
+    def _forget(self, berth: Berth) -> None:
+        """Nobody needs a payload any more."""
+        parcel = berth.parcel
+        if berth not in parcel.berths:
+            return
+        parcel.berths.discard(berth)
+        parcel.unread.discard(berth)
+        parcel.run.forget(berth.serial)
+        held = berth.nbytes if parcel.buffer is not None else 0
+        self._ledger.release(berth.account, held, berth.nbytes if parcel.away else 0)
+        if parcel.berths:
+            return
+        state = parcel.state
+        if state is State.OPEN:
+            if not parcel.closed:
+                del self._open[parcel.run, parcel.tier, parcel.home]
+            parcel.reads.append(self._device.record(parcel.home))
+            self._window(parcel.tier).nbytes -= parcel.capacity
+        elif state is State.OFFLOADING:
+            self._leave_window(parcel)
+        elif state in (State.READY, State.FETCHING) and parcel.slot is not None:
+            self._ready.pop(parcel, None)
+            self._lookahead.nbytes -= parcel.capacity
+        parcel.turn(State.DROPPED)
+        self._free_slot(parcel)
+        if not parcel.users:
+            self._unload(parcel)
+
+    def _free_slot(self, parcel: Parcel) -> None:
+        slot, parcel.slot = parcel.slot, None
+        if slot is not None:
+            slot.tier.free(slot)
+            self._ledger.occupy(parcel.tier.name, -slot.nbytes)
+
+    def _unload(self, parcel: Parcel) -> None:
+        """Let go of a parcel's buffer."""
+        buffer, parcel.buffer = parcel.buffer, None
+        if buffer is None:
+            return
+        motion = parcel.motion
+        # A copy of a host thread that had not begun when its slot was freed did not come after these.
+        before = buffer.after if parcel.fetched else (parcel.arrival,)
+        after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
+        parcel.reads = []
+        if motion is None or motion.ready():
+            self._buffers.give(buffer, after)  # 6
+        elif motion.on_stream:
+            self._buffers.give(buffer, [motion, *after])
+        else:
+            self._leaving.append((motion, buffer, after))
+
+    def _leave_window(self, parcel: Parcel) -> None:
+        window = self._window(parcel.tier)
+        window.flights.remove(parcel)
+        window.nbytes -= parcel.capacity
+
+    def _book_held(self, parcel: Parcel, sign: int) -> None:
+        for berth in parcel.berths:
+            self._ledger.add(berth.account, 0, 0, sign * berth.nbytes)
+
+    def _tidy(self) -> None:
+        """Take note of what has happened since the last time."""
+        self._dropped.drain_locked()
+        for window in self._windows.values():
+            while window.flights and (motion := window.flights[0].motion) is not None and motion.ready():
+                self._land(window.flights[0])
+        while self._fetching:
+            parcel = self._fetching[0]
+            if parcel.state is State.FETCHING and parcel.motion is not None:
+                if not parcel.motion.ready():
+                    break
+                if not parcel.users:
+                    try:
+                        parcel.motion.result()
+                    except ActstoreError:
+                        self._give_up(parcel)  # who asks for it will be told
+                    else:
+                        self._turn_ready(parcel)
+            self._fetching.popleft()
+        while self._leaving and self._leaving[0][0].ready():
+            _, buffer, after = self._leaving.popleft()
+            self._buffers.give(buffer, after)
+        for late in self._times.settle():
+            if late:
+                self._lookahead.late()
+            else:
+                self._lookahead.in_time()
+
+    def _tell(self) -> None:
+        """Warn of writes that failed; called without the lock, because a warning may be an exception."""
+        while self._troubles:
+            error = self._troubles.popleft()
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"activations could not leave the device: {error}. They stay there, and gradients are right; but "
+                    "memory is not saved. Give disk_path= a folder on a disk that works, or leave the tier out.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+def _shares(parcel: Parcel) -> list[tuple[Account, int]]:
+    return [(berth.account, berth.nbytes) for berth in parcel.berths]
+
+
+def round_up(nbytes: int, grain: int) -> int:
+    return -(-nbytes // grain) * grain

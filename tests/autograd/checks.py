@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore
 from actstore.tiers import BufferPool, DiskTier, Limited
+from actstore.transfer import Engine
 
 
 class Step(NamedTuple):
@@ -81,7 +82,8 @@ def train_step(
 def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
     """(tier, bytes in use) of every open tier."""
     for place in store._store._places.values():
-        place.transfer.drain()
+        settle(place.engine)
+        yield "buffers", place.engine._buffers._used_nbytes
         for name, tier in place._open.items():
             if isinstance(tier, Limited):
                 with tier._lock:
@@ -89,11 +91,17 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
                 yield f"{name} budget", tier._used_nbytes
                 tier = tier.tier
             if isinstance(tier, DiskTier):
-                tier._worker.submit(int).result()  # what was queued before has been written
-                tier._back.drain()
-                yield name, tier._extents.end
+                yield name, tier.used_nbytes
             elif isinstance(pool := getattr(tier, "_pool", None), BufferPool):
                 yield name, pool.used_nbytes
+
+
+def settle(engine: Engine) -> None:
+    """Wait until host threads have finished what they do for payloads that are gone."""
+    engine.poll()
+    for ticket, *_ in list(engine._leaving):
+        ticket.result()
+    engine.poll()
 
 
 def check_drained(store: ActivationStore) -> None:

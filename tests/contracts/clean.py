@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostTier, Limited
-from actstore.transfer import Transfer
+from actstore.tiers.arena import Arena
+from actstore.transfer import Engine
 
 
 @pytest.fixture(autouse=True)
 def all_freed(monkeypatch):
     """Fail unless every pool is unused, every slot free and every flight landed at the end of the test."""
-    made = {BufferPool: [], Transfer: []}
+    made = {Arena: [], BufferPool: [], Engine: []}
     slots = {}
 
     def watch_made(cls):
@@ -45,5 +46,21 @@ def all_freed(monkeypatch):
         watch_slots(cls)
     yield
     assert not slots, f"{len(slots)} slots were not freed"
-    assert [pool.used_nbytes for pool in made[BufferPool] if pool.used_nbytes] == []
-    assert [transfer._nbytes for transfer in made[Transfer] if transfer._nbytes or transfer._flights] == []
+    assert [pool.used_nbytes for pool in made[BufferPool] + made[Arena] if pool.used_nbytes] == []
+    for engine in made[Engine]:
+        engine.poll()
+        assert traffic(engine) == {}
+
+
+def traffic(engine):
+    """What an engine still has on its way, by name; empty when all is at rest."""
+    found = {
+        "open parcels": len(engine._open),
+        "bytes in windows": sum(window.nbytes for window in engine._windows.values()),
+        "flights": sum(len(window.flights) for window in engine._windows.values()),
+        "bytes fetched ahead": engine._lookahead.nbytes,
+        "parcels ready": len(engine._ready),
+        "buffers": engine._buffers._used_nbytes,
+        "buffers in other hands": len(engine._leaving),
+    }
+    return {name: count for name, count in found.items() if count}

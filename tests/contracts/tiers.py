@@ -1,14 +1,16 @@
-"""What every tier promises, checked on one: the same bytes back, refusal as a value, threads, the end."""
+"""What every tier promises, checked on one: the same bytes back, threads, work in flight, the end."""
 
 from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 import torch
 
+from actstore.devices import Cpu
 from actstore.errors import StateError
 from actstore.tiers import Slot, Tier
 
@@ -32,27 +34,62 @@ def store(tier: Tier, payload: torch.Tensor) -> Slot:
     return slot
 
 
-def load(tier: Tier, slot: Slot) -> torch.Tensor:
-    found = torch.full((slot.nbytes,), 0x5A, dtype=torch.uint8)
-    tier.read(slot, found).wait_on(None)
+def load(tier: Tier, slot: Slot, nbytes: int | None = None) -> torch.Tensor:
+    """The bytes of a slot, all or the first `nbytes`; raises what the read's ticket tells."""
+    found = torch.full((slot.nbytes if nbytes is None else nbytes,), 0x5A, dtype=torch.uint8)
+    ticket = tier.read(slot, found)
+    ticket.result()
+    assert ticket.ready()
     return found
 
 
 def check_tier(tier: Tier) -> None:
     check_bytes(tier)
+    check_pages(tier)
+    check_short_payloads(tier)
     check_rooms_are_apart(tier)
+    check_work_in_flight(tier)
     check_threads(tier)
     check_close(tier)
 
 
 def check_bytes(tier: Tier) -> None:
     for nbytes in SIZES:
+        assert tier.room(nbytes) >= nbytes
         payload = pattern(nbytes, nbytes)
         slot = store(tier, payload)
         for _ in range(2):
             assert torch.equal(load(tier, slot), payload)
         tier.free(slot)
         tier.trim()
+
+
+def check_pages(tier: Tier) -> None:
+    """Whole pages, which some tiers move in another way, between memory that begins at a page or does not."""
+    cpu = Cpu(torch.device("cpu"))
+    for nbytes in (4096, 5 * 4096):
+        payload = pattern(nbytes, nbytes)
+        for skipped in (0, 64):
+            slot = tier.reserve(nbytes)
+            assert slot is not None
+            source, found = (cpu.empty(nbytes + skipped)[skipped:] for _ in range(2))
+            source.copy_(payload)
+            tier.write(slot, source).result()
+            source.fill_(0xA5)
+            tier.read(slot, found).result()
+            assert torch.equal(found, payload)
+            tier.free(slot)
+
+
+def check_short_payloads(tier: Tier) -> None:
+    """What is written may be shorter than the slot, and what is read may be the beginning of it."""
+    for nbytes in (0, 1, 4096, 4999):
+        slot = tier.reserve(5000)
+        assert slot is not None
+        payload = pattern(nbytes, nbytes)
+        tier.write(slot, payload.clone()).result()
+        assert torch.equal(load(tier, slot, nbytes), payload)
+        tier.free(slot)
 
 
 def check_rooms_are_apart(tier: Tier) -> None:
@@ -68,6 +105,29 @@ def check_rooms_are_apart(tier: Tier) -> None:
         spans = sorted((slot.buffer.data_ptr(), slot.nbytes) for slot in slots.values() if slot.nbytes)
         assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
     for slot in slots.values():
+        tier.free(slot)
+
+
+def check_work_in_flight(tier: Tier) -> None:
+    """Nobody waits between the operations: their order is the tier's to keep, also when slots are freed under them."""
+    kept = []
+    for i in range(40):
+        payload = pattern(5000 + 700 * (i % 3), i)
+        slot = tier.reserve(payload.numel())
+        assert slot is not None
+        source, found = payload.clone(), torch.full_like(payload, 0x5A)
+        written = tier.write(slot, source)
+        read = tier.read(slot, found, (written,) if i % 2 else ())
+        if i % 4 == 3:
+            kept.append((slot, payload, source, found, read))
+        else:
+            tier.free(slot)
+        if i % 8 == 7:
+            tier.trim()
+    for slot, payload, _, found, read in kept:
+        read.result()
+        assert torch.equal(found, payload)
+        assert torch.equal(load(tier, slot), payload)
         tier.free(slot)
 
 
@@ -88,11 +148,24 @@ def check_threads(tier: Tier) -> None:
 
 
 def check_close(tier: Tier) -> None:
-    late = tier.reserve(5000)
-    assert late is not None
+    late = [tier.reserve(5000) for _ in range(4)]
+    sources, found = [pattern(5000, i) for i in range(4)], [torch.empty(5000, dtype=torch.uint8) for _ in range(4)]
+    moving = []
+    for slot, source, target in zip(late, sources, found, strict=True):
+        assert slot is not None
+        moving += [tier.write(slot, source), tier.read(slot, target)]
     tier.close()
     tier.close()
+    for ticket in moving:
+        with suppress(StateError):  # closed before it began
+            ticket.wait_on(None)
+        assert ticket.ready()
     with pytest.raises(StateError):
         tier.reserve(1)
-    tier.free(late)
+    with pytest.raises(StateError):
+        tier.write(late[0], sources[0])
+    with pytest.raises(StateError):
+        load(tier, late[0])
+    for slot in late:
+        tier.free(slot)
     tier.trim()

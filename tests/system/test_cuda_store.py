@@ -108,7 +108,7 @@ def test_lossy_is_near_and_repeats(job, policy, tmp_path):
 )
 def test_the_allocator_sees_what_the_report_says(job, policy, most):
     model, x, y = job
-    store = ActivationStore(model, policy, min_bytes=0)
+    store = ActivationStore(model, policy, min_bytes=0, window="1MiB")
     step(job, store)
     torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)

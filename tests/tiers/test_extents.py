@@ -58,3 +58,22 @@ def test_neighbours_merge():
     extents.give(0, 30)
     extents.give(starts[3], 10)
     assert extents.end == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(0, 30)), max_size=60))
+def test_within_a_limit_it_is_the_same_or_none(commands):
+    most, extents, naive, taken = 20, Extents(), Naive(), []
+    for take, n, which in commands:
+        if take or not taken:
+            before = list(naive.used)
+            wanted = naive.take(n)
+            if len(naive.used) > most:
+                wanted, naive.used = None, before
+            assert extents.take_within(n, most) == wanted
+            if wanted is not None:
+                taken.append((wanted, n))
+        else:
+            start, n = taken.pop(which % len(taken))
+            extents.give(start, n)
+            naive.give(start, n)
+        assert extents.end == len(naive.used)

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from actstore.devices import Cpu
 from actstore.errors import TransferError
 from actstore.tiers import DeviceTier, Limited
-from tests.tiers.wrappers import Faulty
+from tests.tiers.wrappers import Faulty, Wrapper
 
-CPU = torch.device("cpu")
+CPU = Cpu(torch.device("cpu"))
 
 
 def test_refusal_is_none_and_freeing_makes_room():
@@ -83,3 +84,25 @@ def test_an_inner_refusal_gives_the_bytes_back():
         assert tier.reserve(1000) is None
     slot = tier.reserve(10)
     tier.free(slot)
+
+
+def test_a_budget_counts_what_the_tier_takes():
+    class Pages(Wrapper):
+        def room(self, nbytes):
+            return -(-nbytes // 4096) * 4096
+
+    inner = Pages(DeviceTier(CPU))
+    tier = Limited(inner, 3 * 4096)
+    assert (tier.room(1), tier.room(4097)) == (4096, 8192)
+    first, second = tier.reserve(1), tier.reserve(4097)
+    assert (first.nbytes, second.nbytes) == (1, 4097)
+    assert tier.reserve(1) is None
+    tier.free(second)
+    assert tier.reserve(8193) is None
+    third = tier.reserve(8192)
+    assert tier.reserve(1) is None
+    for slot in (first, third):
+        tier.free(slot)
+    inner_most = tier.reserve(3 * 4096)
+    assert inner_most is not None
+    tier.free(inner_most)

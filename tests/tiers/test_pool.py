@@ -154,27 +154,6 @@ def test_give_from_a_finalizer_while_the_lock_is_held():
     assert pool.used_nbytes == 0
 
 
-def test_a_refusal_of_pinned_memory_falls_back_with_one_warning(monkeypatch):
-    empty, asked = torch.empty, []
-
-    def refuse(*size, pin_memory=False, **options):
-        asked.append(pin_memory)
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    pool = BufferPool(pin=True)
-    assert pool.pinned
-    with pytest.warns(RuntimeWarning, match=r"refused 100 B of pinned memory \(CUDA error: out of memory\).*ulimit -l"):
-        buffers = [pool.take(100)]
-    assert not pool.pinned
-    buffers.append(pool.take(200))
-    assert asked == [True, False, False]
-    for buffer in buffers:
-        pool.give(buffer)
-
-
 def test_a_failed_allocation_is_not_counted(monkeypatch):
     def fail(*size, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

@@ -1,201 +1,538 @@
-"""The window: its bytes are bounded, whatever the threads, and every buffer comes back."""
+"""The engine on a tier whose copies end when the test says so."""
 
-import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import gc
 
 import pytest
 import torch
 
-from actstore.errors import TransferError
-from actstore.ticket import FutureTicket
-from actstore.tiers import DeviceTier, DiskTier
-from actstore.transfer import Transfer, engine
-from tests.contracts.tiers import load, pattern
-from tests.tiers.wrappers import Faulty, Slow, Wrapper
+from actstore.devices import Cpu
+from actstore.errors import StateError, TransferError
+from actstore.ledger import Ledger
+from actstore.spec import Site
+from actstore.ticket import Ticket
+from actstore.tiers import Slot, Tier
+from actstore.transfer.engine import PARCEL_NBYTES, SMALL_NBYTES, Engine
+from actstore.transfer.parcel import State
 
-CPU = torch.device("cpu")
+KIB, MIB = 2**10, 2**20
 
 
-class Manual(Wrapper):
-    """Writes end when the test says so."""
+class Copy(Ticket):
+    """Runs when `end` is called, or when somebody waits."""
 
-    def __init__(self):
-        super().__init__(DeviceTier(CPU))
-        self.futures = []
+    def __init__(self, dst, src, tier):
+        self.dst, self.src, self.tier = dst, src, tier
+        self.done, self.error = False, None
 
-    def write(self, slot, src):
-        self.futures.append(Future())
-        return FutureTicket(self.futures[-1])
+    def end(self, error=None):
+        if not self.done:
+            self.done, self.error = True, error
+            if error is None:
+                self.dst[: self.src.numel()].copy_(self.src)
+
+    def ready(self):
+        return self.done
+
+    def wait_on(self, stream):
+        self.tier.waits += not self.done
+        self.result()
+
+    def result(self):
+        self.end()
+        if self.error is not None:
+            raise self.error
+
+    def span(self):
+        return (0, 1000) if self.done and self.error is None else None
+
+
+class Manual(Tier):
+    name = "manual"
+
+    def __init__(self, capacity=2**40):
+        self.left = capacity
+        self.copies = []
+        self.waits = 0
+        self.freed = []
+        self.refuses = None  # the next write or read raises this
+
+    def reserve(self, nbytes):
+        if nbytes > self.left:
+            return None
+        self.left -= nbytes
+        return Slot(nbytes, torch.full((nbytes,), 0xEE, dtype=torch.uint8))
+
+    def _start(self, dst, src):
+        if self.refuses is not None:
+            raise self.refuses
+        self.copies.append(Copy(dst, src, self))
+        return self.copies[-1]
+
+    def write(self, slot, src, after=()):
+        slot.written = self._start(slot.buffer, src)
+        return slot.written
+
+    def read(self, slot, dst, after=()):
+        assert slot.written.ready(), "read before it was written"
+        return self._start(dst, slot.buffer[: dst.numel()])
+
+    def free(self, slot):
+        self.left += slot.nbytes
+        self.freed.append(slot)
+
+    def close(self):
+        pass
+
+
+class Bench:
+    def __init__(self, **options):
+        self.ledger = Ledger()
+        self.engine = Engine(Cpu(torch.device("cpu")), self.ledger, **options)
+        self.tier = Manual()
+        self.run = self.engine.begin()
+        self.account = self.ledger.account(Site("m", 0))
+
+    def put(self, nbytes, value=1, run=None):
+        berth = self.engine.board(run or self.run, self.tier, nbytes, self.account)
+        if berth is not None:
+            berth.memory.fill_(value)
+            self.engine.depart(berth)
+        return berth
+
+    def get(self, berth):
+        memory = self.engine.arrive(berth).clone()
+        self.engine.leave(berth)
+        assert memory.numel() == berth.nbytes
+        assert memory.min() == memory.max()
+        return int(memory[0])
+
+    def drop(self, *berths):
+        for berth in berths:
+            self.engine.drop(berth)
+        self.engine.poll()
+
+    @property
+    def figures(self):
+        self.ledger.accounts()
+        return self.account.held, self.account.away
+
+    @property
+    def outcomes(self):
+        self.engine.poll()
+        return self.account.hits, self.account.late, self.account.misses
 
 
 @pytest.fixture
-def transfer(monkeypatch):
-    monkeypatch.setattr(engine, "HOST_WINDOW_NBYTES", 300)
-    transfer = Transfer(CPU)
-    yield transfer
-    transfer.drain()
+def bench():
+    return Bench()
 
 
-def start(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(0.05)
-    return thread
+def test_a_large_payload_leaves_at_once_and_comes_back(bench):
+    berth = bench.put(2 * MIB, 7)
+    assert berth.parcel.state is State.OFFLOADING
+    assert bench.figures == (2 * MIB, 0)
+    bench.tier.copies[0].end()
+    bench.engine.poll()
+    assert berth.parcel.state is State.RESIDENT
+    assert berth.parcel.buffer is None
+    assert bench.figures == (0, 2 * MIB)
+    for _ in range(2):
+        assert bench.get(berth) == 7
+        assert berth.parcel.state is State.RESIDENT
+    assert bench.outcomes == (0, 0, 2)
+    bench.drop(berth)
+    assert bench.figures == (0, 0)
+    assert len(bench.tier.freed) == 1
 
 
-def test_the_host_waits_when_the_window_is_full(transfer):
-    tier, landed = Manual(), []
-    slot = tier.reserve(100)
-    for _ in range(3):
-        transfer.offload(tier, slot, pattern(100, 0), landed.append)
-    assert landed == []
-    fourth = start(lambda: transfer.offload(tier, slot, pattern(100, 0), landed.append))
-    assert fourth.is_alive()
-    tier.futures[0].set_result(None)
-    fourth.join(10)
-    assert len(landed) == 1
-    for future in tier.futures[1:]:
-        future.set_result(None)
-    transfer.poll()
-    assert len(landed) == 4
-    tier.free(slot)
+def test_what_is_still_on_the_device_is_not_fetched(bench):
+    berth = bench.put(2 * MIB, 5)
+    assert bench.get(berth) == 5
+    assert len(bench.tier.copies) == 1
+    assert bench.tier.waits == 0
+    assert bench.outcomes == (1, 0, 0)
+    bench.drop(berth)
+    assert berth.parcel.state is State.DROPPED
+    assert len(bench.engine._leaving) == 1  # the write may still read the buffer
+    bench.tier.copies[0].end()
 
 
-def test_a_larger_buffer_flies_alone(transfer):
-    tier, landed = Manual(), []
-    slot = tier.reserve(1000)
-    transfer.offload(tier, slot, pattern(100, 0), landed.append)
-    large = start(lambda: transfer.offload(tier, slot, pattern(1000, 0), landed.append))
-    assert large.is_alive()
-    tier.futures[0].set_result(None)
-    large.join(10)
-    after = start(lambda: transfer.offload(tier, slot, pattern(1, 0), landed.append))
-    assert after.is_alive()
-    tier.futures[1].set_result(None)
-    after.join(10)
-    tier.futures[2].set_result(None)
-    transfer.drain()
-    assert [buffer.numel() for buffer in landed] == [100, 1000, 1]
-    tier.free(slot)
+def test_small_payloads_travel_together(bench):
+    berths = [bench.put(300 * KIB, i) for i in range(20)]
+    assert len({berth.parcel for berth in berths}) == 2
+    assert len(bench.tier.copies) == 1  # the first is full
+    bench.engine.flush(bench.run)
+    assert [copy.src.numel() for copy in bench.tier.copies] == [13 * 300 * KIB, 7 * 300 * KIB]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert bench.figures == (0, 20 * 300 * KIB)
+    assert [bench.get(berth) for berth in reversed(berths)] == list(range(19, -1, -1))
+    assert len(bench.tier.copies) == 4  # each parcel came back once
+    bench.drop(*berths)
+    assert bench.tier.left == 2**40
 
 
-def test_poll_does_not_wait_and_keeps_the_order(transfer):
-    tier, landed = Manual(), []
-    slot = tier.reserve(10)
-    for n in (1, 2, 3):
-        transfer.offload(tier, slot, pattern(n, 0), lambda buffer: landed.append(buffer.numel()))
-    tier.futures[1].set_result(None)
-    transfer.poll()
-    assert landed == []
-    tier.futures[0].set_result(None)
-    transfer.poll()
-    assert landed == [1, 2]
-    tier.futures[2].set_result(None)
-    tier.free(slot)
+def test_a_parcel_is_free_when_its_last_payload_is(bench):
+    berths = [bench.put(100 * KIB, i) for i in range(3)]
+    bench.engine.flush(bench.run)
+    bench.drop(berths[1], berths[0])
+    assert bench.tier.freed == []
+    assert bench.get(berths[2]) == 2
+    bench.drop(berths[2])
+    assert len(bench.tier.freed) == 1
+    bench.tier.copies[0].end()
 
 
-def test_a_failed_write_lands_like_any_other(transfer):
-    tier, landed = Manual(), []
-    slot = tier.reserve(10)
-    transfer.offload(tier, slot, pattern(10, 0), landed.append)
-    tier.futures[0].set_exception(TransferError("planted"))
-    transfer.drain()
-    assert len(landed) == 1
-    tier.free(slot)
+def test_an_open_parcel_can_be_read_and_dropped(bench):
+    berth = bench.put(100 * KIB, 3)
+    assert berth.parcel.state is State.OPEN
+    assert bench.get(berth) == 3
+    bench.drop(berth)
+    assert bench.tier.copies == []
+    assert len(bench.tier.freed) == 1
 
 
-def test_a_write_that_does_not_start_books_nothing(transfer):
-    tier = Faulty(DeviceTier(CPU), "write")
-    slot = tier.reserve(10)
-    with pytest.raises(TransferError, match="planted fault of write"):
-        transfer.offload(tier, slot, pattern(10, 0), None)
-    tier.free(slot)
+@pytest.mark.parametrize("nbytes", [0, 1, SMALL_NBYTES - 64, SMALL_NBYTES, PARCEL_NBYTES + 1])
+def test_sizes(bench, nbytes):
+    berth = bench.engine.board(bench.run, bench.tier, nbytes, bench.account)
+    assert berth.memory.numel() == nbytes
+    assert berth.memory.data_ptr() % 64 == 0 or nbytes == 0
+    berth.memory.fill_(9)
+    bench.engine.depart(berth)
+    bench.engine.flush(bench.run)
+    assert bench.tier.copies[0].src.numel() % 4096 == 0
+    bench.tier.copies[0].end()
+    bench.engine.poll()
+    assert bench.engine.arrive(berth).eq(9).all()
+    bench.engine.leave(berth)
+    bench.drop(berth)
 
 
-def test_an_interrupted_wait_loses_no_flight(transfer, monkeypatch):
-    tier, landed = Manual(), []
-    slot = tier.reserve(300)
-    transfer.offload(tier, slot, pattern(300, 0), landed.append)
+def test_a_payload_that_serves_several_stays_until_all_have_read_it(bench):
+    berth = bench.put(2 * MIB, 7)
+    berth.readers = 2
+    bench.tier.copies[0].end()
+    bench.engine.poll()
+    for _ in range(2):
+        assert bench.get(berth) == 7
+        assert berth.parcel.state is State.READY
+        assert bench.get(berth) == 7
+        assert berth.parcel.state is State.RESIDENT
+    assert bench.outcomes == (2, 0, 2)
+    bench.drop(berth)
 
-    def interrupt(self, stream):
-        raise KeyboardInterrupt
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_window_waits_for_the_oldest_only():
+    bench = Bench(window_nbytes=4 * MIB)
+    berths = [bench.put(2 * MIB, i) for i in range(3)]
+    assert bench.tier.waits == 1
+    assert [copy.done for copy in bench.tier.copies] == [True, False, False]
+    assert not bench.engine.admits(bench.tier, 1 * MIB)
+    bench.tier.copies[1].end()
+    assert bench.engine.admits(bench.tier, 2 * MIB)
+    assert [bench.get(berth) for berth in berths] == [0, 1, 2]
+    assert bench.tier.waits == 3  # the two that had left
+    bench.drop(*berths)
+    bench.tier.copies[2].end()
+
+
+def test_more_than_the_window_goes_alone():
+    bench = Bench(window_nbytes=1 * MIB)
+    first, second = bench.put(8 * MIB, 1), bench.put(8 * MIB, 2)
+    assert [copy.done for copy in bench.tier.copies] == [True, False]
+    bench.drop(first, second)
+    bench.tier.copies[1].end()
+
+
+def test_a_full_window_sends_what_waits_for_more():
+    bench = Bench(window_nbytes=5 * MIB)
+    small = bench.put(100 * KIB, 1)
+    large = bench.put(4 * MIB, 2)
+    assert small.parcel.state is State.RESIDENT
+    assert bench.tier.waits == 1
+    bench.drop(small, large)
+    bench.tier.copies[1].end()
+
+
+def test_a_full_tier_is_a_value(bench):
+    bench.tier.left = 300 * KIB
+    assert bench.put(2 * MIB) is None
+    small = bench.put(100 * KIB, 4)  # there is no room for a parcel of several
+    assert small is not None
+    assert small.parcel.state is State.OPEN
+    assert bench.put(300 * KIB) is None
+    bench.engine.flush(bench.run)
+    assert bench.get(small) == 4
+    bench.drop(small)
+    bench.tier.copies[0].end()
+
+
+# -- look-ahead -------------------------------------------------------------------------------------------------------
+
+
+def step(bench, order, count=8, nbytes=2 * MIB):
+    """One forward and its backward; every copy has ended when something is asked for. Returns the outcomes."""
+    bench.ledger.start()
+    bench.engine.start(0)
+    run = bench.engine.begin()
+    berths = [bench.put(nbytes, i, run) for i in range(count)]
+    bench.engine.flush(run)
+    for serial in order:
+        for copy in bench.tier.copies:
+            copy.end()
+        assert bench.get(berths[serial]) == serial
+        bench.drop(berths[serial])
+    bench.drop(*(berth for i, berth in enumerate(berths) if i not in order))
+    return bench.outcomes
+
+
+def test_the_first_step_foresees_the_last_first():
+    assert step(Bench(), [7, 6, 5, 4, 3, 2, 1, 0]) == (7, 0, 1)
+
+
+def test_later_steps_miss_nothing():
+    bench = Bench()
+    order = [2, 7, 0, 5, 6, 1, 4, 3]
+    step(bench, order)
+    assert step(bench, order) == (8, 0, 0)
+
+
+def test_a_part_of_the_graph():
+    bench = Bench()
+    step(bench, [7, 3, 1])
+    assert step(bench, [7, 3, 1]) == (3, 0, 0)
+    assert step(bench, [0, 1, 2]) == (0, 0, 3) or bench.outcomes[2] <= 3
+
+
+def test_what_is_fetched_ahead_is_bounded():
+    bench = Bench(window_nbytes=64 * MIB)
+    berths = [bench.put(2 * MIB, i) for i in range(8)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert bench.engine._lookahead.limit_nbytes == 4 * MIB
+    bench.engine.arrive(berths[7])
+    assert bench.figures[0] == 4 * MIB  # itself and the next
+    bench.engine.leave(berths[7])
+    bench.drop(*berths)
+    for copy in bench.tier.copies:
+        copy.end()
+
+
+def test_a_late_fetch_is_told_and_widens_the_look_ahead():
+    bench = Bench(window_nbytes=64 * MIB)
+    berths = [bench.put(2 * MIB, i) for i in range(8)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert bench.get(berths[7]) == 7
+    assert bench.get(berths[6]) == 6
+    assert bench.outcomes == (0, 1, 1)
+    assert bench.engine._lookahead.limit_nbytes == 8 * MIB
+    bench.drop(*berths)
+    for copy in bench.tier.copies:
+        copy.end()
+
+
+def test_what_nobody_asks_for_makes_room():
+    bench = Bench(window_nbytes=64 * MIB)
+    run = bench.run
+    berths = [bench.put(2 * MIB, i) for i in range(8)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    bench.get(berths[7])
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert berths[6].parcel.state is State.READY
+    bench.get(berths[3])  # a jump: 6 was not wanted
+    bench.get(berths[2])
+    assert berths[6].parcel.state is State.RESIDENT
+    assert run is berths[6].parcel.run
+    bench.drop(*berths)
+    for copy in bench.tier.copies:
+        copy.end()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failed_write_leaves_the_payload_on_the_device(bench, at_once):
+    error = TransferError("the planted disk is broken")
+    if at_once:
+        bench.tier.refuses = error
+        with pytest.warns(RuntimeWarning, match="could not leave the device: the planted disk is broken"):
+            berth = bench.put(2 * MIB, 6)
+    else:
+        berth = bench.put(2 * MIB, 6)
+        bench.tier.copies[0].end(error)
+        with pytest.warns(RuntimeWarning, match="They stay there, and gradients are right"):
+            bench.engine.poll()
+    bench.tier.refuses = None
+    assert bench.figures == (2 * MIB, 0)
+    assert len(bench.tier.freed) == 1
+    assert bench.account.note == "kept: manual failed"
+    for _ in range(2):
+        assert bench.get(berth) == 6
+    bench.tier.refuses = error
+    other = bench.put(2 * MIB, 8)  # told once
+    assert bench.get(other) == 8
+    bench.drop(berth, other)
+    assert bench.figures == (0, 0)
+
+
+def test_a_failed_read_is_told_to_who_asks_and_can_be_repeated(bench):
+    berth = bench.put(2 * MIB, 6)
+    bench.tier.copies[0].end()
+    bench.engine.poll()
+    for _ in range(2):
+        bench.tier.refuses = TransferError("planted")
+        with pytest.raises(TransferError, match="planted"):
+            bench.engine.arrive(berth)
+    bench.tier.refuses = None
+    assert bench.get(berth) == 6
+    bench.drop(berth)
+
+
+def test_a_failed_look_ahead_is_repeated_for_who_asks(bench):
+    berths = [bench.put(2 * MIB, i) for i in range(2)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert bench.get(berths[1]) == 1
+    bench.tier.copies[-1].end(TransferError("planted"))
+    bench.engine.poll()
+    assert berths[0].parcel.state is State.RESIDENT
+    assert bench.get(berths[0]) == 0
+    bench.drop(*berths)
+
+
+def test_a_fetch_that_fails_while_somebody_waits(bench):
+    berths = [bench.put(2 * MIB, i) for i in range(2)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    assert bench.get(berths[1]) == 1
+    ahead = bench.tier.copies[-1]
+    ahead.result = lambda: ahead.end(TransferError("planted")) or (_ for _ in ()).throw(ahead.error)
+    with pytest.raises(TransferError, match="planted"):
+        bench.engine.arrive(berths[0])
+    assert bench.get(berths[0]) == 0
+    bench.drop(*berths)
+
+
+def test_an_encoding_that_fails_leaves_nothing(bench):
+    kept = bench.put(100 * KIB, 1)
+    berth = bench.engine.board(bench.run, bench.tier, 100 * KIB, bench.account)
+    bench.engine.cancel(berth)
+    large = bench.engine.board(bench.run, bench.tier, 8 * MIB, bench.account)
+    bench.engine.cancel(large)
+    assert len(bench.tier.freed) == 1
+    bench.engine.flush(bench.run)
+    assert bench.get(kept) == 1
+    bench.drop(kept)
+    assert bench.figures == (0, 0)
+    bench.tier.copies[0].end()
+
+
+def test_memory_that_is_refused_leaves_nothing(bench, monkeypatch):
+    def refuse(*_):
+        raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FutureTicket, "wait_on", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            transfer.offload(tier, slot, pattern(300, 0), landed.append)
-    assert landed == []  # its memory is still being read
-    tier.futures[0].set_result(None)
-    transfer.drain()
-    assert len(landed) == 1
-    tier.free(slot)
+        patch.setattr(Cpu, "empty", refuse)
+        with pytest.raises(MemoryError):
+            bench.put(2 * MIB)
+    assert len(bench.tier.freed) == 1
+    assert bench.tier.left == 2**40
+    berths = [bench.put(2 * MIB, i) for i in range(3)]
+    for copy in bench.tier.copies:
+        copy.end()
+    bench.engine.poll()
+    with monkeypatch.context() as patch:  # ahead of time it is no error
+        bench.engine._buffers.close()
+        taken = []
+        empty = Cpu.empty
+        patch.setattr(Cpu, "empty", lambda *args: refuse() if taken else taken.append(1) or empty(*args))
+        assert bench.get(berths[2]) == 2
+    assert bench.get(berths[1]) == 1
+    bench.drop(*berths)
+    for copy in bench.tier.copies:
+        copy.end()
 
 
-def test_the_window_holds_for_several_threads(transfer):
-    lock, flying, most = threading.Lock(), 0, 0
-
-    class Counting(Slow):
-        def write(self, slot, src):
-            nonlocal flying, most
-            with lock:
-                flying += src.numel()
-                most = max(most, flying)
-            return super().write(slot, src)
-
-    tier = Counting(DeviceTier(CPU), 0.0005)
-
-    def landed(buffer):
-        nonlocal flying
-        with lock:
-            flying -= buffer.numel()
-
-    def work(seed):
-        for i in range(30):
-            n = 20 + 10 * ((seed + i) % 5)
-            slot = tier.reserve(n)
-            payload = pattern(n, 100 * seed + i)
-            transfer.offload(tier, slot, payload.clone(), landed)
-            assert torch.equal(load(tier, slot), payload)
-            tier.free(slot)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    transfer.drain()
-    assert flying == 0
-    assert 60 <= most <= 300
-    tier.close()
+def test_dropped_payloads_cannot_be_read(bench):
+    berth = bench.put(2 * MIB)
+    bench.drop(berth)
+    with pytest.raises(StateError, match="was given back"):
+        bench.engine.arrive(berth)
+    bench.tier.copies[0].end()
 
 
-@pytest.mark.parametrize("when", ["at once", "later"])
-def test_the_buffer_may_change_once_it_has_landed(disk_folder, transfer, when):
-    tier = Slow(DiskTier(disk_folder, None), 0.002)
-    payloads = [pattern(120, i) for i in range(8)]
-    slots = []
-    for payload in payloads:
-        slots.append(tier.reserve(120))
-        transfer.offload(tier, slots[-1], payload.clone(), lambda buffer: buffer.fill_(0xEE))
-        if when == "at once":
-            assert torch.equal(load(tier, slots[-1]), payload)
-    for slot, payload in zip(slots, payloads, strict=True):
-        assert torch.equal(load(tier, slot), payload)
-        tier.free(slot)
-    transfer.drain()
-    tier.close()
+def test_a_drop_while_another_thread_decodes(bench):
+    berth = bench.put(2 * MIB, 4)
+    bench.tier.copies[0].end()
+    memory = bench.engine.arrive(berth)
+    bench.drop(berth)
+    assert berth.parcel.buffer is not None
+    assert memory.eq(4).all()
+    bench.engine.leave(berth)
+    assert berth.parcel.buffer is None
 
 
-def test_dropped_right_after_put(disk_folder, transfer):
-    tier = DiskTier(disk_folder, None)
-    for i in range(50):
-        slot = tier.reserve(100)
-        transfer.offload(tier, slot, pattern(100, i), lambda buffer: buffer.fill_(0xEE))
-        tier.free(slot)
-    transfer.drain()
-    kept = tier.reserve(100)
-    transfer.offload(tier, kept, pattern(100, 99), lambda buffer: buffer.fill_(0xEE))
-    assert torch.equal(load(tier, kept), pattern(100, 99))
-    tier.free(kept)
-    tier.trim()
-    assert os.fstat(tier._file._fd).st_size <= 51 * 4096
-    transfer.drain()
-    tier.close()
+def test_a_close_while_another_thread_waits(bench):
+    berth = bench.put(2 * MIB, 4)
+    bench.tier.copies[0].end()
+    bench.engine.poll()
+    read = bench.tier.read
+
+    def closed_meanwhile(*args):
+        ticket = read(*args)
+        ticket.wait_on = lambda stream: bench.drop(berth)
+        return ticket
+
+    bench.tier.read = closed_meanwhile
+    with pytest.raises(StateError, match="close the store after the last backward"):
+        bench.engine.arrive(berth)
+    bench.tier.copies[1].end()
+
+
+def test_close_waits_for_host_threads_only(bench):
+    berths = [bench.put(2 * MIB, i) for i in range(3)]
+    bench.drop(*berths)
+    bench.engine.close()
+    assert bench.tier.waits == 0
+    assert all(copy.done for copy in bench.tier.copies)
+    assert bench.engine._buffers._idle_nbytes == 0
+
+
+def test_nothing_is_a_cycle(bench):
+    berths = [bench.put(100 * KIB, i) for i in range(3)]
+    bench.engine.flush(bench.run)
+    parcels = len([o for o in gc.get_objects() if type(o).__name__ == "Parcel"])
+    gc.disable()
+    try:
+        bench.tier.copies[0].end()
+        bench.engine.poll()
+        bench.drop(*berths)
+        bench.tier.copies.clear()
+        bench.tier.freed.clear()
+        berths.clear()
+        assert len([o for o in gc.get_objects() if type(o).__name__ == "Parcel"]) == parcels - 1
+    finally:
+        gc.enable()
+
+
+def test_steady_state_allocates_nothing():
+    bench = Bench()
+    for i in range(6):
+        step(bench, [7, 6, 5, 4, 3, 2, 1, 0])
+        if i == 2:
+            allocated = bench.engine._buffers.allocated
+    assert bench.engine._buffers.allocated == allocated

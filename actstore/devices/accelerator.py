@@ -1,0 +1,128 @@
+"""Accelerators, through torch's device-independent streams and events: CUDA, ROCm, XPU and others."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from threading import Lock
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from actstore.devices.base import Device, Workers
+from actstore.ticket import EventTicket, Ticket
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+class Clock:
+    """Tells when a timed event of one device happened, on the clock of the host (`time.perf_counter_ns`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.accelerator.current_stream(device)
+        self._zero: Any = torch.Event(device, enable_timing=True)
+        stream.synchronize()
+        self._zero.record(stream)
+        self._zero.synchronize()
+        self._zero_ns = perf_counter_ns()
+
+    def ns(self, event: Any) -> int:
+        return self._zero_ns + int(self._zero.elapsed_time(event) * 1e6)
+
+
+class Accelerator(Device):
+    """A device with memory and streams of its own."""
+
+    on_host = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._clock = Clock(torch_device)
+        self._lock = Lock()  # a torch.Stream can be entered by one thread at a time
+        self._pages: dict[int, mmap.mmap] = {}  # pinned by us, by address
+
+    def current(self) -> Any:
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        other: Any = torch.Stream(  # an object of its own: one can be entered by one thread at a time
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return other  # type: ignore[no-any-return]
+
+    def stream(self) -> Any:
+        return torch.Stream(device=self.torch_device)
+
+    def record(self, stream: Any) -> Ticket:
+        event: Any = torch.Event(self.torch_device)
+        event.record(stream)
+        return EventTicket(event)
+
+    def mark(self, stream: Any) -> Ticket:
+        event = self._timed(stream)
+        return EventTicket(event, event, self._clock)
+
+    def wait(self, stream: Any, ticket: Ticket) -> Ticket | None:
+        if ticket.ready():
+            ticket.wait_on(stream)
+            return None
+        begin = self._timed(stream)
+        ticket.wait_on(stream)
+        return EventTicket(self._timed(stream), begin, self._clock)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
+        for ticket in after:  # not under the lock: the host waits here for threads that may need it
+            ticket.wait_on(stream)
+        with self._lock:
+            begin = self._timed(stream)
+            with stream:
+                dst.copy_(src, non_blocking=True)
+            return EventTicket(self._timed(stream), begin, self._clock)
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        if self.torch_device.type == "cuda":  # and ROCm, which torch calls so
+            return self._registered(nbytes)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:  # a refusal, whatever the backend calls it
+            return None
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        pages = self._pages.pop(memory.data_ptr(), None)
+        if pages is not None:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        # The pages are unmapped with the last tensor that lies in them; other pinned memory is torch's to return.
+
+    def _registered(self, nbytes: int) -> torch.Tensor | None:
+        """Pages that the driver pins as they are; torch's own allocator takes the next power of two."""
+        nbytes -= nbytes % -mmap.PAGESIZE
+        try:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            return None
+        pages.madvise(mmap.MADV_DONTFORK)  # fork copies pinned pages at once: each data loader would take as much again
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        with torch.accelerator.device_index(self.torch_device.index):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, PORTABLE))
+            if code:
+                # The runtime remembers the refusal and tells it to the next kernel launch of this thread. Torch has no
+                # call to clear it: be that launch.
+                with suppress(RuntimeError):
+                    torch.ones(1, device=self.torch_device)
+                return None
+        self._pages[memory.data_ptr()] = pages
+        return memory
+
+    def workers(self, count: int, name: str) -> Workers:
+        return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    def _timed(self, stream: Any) -> Any:
+        event: Any = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event

@@ -1,0 +1,68 @@
+"""The CPU as a compute device: its memory is the host's, and work is done when a call returns."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from actstore.devices.base import Device, Workers
+from actstore.ticket import DONE, Done, Ticket
+
+
+class Cpu(Device):
+    """The host. What runs beside the calling thread runs on worker threads."""
+
+    on_host = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def current(self) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def stream(self) -> Any:
+        return None
+
+    def record(self, stream: Any) -> Ticket:
+        return DONE
+
+    def mark(self, stream: Any) -> Ticket:
+        now = perf_counter_ns()
+        return Done((now, now))
+
+    def wait(self, stream: Any, ticket: Ticket) -> Ticket | None:
+        if ticket.ready():
+            ticket.wait_on(stream)
+            return None
+        begin = perf_counter_ns()
+        ticket.wait_on(stream)
+        return Done((begin, perf_counter_ns()))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        return self.empty(nbytes)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Nothing to do: the memory is returned with its last reference."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
+        for ticket in after:
+            ticket.wait_on(stream)
+        begin = perf_counter_ns()
+        dst.copy_(src)
+        return Done((begin, perf_counter_ns()))
+
+    def workers(self, count: int, name: str) -> Workers:
+        return ThreadPoolExecutor(count, thread_name_prefix=name)

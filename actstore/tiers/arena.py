@@ -1,0 +1,233 @@
+"""Pinned host memory: exact sizes from large segments that are registered once."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from threading import Lock
+
+import torch
+
+from actstore.devices.base import Device
+from actstore.errors import StateError
+from actstore.reaper import Reaper
+from actstore.ticket import Ticket
+from actstore.tiers.segment import ALIGN_NBYTES, Segment
+from actstore.units import format_nbytes
+
+SEGMENT_NBYTES = 64 * 2**20  # the least that is registered at once
+GROWTH = 8  # a new segment has at least this part of what there is: few registrations, and little that lies idle
+IDLE_STEPS = (
+    8  # a segment stays this long unused; with 2, variable lengths register a sixth of their bytes in each step
+)
+
+
+class Range:
+    """Memory that `Arena.take` gave.
+
+    Attributes
+    ----------
+    memory : 1-d uint8, exactly as long as it was asked for, at a multiple of 64 bytes
+    after : operations that may still use the memory; the first that its new owner starts there comes after them
+    """
+
+    __slots__ = ("after", "memory", "segment", "size", "start")
+
+    def __init__(self, memory: torch.Tensor, after: Sequence[Ticket], segment: Segment, start: int, size: int) -> None:
+        self.memory = memory
+        self.after = after
+        self.segment = segment
+        self.start = start
+        self.size = size
+
+
+class Arena:
+    """Host memory that a device copies from and to without waiting. Thread-safe; `free` is safe in finalizers.
+
+    The way of a range back:
+
+    1. `free` only queues it, since a finalizer may run it on the thread that holds the lock;
+    2. while operations of the device still use it, it waits in limbo, oldest first;
+    3. when they are complete it is free, and merges with its neighbours;
+    4. before the arena grows, ranges in limbo are given out early: their tickets go to the next owner in `Range.after`.
+
+    Parameters
+    ----------
+    most_nbytes : of all segments together, rounded up to whole pages; None for no limit
+
+    Attributes
+    ----------
+    pinned : whether memory is pinned; no longer so once the system has refused it
+    nbytes : of all segments
+    """
+
+    def __init__(self, device: Device, most_nbytes: int | None = None) -> None:
+        self.pinned = True
+        self.nbytes = 0
+        self._device = device
+        self._most_nbytes = None if most_nbytes is None else _pages(most_nbytes)
+        self._closed = False
+        self._lock = Lock()
+        self._back = Reaper[tuple[Range, list[Ticket]]](self._lock, self._receive)
+        self._segments: list[Segment] = []  # the small ones first, so that a rare large one becomes idle
+        self._limbo: deque[tuple[Range, list[Ticket]]] = deque()
+        self._used_nbytes = 0  # in the hands of owners
+        self._busy_nbytes = 0  # and in limbo
+        self._needs = deque([0], IDLE_STEPS)  # the most that was busy in each of the last steps and in this one
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that owners hold, rounded up as they are reserved."""
+        self._back.drain()
+        return self._used_nbytes
+
+    def take(self, nbytes: int) -> Range | None:
+        """Uninitialised memory; None when `most_nbytes` is reached.
+
+        Raises
+        ------
+        StateError : the arena is closed
+        """
+        size = room(nbytes)
+        with self._lock:
+            if self._closed:
+                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
+            self._back.drain_locked()
+            while self._limbo and _all_ready(self._limbo[0][1]):
+                self._land(*self._limbo.popleft())
+            found = self._fit(size) or self._fit_early(size) or self._fit_grown(size)
+            if found is None:
+                return None
+            segment, start = found
+            self._used_nbytes += size
+            self._busy_nbytes += size
+            self._needs[-1] = max(self._needs[-1], self._busy_nbytes)
+            return Range(segment.memory[start : start + nbytes], segment.waits(start, size), segment, start, size)
+
+    def free(self, taken: Range, after: Iterable[Ticket] = ()) -> None:
+        """Take a range back, which operations may still use until all of `after` are complete."""
+        self._back.put((taken, list(after)))
+        if self._closed:
+            self._back.try_drain()
+
+    def trim(self) -> None:
+        """Begin a new step: whole segments that the last ones (IDLE_STEPS) did not need are returned."""
+        with self._lock:
+            self._back.drain_locked()
+            self._settle()
+            most = SEGMENT_NBYTES + 2 * max(self._needs)
+            for segment in reversed(self._segments):  # the largest first
+                if segment.idle() and (segment.unused_steps >= IDLE_STEPS or self.nbytes > most):
+                    self._return(segment)
+            for segment in self._segments:
+                segment.unused_steps += 1
+            self._needs.append(self._busy_nbytes)
+
+    def close(self) -> None:
+        """Return all segments. The caller has seen to it that no operation runs on any of them."""
+        with self._lock:
+            self._closed = True
+            self._limbo.clear()
+            for segment in self._segments[::-1]:
+                self._return(segment)
+            self._back.drain_locked()
+
+    def _fit(self, size: int) -> tuple[Segment, int] | None:
+        for segment in self._segments:
+            start = segment.take(size)
+            if start is not None:
+                return segment, start
+        return None
+
+    def _fit_early(self, size: int) -> tuple[Segment, int] | None:
+        """Room in what the device still uses: all that is complete by now, then as little as is needed."""
+        if not self._limbo:
+            return None
+        found = self._fit(size) if self._settle() else None
+        while found is None and self._limbo:
+            taken, tickets = self._limbo.popleft()
+            taken.segment.expect(taken.start, taken.size, tickets)
+            self._land(taken, tickets)
+            found = self._fit(size)
+        return found
+
+    def _fit_grown(self, size: int) -> tuple[Segment, int] | None:
+        wanted = _pages(max(size, SEGMENT_NBYTES, self.nbytes // GROWTH))
+        if self._most_nbytes is not None:
+            idle = [segment for segment in self._segments if segment.idle()]  # each too small by itself
+            if self.nbytes - sum(segment.nbytes for segment in idle) + size > self._most_nbytes:
+                return None
+            while self.nbytes + size > self._most_nbytes:
+                self._return(idle.pop())
+            wanted = min(wanted, self._most_nbytes - self.nbytes)
+        memory, pinned = self._allocate(wanted)
+        segment = Segment(memory, pinned)
+        self._segments.append(segment)
+        self._segments.sort(key=lambda segment: segment.nbytes)
+        self.nbytes += segment.nbytes
+        start = segment.take(size)
+        assert start is not None
+        return segment, start
+
+    def _allocate(self, nbytes: int) -> tuple[torch.Tensor, bool]:
+        if self.pinned:
+            memory = self._device.pinned(nbytes)
+            if memory is not None:
+                return memory, True
+            self.pinned = False
+            warnings.warn(
+                f"the system refused {format_nbytes(nbytes)} of pinned memory; pageable memory is used from now on: "
+                "copies no longer overlap with compute. Raise the limit of locked memory (ulimit -l) or give "
+                "host_budget= a smaller value.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8), False
+
+    def _return(self, segment: Segment) -> None:
+        self._segments.remove(segment)
+        self.nbytes -= segment.nbytes
+        if segment.pinned:
+            self._device.unpin(segment.memory)
+
+    def _receive(self, item: tuple[Range, list[Ticket]]) -> None:
+        taken, tickets = item
+        self._used_nbytes -= taken.size
+        if self._closed:
+            return
+        tickets = [ticket for ticket in tickets if not ticket.ready()]
+        if tickets:
+            self._limbo.append((taken, tickets))
+        else:
+            self._land(taken, tickets)
+
+    def _settle(self) -> bool:
+        """Free what the device has left; whether there was any."""
+        before = len(self._limbo)
+        for _ in range(before):
+            taken, tickets = self._limbo.popleft()
+            if _all_ready(tickets):
+                self._land(taken, tickets)
+            else:
+                self._limbo.append((taken, tickets))
+        return len(self._limbo) < before
+
+    def _land(self, taken: Range, tickets: list[Ticket]) -> None:
+        self._busy_nbytes -= taken.size
+        taken.segment.give(taken.start, taken.size)
+
+
+def room(nbytes: int) -> int:
+    """Bytes that a range of `nbytes` takes."""
+    return max(1, -(-nbytes // ALIGN_NBYTES)) * ALIGN_NBYTES
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _all_ready(tickets: Iterable[Ticket]) -> bool:
+    return all(ticket.ready() for ticket in tickets)

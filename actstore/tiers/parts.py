@@ -1,0 +1,203 @@
+"""Parts of payloads on their way between memory and a file: what the workers of the disk tier do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.devices.base import Device
+from actstore.errors import StateError
+from actstore.ticket import DONE, FutureTicket, Span, Ticket
+from actstore.tiers.file import BLOCK, NamelessFile, digest
+from actstore.tiers.staging import Ring
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+class Part:
+    """Bytes [begin, end) of a payload, which one job writes and one job reads. `begin` is a multiple of a block.
+
+    Attributes
+    ----------
+    digest : its checksum; None until the bytes are in the file
+    job : the write
+    """
+
+    __slots__ = ("begin", "digest", "end", "job")
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin = begin
+        self.end = end
+        self.digest: int | None = None
+        self.job: Future[Span] | None = None
+
+
+def split(nbytes: int) -> list[Part]:
+    """Parts of a payload, equal up to a block, so that several workers share it evenly."""
+    count = -(-nbytes // Ring.chunk_nbytes)
+    step = round_up(-(-nbytes // max(1, count)))
+    return [Part(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
+
+
+class Place:
+    """Where in which file a payload is, and what is known of it.
+
+    Attributes
+    ----------
+    parts : None until a write has begun
+    jobs : writes and reads that may still run
+    dropped : nobody will read the bytes: what has not begun need not be done
+    """
+
+    __slots__ = ("dropped", "file", "jobs", "parts", "size", "start")
+
+    def __init__(self, file: NamelessFile, start: int, size: int) -> None:
+        self.file = file
+        self.start = start
+        self.size = size
+        self.parts: Sequence[Part] | None = None
+        self.jobs: list[Future[Span]] = []
+        self.dropped = False
+
+
+class Mover:
+    """Moves parts, on the threads that call it. Thread-safe.
+
+    Memory of the host is read and written where it is, as far as `NamelessFile.direct` allows; the rest crosses a chunk
+    of the ring. A read waits for the write of its part before it takes a chunk, so that the write can have one.
+
+    Parameters
+    ----------
+    streams : of `device`, for copies to host memory and from it
+    """
+
+    def __init__(self, device: Device, streams: tuple[Any, Any]) -> None:
+        self._device = device
+        self._offload, self._fetch = streams
+        self.ring = Ring(device)
+
+    def write(self, place: Place, part: Part, src: torch.Tensor, after: Sequence[Ticket]) -> Span:
+        """Write a part of the payload `src`, after all of `after`, and remember its checksum.
+
+        Raises
+        ------
+        TransferError : the file system refused, or the copy failed
+        """
+        begin = perf_counter_ns()
+        if not place.dropped and not place.file.closed:
+            src = src[part.begin : part.end]
+            if self._device.on_host:
+                begin = _wait(after)
+                found = self._write_host(place.file, src, place.start + part.begin)
+            else:
+                found = self._write_device(place.file, src, place.start + part.begin, after)
+            part.digest = found
+        return begin, perf_counter_ns()
+
+    def read(self, place: Place, part: Part, dst: torch.Tensor, after: Sequence[Ticket], copies: list[Ticket]) -> Span:
+        """Fill a part of `dst`, after the write of the part and all of `after`; or queue a copy and add it to `copies`.
+
+        Raises
+        ------
+        TransferError, PayloadError, StateError : as `Tier.read`
+        """
+        begin = perf_counter_ns()
+        if place.dropped:
+            return begin, begin
+        if part.job is not None and place.file.pid == os.getpid():
+            FutureTicket([part.job]).result()
+        if place.file.closed:
+            raise StateError(
+                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
+            )
+        if part.digest is None:
+            raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
+        dst = dst[part.begin : part.end]
+        if self._device.on_host:
+            begin = _wait(after)
+            self._read_host(place.file, dst, place.start + part.begin, part.digest)
+        else:
+            begin = perf_counter_ns()
+            copies.append(self._read_device(place.file, dst, place.start + part.begin, part.digest, after))
+        return begin, perf_counter_ns()
+
+    def _write_host(self, file: NamelessFile, src: torch.Tensor, start: int) -> int:
+        view: memoryview = src.numpy().data
+        found = digest(view)
+        body = _in_place_nbytes(file, src)
+        if body == len(view):
+            file.write([view], start)
+            return found
+        chunk = self.ring.take()
+        try:
+            np.copyto(chunk.memory[: len(view) - body].numpy(), src[body:].numpy())
+            rest = chunk.view[: round_up(len(view) - body)]
+            file.write([view[:body], rest] if body else [rest], start)
+        finally:
+            self.ring.give(chunk)
+        return found
+
+    def _read_host(self, file: NamelessFile, dst: torch.Tensor, start: int, expected: int) -> None:
+        view: memoryview = dst.numpy().data
+        body = _in_place_nbytes(file, dst)
+        if body == len(view):
+            file.read([view], start, len(view))
+        else:
+            chunk = self.ring.take()
+            try:
+                rest = chunk.view[: round_up(len(view) - body)]
+                file.read([view[:body], rest] if body else [rest], start, len(view))
+                np.copyto(dst[body:].numpy(), chunk.memory[: len(view) - body].numpy())
+            finally:
+                self.ring.give(chunk)
+        file.verify(view, expected)
+
+    def _write_device(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
+        chunk = self.ring.take()
+        copied: Ticket = DONE
+        try:
+            nbytes = src.numel()
+            copied = self._device.copy(chunk.memory[:nbytes], src, self._offload, after)
+            copied.result()
+            found = digest(chunk.view[:nbytes])
+            file.write([chunk.view[: round_up(nbytes)]], start)
+        finally:
+            self.ring.give(chunk, copied)
+        return found
+
+    def _read_device(
+        self, file: NamelessFile, dst: torch.Tensor, start: int, expected: int, after: Sequence[Ticket]
+    ) -> Ticket:
+        chunk = self.ring.take()
+        copied: Ticket = DONE
+        try:
+            nbytes = dst.numel()
+            file.read([chunk.view[: round_up(nbytes)]], start, nbytes)
+            file.verify(chunk.view[:nbytes], expected)
+            copied = self._device.copy(dst, chunk.memory[:nbytes], self._fetch, after)
+        finally:
+            self.ring.give(chunk, copied)
+        return copied
+
+
+def _wait(after: Sequence[Ticket]) -> int:
+    """Make this thread wait; when that was over."""
+    for ticket in after:
+        ticket.wait_on(None)
+    return perf_counter_ns()
+
+
+def _in_place_nbytes(file: NamelessFile, memory: torch.Tensor) -> int:
+    """How many bytes from the first on the system may move to or from `memory` itself."""
+    nbytes = memory.numel()
+    if not file.direct:
+        return nbytes
+    return 0 if memory.data_ptr() % BLOCK else nbytes // BLOCK * BLOCK

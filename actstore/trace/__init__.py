@@ -1,0 +1,7 @@
+"""What happened when: events, their file, and figures from them."""
+
+from actstore.trace.event import KINDS, Event, Kind
+from actstore.trace.summary import Lane, Summary
+from actstore.trace.trace import LIMIT, Trace
+
+__all__ = ["KINDS", "LIMIT", "Event", "Kind", "Lane", "Summary", "Trace"]

@@ -1,0 +1,142 @@
+"""Figures from events: how busy each lane was, and how much of it compute had to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from actstore.trace.event import COMPUTE, COPIES, WORK, Event, order_of
+from actstore.trace.spans import Spans, difference, intersection, total, union
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One lane. Events that overlap count once in each duration.
+
+    Attributes
+    ----------
+    name : as in `Event.lane`
+    events : how many
+    nbytes : that they moved; without meaning for compute
+    busy_ns : at work; of compute, stalls left out
+    overlap_ns : of that, while compute was at work
+    exposed_ns : of that, while compute stalled
+    """
+
+    name: str
+    events: int
+    nbytes: int
+    busy_ns: int
+    overlap_ns: int
+    exposed_ns: int
+
+    @property
+    def is_link(self) -> bool:
+        return self.name.startswith(COPIES)
+
+    @property
+    def gbps(self) -> float | None:
+        """10^9 bytes a second while busy; None for what moves no bytes."""
+        return self.nbytes / self.busy_ns if self.is_link and self.busy_ns else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one step, or of a whole trace.
+
+    Attributes
+    ----------
+    steps : how many
+    begin_ns, end_ns : from the first work of compute to its last; of all events where none is compute's
+    compute_ns : compute at work
+    stall_ns, stalls : compute waiting, and how often
+    copy_ns : any link busy
+    exposed_ns : of that, while compute stalled
+    kept_nbytes : that the store could not or would not move
+    lanes : compute first, then the links
+    """
+
+    steps: int
+    begin_ns: int
+    end_ns: int
+    compute_ns: int
+    stall_ns: int
+    stalls: int
+    copy_ns: int
+    exposed_ns: int
+    kept_nbytes: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def span_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+    @property
+    def hidden(self) -> float | None:
+        """The part of the copies' time in which compute did not wait, 0 to 1; None where nothing was copied."""
+        return 1 - self.exposed_ns / self.copy_ns if self.copy_ns else None
+
+    @property
+    def words(self) -> str:
+        """The summary as a line: "copies hidden: 97 %, stall 1.2 ms of 85.0 ms"."""
+        stall = f"stall {format_ms(self.stall_ns)} of {format_ms(self.span_ns)}"
+        return (
+            f"nothing copied, {stall}"
+            if self.hidden is None
+            else f"copies hidden: {format_percent(self.hidden)}, {stall}"
+        )
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Summary:
+        lanes: dict[str, list[Event]] = {}
+        for event in events:
+            lanes.setdefault(event.lane, []).append(event)
+        everything = [event for lane in lanes.values() for event in lane]
+        compute = lanes.get(COMPUTE, [])
+        waits = [event for event in compute if event.kind == "stall"]
+        waiting = union((event.begin_ns, event.end_ns) for event in waits)
+        working = difference(_spans(event for event in compute if event.kind in WORK), waiting)
+        copying = _spans(event for event in everything if event.kind in COPIES)
+        window = compute or everything
+        return cls(
+            steps=len({event.step for event in everything}),
+            begin_ns=min((event.begin_ns for event in window), default=0),
+            end_ns=max((event.end_ns for event in window), default=0),
+            compute_ns=total(working),
+            stall_ns=total(waiting),
+            stalls=len(waits),
+            copy_ns=total(copying),
+            exposed_ns=total(intersection(copying, waiting)),
+            kept_nbytes=sum(event.nbytes for event in everything if event.kind == "keep"),
+            lanes=tuple(_lane(name, lanes[name], working, waiting) for name in sorted(lanes, key=order_of)),
+        )
+
+
+def _lane(name: str, events: list[Event], working: Spans, waiting: Spans) -> Lane:
+    busy = working if name == COMPUTE else _spans(events)
+    return Lane(
+        name=name,
+        events=len(events),
+        nbytes=sum(event.nbytes for event in events),
+        busy_ns=total(busy),
+        overlap_ns=total(intersection(busy, working)),
+        exposed_ns=total(intersection(busy, waiting)),
+    )
+
+
+def _spans(events: Iterable[Event]) -> Spans:
+    return union((event.begin_ns, event.end_ns) for event in events)
+
+
+def format_percent(part: float) -> str:
+    """Never 100 % where something is missing, nor 0 % where something is there."""
+    whole = round(100 * part)
+    if whole == 100 and part < 1:
+        return "> 99 %"
+    return "< 1 %" if whole == 0 and part > 0 else f"{whole} %"
+
+
+def format_ms(ns: float) -> str:
+    """Milliseconds with a digit after the point, or with two that mean something where that is less than one."""
+    ms = ns / 1e6
+    return f"{ms:.1f} ms" if ms >= 1 or ms == 0 else f"{ms:.2g} ms"

@@ -1,0 +1,120 @@
+"""A bounded record of events."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+from pathlib import Path
+
+from actstore.errors import ConfigError
+from actstore.trace import chrome, ndjson
+from actstore.trace.event import Event, Kind
+from actstore.trace.summary import Summary
+
+LIMIT = 1_000_000  # events; about 280 bytes each
+
+
+class Trace:
+    """The last `limit` events. Thread-safe; `add` takes no lock, and so is safe in finalizers.
+
+    Parameters
+    ----------
+    limit : most events; beyond that the oldest go, and `lost` counts them
+    device : that the store works for, as text
+
+    Raises
+    ------
+    ConfigError : `limit` is less than 1
+    """
+
+    def __init__(self, limit: int = LIMIT, device: str = "") -> None:
+        if limit < 1:
+            raise ConfigError(f"limit={limit} keeps no event; give 1 or more, or make no trace")
+        self.limit = limit
+        self.device = device
+        self._lost_before = 0  # by the trace that this one was read from
+        self._numbers = count(1)
+        self._rows: deque[tuple[int, Kind, int, int, object, int, str, int, str]] = deque(maxlen=limit)
+
+    def add(
+        self,
+        kind: Kind,
+        begin_ns: int,
+        end_ns: int,
+        site: object = "",
+        step: int = 0,
+        tier: str = "",
+        nbytes: int = 0,
+        note: str = "",
+    ) -> None:
+        """Record an event, in any order of time. `site` becomes text when it is read: it stays alive until then."""
+        self._rows.append((next(self._numbers), kind, begin_ns, end_ns, site, step, tier, nbytes, note))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def lost(self) -> int:
+        """How many events had to go."""
+        rows = self._rows.copy()
+        recorded = max(row[0] for row in rows) if len(rows) == self.limit else len(rows)
+        return self._lost_before + recorded - len(rows)
+
+    def events(self, step: int | None = None) -> list[Event]:
+        """The events in the order of their recording, of one step or of all."""
+        rows = self._rows.copy()  # without a break: an iteration fails when another thread appends meanwhile
+        return [
+            Event(kind, begin, end, str(site), number, tier, nbytes, note)
+            for _, kind, begin, end, site, number, tier, nbytes, note in rows
+            if step is None or number == step
+        ]
+
+    def steps(self) -> list[int]:
+        """The numbers of the steps that have events, in order."""
+        return sorted({row[5] for row in self._rows.copy()})
+
+    def last_step(self) -> int | None:
+        """The last step with a forward and a backward; else the last of all, and None in an empty trace."""
+        seen: dict[int, set[str]] = {}
+        for row in self._rows.copy():
+            seen.setdefault(row[5], set()).add(row[1])
+        whole = [step for step, kinds in seen.items() if {"forward", "backward"} <= kinds]
+        return max(whole or seen, default=None)
+
+    def summary(self, step: int | None = None) -> Summary:
+        """The figures of one step or of all."""
+        return Summary.of(self.events(step))
+
+    def write(self, path: str | Path) -> None:
+        """Write all events as NDJSON: a line about the file, then a line for each event.
+
+        Raises
+        ------
+        ConfigError : the file cannot be written
+        """
+        ndjson.write(Path(path), self.events(), device=self.device, lost=self.lost)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Read what `write` wrote. Nothing in the file is executed.
+
+        Raises
+        ------
+        ConfigError : the file cannot be opened
+        PayloadError : it is not a trace, or not all of one; `path` and `line` say where
+        """
+        header, events = ndjson.read(Path(path))
+        trace = cls(limit=max(LIMIT, len(events)), device=header.device)
+        trace._lost_before = header.lost
+        for event in events:
+            trace.add(*event)
+        return trace
+
+    def to_chrome(self, path: str | Path) -> None:
+        """Write all events in the Chrome trace format, for ui.perfetto.dev and chrome://tracing.
+
+        Raises
+        ------
+        ConfigError : the file cannot be written
+        """
+        chrome.write(Path(path), self.events(), device=self.device)

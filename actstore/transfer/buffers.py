@@ -1,0 +1,110 @@
+"""Memory of the compute device that parcels use again from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from actstore.devices import Device
+from actstore.ticket import Ticket
+
+
+class Buffer:
+    """Device memory, and the operations that may still use it.
+
+    Attributes
+    ----------
+    memory : Tensor, 1-d uint8
+    home : the stream whose allocator it came from
+    after : who writes to the memory comes after these
+    """
+
+    __slots__ = ("after", "home", "memory")
+
+    def __init__(self, memory: torch.Tensor, home: Any) -> None:
+        self.memory = memory
+        self.home = home
+        self.after: Sequence[Ticket] = ()
+
+
+class Buffers:
+    """Buffers of exact sizes. Not thread-safe.
+
+    In use and idle together never exceed the most that was in use in this step or the last one (`trim` begins a step),
+    so that variable shapes cannot make it grow, and a steady state allocates nothing.
+
+    Parameters
+    ----------
+    poison : fill each buffer with NaN before it is used, so that who reads it too early does not find old bytes
+    """
+
+    def __init__(self, device: Device, *, poison: bool = False) -> None:
+        self._device = device
+        self._poison = poison
+        self._idle: dict[int, list[Buffer]] = {}
+        self._idle_nbytes = 0
+        self._used_nbytes = 0
+        self._high_nbytes = 0  # the most that was in use in this step
+        self._last_nbytes = 0  # and in the last one
+        self.allocated = 0  # buffers ever made
+
+    def take(self, nbytes: int) -> Buffer:
+        """A buffer of exactly `nbytes`. Whoever writes to it on any stream comes after its `after`."""
+        self._used_nbytes += nbytes
+        self._high_nbytes = max(self._high_nbytes, self._used_nbytes)
+        sized = self._idle.get(nbytes)
+        if sized:
+            self._idle_nbytes -= nbytes
+            return self._poisoned(sized.pop())
+        self._shrink()
+        home = self._device.current()
+        try:
+            buffer = Buffer(self._device.empty(nbytes), home)
+        except BaseException:
+            self._used_nbytes -= nbytes
+            raise
+        self.allocated += 1
+        buffer.after = (self._device.record(home),)  # work queued there may still use what its allocator gave
+        return self._poisoned(buffer)
+
+    def give(self, buffer: Buffer, after: Sequence[Ticket]) -> None:
+        """Take a buffer back, whose last uses are `after`."""
+        nbytes = buffer.memory.numel()
+        buffer.after = after
+        self._used_nbytes -= nbytes
+        self._idle.setdefault(nbytes, []).append(buffer)
+        self._idle_nbytes += nbytes
+        self._shrink()
+
+    def trim(self) -> None:
+        """Begin a new step: what the last one did not need is returned."""
+        self._last_nbytes, self._high_nbytes = self._high_nbytes, self._used_nbytes
+        self._shrink()
+
+    def close(self) -> None:
+        """Return what is idle, and what comes back from now on."""
+        self._high_nbytes = self._last_nbytes = 0
+        self._shrink()
+
+    def _poisoned(self, buffer: Buffer) -> Buffer:
+        if self._poison:
+            stream = self._device.current()
+            for ticket in buffer.after:
+                ticket.wait_on(stream)
+            buffer.memory.fill_(0xFF)
+            buffer.after = (self._device.record(stream),)
+        return buffer
+
+    def _shrink(self) -> None:
+        most = max(self._high_nbytes, self._last_nbytes)
+        while self._idle_nbytes and self._idle_nbytes + self._used_nbytes > most:
+            nbytes, sized = next(iter(self._idle.items()))
+            if sized:
+                buffer = sized.pop(0)
+                for ticket in buffer.after:  # before work that is queued at home later gets the memory
+                    ticket.wait_on(buffer.home)
+                self._idle_nbytes -= nbytes
+            if not sized:
+                del self._idle[nbytes]

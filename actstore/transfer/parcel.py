@@ -1,0 +1,138 @@
+"""What is moved at once: one large payload, or several small ones.
+
+Its states, and what is true in each:
+
+* OPEN: on the device, and takes more payloads, or waits for them to be encoded
+* OFFLOADING: on the device; a copy to its tier runs
+* RESIDENT: in its tier
+* FETCHING: in its tier; a copy back to the device runs. When that fails it is RESIDENT again
+* READY: on the device; in its tier too, unless that has lost it (`slot` is None)
+* DROPPED: nobody needs it any more
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from actstore.errors import StateError
+from actstore.ledger import Account
+from actstore.ticket import Ticket
+from actstore.tiers import Slot
+from actstore.transfer.buffers import Buffer
+
+if TYPE_CHECKING:
+    from actstore.transfer.engine import Engine
+    from actstore.transfer.order import Run
+
+
+class State(Enum):
+    OPEN = auto()
+    OFFLOADING = auto()
+    RESIDENT = auto()
+    FETCHING = auto()
+    READY = auto()
+    DROPPED = auto()
+
+
+NEXT = {
+    State.OPEN: {State.OFFLOADING, State.DROPPED},
+    State.OFFLOADING: {State.READY, State.DROPPED},
+    State.RESIDENT: {State.FETCHING, State.DROPPED},
+    State.FETCHING: {State.READY, State.RESIDENT, State.DROPPED},
+    State.READY: {State.RESIDENT, State.DROPPED},
+    State.DROPPED: set[State](),
+}
+
+
+class Parcel:
+    """Bytes that travel together. Changed under the lock of its engine only.
+
+    Attributes
+    ----------
+    buffer : the memory on the device, in the states that have one
+    slot : the room in its tier
+    home : the stream that encodes the payloads
+    arrival : complete when `buffer` holds the bytes; None while its payloads are being encoded
+    motion : the copy that runs or ran last
+    fetched : whether `arrival` is a copy from the tier, not the encoding on `home`
+    filling : payloads whose encoding is not queued yet
+    users : threads that decode from `buffer` now
+    reads : the decodings that may still run on `buffer`
+    away : whether the tier has had all bytes
+    unread : berths with fewer reads than readers
+    """
+
+    __slots__ = (
+        "arrival", "away", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "motion", "reads",
+        "run", "slot", "state", "tier", "unread", "used", "users",
+    )  # fmt: skip
+
+    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run) -> None:
+        self.state = State.OPEN
+        self.buffer: Buffer | None = buffer
+        self.slot: Slot | None = slot
+        self.capacity = slot.nbytes
+        self.tier = slot.tier
+        self.away = False
+        self.home = home
+        self.run = run
+        self.berths: set[Berth] = set()
+        self.unread: set[Berth] = set()
+        self.arrival: Ticket | None = None
+        self.motion: Ticket | None = None
+        self.reads: list[Ticket] = []
+        self.used = 0
+        self.filling = 0
+        self.users = 0
+        self.closed = False
+        self.fetched = False
+
+    def turn(self, state: State) -> None:
+        """Go to another state.
+
+        Raises
+        ------
+        StateError : that state cannot follow on this one: a bug of actstore
+        """
+        if state not in NEXT[self.state]:
+            raise StateError(f"a parcel cannot turn from {self.state.name} to {state.name}; please report this")
+        self.state = state
+
+
+class Berth:
+    """The place of one payload in a parcel.
+
+    Attributes
+    ----------
+    serial : of the payload in its run
+    readers : saved tensors that it serves
+    reads : decodings since its bytes came to the device
+    """
+
+    __slots__ = ("__weakref__", "account", "engine", "nbytes", "parcel", "readers", "reads", "serial", "start")
+
+    def __init__(self, engine: Engine, parcel: Parcel, start: int, nbytes: int, account: Account, serial: int) -> None:
+        self.engine = engine
+        self.parcel = parcel
+        self.start = start
+        self.nbytes = nbytes
+        self.account = account
+        self.serial = serial
+        self.readers = 1
+        self.reads = 0
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The payload on the device, (nbytes,) uint8.
+
+        Raises
+        ------
+        StateError : it was given back, as `close` does with all of them
+        """
+        buffer = self.parcel.buffer
+        if buffer is None:
+            raise StateError("this payload was given back; close the store after the last backward")
+        return buffer.memory[self.start : self.start + self.nbytes]

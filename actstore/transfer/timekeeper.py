@@ -1,0 +1,76 @@
+"""How long copies and stalls took, booked when the device tells."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from actstore.ledger import Account, Ledger
+from actstore.ticket import Ticket
+from actstore.trace import Kind, Trace
+
+_BOOKED = ("offload", "fetch", "stall")
+
+LATE_NS = 20_000  # a shorter stall is the price of an event, not of a late copy
+
+
+class _Pending(NamedTuple):
+    kind: Kind
+    ticket: Ticket
+    tier: str
+    step: int
+    shares: list[tuple[Account, int]]
+    judged: bool
+
+
+class Timekeeper:
+    """Books the spans of tickets to the sites whose bytes moved, in proportion to these. Not thread-safe.
+
+    Nothing is waited for: a span is booked by `settle` when it is known.
+    """
+
+    def __init__(self, ledger: Ledger, trace: Trace | None) -> None:
+        self._ledger = ledger
+        self._trace = trace
+        self._pending: dict[Kind, deque[_Pending]] = {}  # of one kind, they end in their order
+        self.step = 0  # of training, for the trace
+
+    def expect(
+        self, kind: Kind, ticket: Ticket, tier: str, shares: list[tuple[Account, int]], *, judged: bool = False
+    ) -> None:
+        """`shares` say whose bytes the operation is about; `judged`: its length says whether a fetch was late."""
+        self._pending.setdefault(kind, deque()).append(_Pending(kind, ticket, tier, self.step, shares, judged))
+
+    def settle(self) -> list[bool]:
+        """Book what is known by now. Returns for each fetch that was judged whether it was late."""
+        late = []
+        for pending in self._pending.values():
+            while pending and pending[0].ticket.ready():
+                found = pending.popleft()
+                if (span := found.ticket.span()) is not None:  # else the operation failed
+                    self._book(found, *span)
+                    if found.judged:
+                        late.append(span[1] - span[0] > LATE_NS)
+                        self._ledger.judge(found.shares[0][0], late=late[-1])
+        return late
+
+    def _book(self, found: _Pending, begin: int, end: int) -> None:
+        kind, shares = found.kind, found.shares
+        total = sum(nbytes for _, nbytes in shares)
+        if kind in _BOOKED:
+            for account, nbytes in shares:
+                self._ledger.time(account, kind, (end - begin) * nbytes // max(1, total))
+        if self._trace is not None:
+            site = "" if not shares else shares[0][0].site if len(shares) == 1 else _Sites(shares)
+            self._trace.add(kind, begin, end, site, found.step, found.tier, total)
+
+
+class _Sites:
+    """The sites of one parcel, as text when it is read."""
+
+    def __init__(self, shares: list[tuple[Account, int]]) -> None:
+        self._first = shares[0][0].site
+        self._more = len(shares) - 1
+
+    def __str__(self) -> str:
+        return f"{self._first} and {self._more} more"

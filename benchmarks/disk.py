@@ -1,0 +1,182 @@
+"""How near the disk tier comes to plain large writes and reads: ``python benchmarks/disk.py --folder FOLDER``.
+
+plain   two threads, 8 MiB at a time, O_DIRECT where the folder takes it, in place, no checksum
+tier    `DiskTier` on the CPU: reserve, write and read of payloads of one size, checksums made and verified
+
+All move the same bytes between the same page-aligned memory and a file that was written before. "idle": the main thread
+waits. "computing": it multiplies matrices until the transfer is done; `compute` is how many of those it gets done, as a
+part of what it does alone. In each repeat all run once, in a new order; the figures are medians over the repeats, the
+ratios medians of the ratio to the plain run of the same repeat. The aim is a ratio of 0.8 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from actstore.bench.environment import environment
+from actstore.devices import Cpu
+from actstore.tiers import DiskTier, Slot
+from actstore.tiers.file import NamelessFile
+
+MIB = 2**20
+PLAIN_NBYTES = 8 * MIB
+SIDE = 768
+AIM = 0.8
+
+Run = Callable[[str], tuple[Callable[[], bool], Callable[[], int]]]  # "write" or "read" -> is it done, when it ended
+
+
+class Plain:
+    """What a program without actstore would do."""
+
+    def __init__(self, folder: Path, memory: torch.Tensor, found: torch.Tensor) -> None:
+        self._file = NamelessFile(folder)
+        if not self._file.reserve(memory.numel()):
+            raise SystemExit(f"{folder} has no room for {memory.numel()} bytes")
+        self._views = {"write": memory.numpy().data, "read": found.numpy().data}
+
+    def start(self, what: str) -> tuple[Callable[[], bool], Callable[[], int]]:
+        view, call = self._views[what], {"write": os.pwritev, "read": os.preadv}[what]
+        numbers, ends = count(), []
+
+        def work() -> None:
+            while (at := next(numbers) * PLAIN_NBYTES) < len(view):
+                part = view[at : at + PLAIN_NBYTES]
+                if call(self._file._fd, [part], at) != len(part):
+                    raise OSError("a short write or read: the figures would be wrong")
+            ends.append(perf_counter_ns())
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+
+        def end() -> int:
+            for thread in threads:
+                thread.join()
+            return max(ends)
+
+        return lambda: not any(thread.is_alive() for thread in threads), end
+
+
+class Payloads:
+    """The same bytes as payloads of one size."""
+
+    def __init__(self, folder: Path, memory: torch.Tensor, found: torch.Tensor, nbytes: int) -> None:
+        self._tier = DiskTier(folder, Cpu(torch.device("cpu")))
+        self._memory, self._found = memory.split(nbytes), found.split(nbytes)
+        self._slots: list[Slot] = []
+
+    def start(self, what: str) -> tuple[Callable[[], bool], Callable[[], int]]:
+        if what == "write":
+            for slot in self._slots:
+                self._tier.free(slot)
+            slots = [self._tier.reserve(part.numel()) for part in self._memory]
+            self._slots = [slot for slot in slots if slot is not None]
+            tickets = [self._tier.write(slot, part) for slot, part in zip(self._slots, self._memory, strict=True)]
+        else:
+            tickets = [self._tier.read(slot, part) for slot, part in zip(self._slots, self._found, strict=True)]
+
+        def end() -> int:
+            for ticket in tickets:
+                ticket.result()
+            return max(span[1] for ticket in tickets if (span := ticket.span()))
+
+        return lambda: all(ticket.ready() for ticket in tickets), end
+
+
+class Compute:
+    """Work of the main thread."""
+
+    def __init__(self) -> None:
+        self._a, self._b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+        self.alone = 0.0
+        for _ in range(3):
+            self.alone = max(self.alone, self.rate(partial(self._past, perf_counter_ns() + 10**9)))
+
+    def rate(self, is_done: Callable[[], bool]) -> float:
+        """Products per second until it is done."""
+        begin, products = perf_counter_ns(), 0
+        while not is_done():
+            torch.mm(self._a, self._b)
+            products += 1
+        return products / (perf_counter_ns() - begin) * 1e9
+
+    @staticmethod
+    def _past(moment_ns: int) -> bool:
+        return perf_counter_ns() > moment_ns
+
+
+def measure(runs: dict[str, Run], nbytes: int, repeats: int, seed: int) -> dict[tuple[str, ...], list[float]]:
+    """Figures by (setting, what, run or "compute beside" run): GB/s, and parts of the compute alone."""
+    compute, order = Compute(), random.Random(seed)
+    figures: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for repeat in range(-1, repeats):  # the first touches all memory and all of the files
+        for setting in ("idle", "computing"):
+            for name in order.sample(sorted(runs), len(runs)):
+                for what in ("write", "read"):
+                    begin = perf_counter_ns()
+                    is_done, end = runs[name](what)
+                    rate = compute.rate(is_done) if setting == "computing" else 0.0
+                    elapsed = end() - begin
+                    if repeat >= 0:
+                        figures[setting, what, name].append(nbytes / elapsed)
+                        figures[setting, what, name, "compute"].append(rate / compute.alone)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
+    parser.add_argument("--mib", type=int, default=512, help="bytes of one run, in MiB (512)")
+    parser.add_argument("--payloads", type=int, nargs="+", default=[4, 64], help="sizes of payloads, in MiB (4 64)")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write all samples here")
+    args = parser.parse_args()
+
+    nbytes, cpu = args.mib * MIB, Cpu(torch.device("cpu"))
+    memory, found = cpu.empty(nbytes), cpu.empty(nbytes)
+    memory.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    plain = Plain(args.folder, memory, found)
+    runs: dict[str, Run] = {"plain": plain.start}
+    for size in args.payloads:
+        runs[f"tier, {size} MiB"] = Payloads(args.folder, memory, found, size * MIB).start
+    figures = measure(runs, nbytes, args.repeats, seed=0)
+    if not torch.equal(memory, found):
+        raise SystemExit("other bytes came back")
+
+    direct = "O_DIRECT" if plain._file.direct else "buffered: O_DIRECT is refused here"
+    table = Table("main thread", "what", "how", "GB/s", "ratio", "compute", title=f"{args.mib} MiB, {direct}")
+    ratios = []
+    for setting in ("idle", "computing"):
+        for what in ("write", "read"):
+            base = figures[setting, what, "plain"]
+            for name in runs:
+                found_here = figures[setting, what, name]
+                ratio = median(a / b for a, b in zip(found_here, base, strict=True))
+                ratios.append(ratio)
+                part = median(figures[setting, what, name, "compute"])
+                cells = f"{median(found_here):.2f}", f"{ratio:.2f}", f"{part:.2f}" if setting == "computing" else ""
+                table.add_row(setting, what, name, *cells)
+    Console().print(table, f"lowest ratio {min(ratios):.2f}, aim {AIM}")
+    if args.json:
+        samples = {", ".join(key): value for key, value in figures.items()}
+        args.json.write_text(json.dumps({"environment": environment(), "samples": samples}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

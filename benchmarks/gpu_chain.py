@@ -1,0 +1,214 @@
+"""A step whose compute and transfer are known: a chain of layers of matrix products, each of which saves its input.
+
+Times are of the host's clock around a step that begins and ends with an idle device, medians over pairs of steps with
+and without a store. Gradients are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from actstore import ActivationStore
+from actstore.trace import Event, Trace
+
+LAYERS, TOKENS, WIDTH = 32, 16384, 2048  # 64 MiB in bfloat16: four fill the engine's window
+WARMUP = 3  # steps; the first allocates, the second knows the order
+REPEATS = 10
+
+
+class _Layer(torch.autograd.Function):
+    """The same number of products forward and backward. The gradient depends on every byte of the saved input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: int) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.products = weight, products
+        for _ in range(products):
+            x = x @ weight
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,), grad = ctx.saved_tensors, grads[0]
+        for _ in range(ctx.products):
+            grad = grad @ ctx.weight
+        return torch.addcmul(grad, x, x, value=1e-3), None, None
+
+
+class Chain:
+    """The job. `products` of each layer may be changed between steps.
+
+    Attributes
+    ----------
+    nbytes : that each layer saves
+    """
+
+    def __init__(
+        self, device: str, layers: int = LAYERS, tokens: int = TOKENS, width: int = WIDTH, products: int = 1
+    ) -> None:
+        torch.manual_seed(0)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.device, self.layers, self.products = device, layers, products
+        self.x = torch.randn(tokens, width, dtype=dtype, device=device, requires_grad=True)
+        self.weight = torch.randn(width, width, dtype=dtype, device=device) / width**0.5
+        self.nbytes = self.x.nbytes
+
+    def step(self, store: ActivationStore | None = None) -> torch.Tensor:
+        """Forward and backward; the gradient of the input."""
+        self.x.grad = None
+        with nullcontext() if store is None else store:
+            x = self.x * 1  # nobody but the graph holds what a layer saves
+            for _ in range(self.layers):
+                x = _Layer.apply(x, self.weight, self.products)  # type: ignore[no-untyped-call]  # torch's
+            loss = x.sum()
+        loss.backward()
+        grad: Any = self.x.grad
+        assert isinstance(grad, torch.Tensor)
+        return grad
+
+    def balance(self, factor: float, transfer_ms: float) -> None:
+        """Have a layer compute for about `factor` times `transfer_ms`."""
+        x, count = self.x.detach(), 20
+        times = [elapsed_ms(self.device, lambda: [x @ self.weight for _ in range(count)]) / count for _ in range(3)]
+        self.products = max(1, round(factor * transfer_ms / min(times)))
+
+
+def elapsed_ms(device: str, run: Callable[[], Any]) -> float:
+    """Milliseconds of one call, to the end of what it queues on the device."""
+    synchronize(device)
+    begin = perf_counter_ns()
+    run()
+    synchronize(device)
+    return (perf_counter_ns() - begin) / 1e6
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def measure(chain: Chain, policy: str, repeats: int = REPEATS, **options: Any) -> dict[str, Any]:
+    """Steps with a store beside plain ones: times, and the figures of the store's own report, as medians."""
+    store = ActivationStore(policy=policy, min_bytes=0, **options)
+    try:
+        for _ in range(WARMUP):
+            chain.step(store)
+            chain.step()
+        samples: list[dict[str, float]] = []
+        for repeat in range(repeats):
+            sample: dict[str, float] = {}
+            for name in ("plain_ms", "store_ms")[:: 1 if repeat % 2 else -1]:
+                sample[name] = elapsed_ms(chain.device, lambda: chain.step(store if name == "store_ms" else None))  # noqa: B023  # called at once
+                if name == "store_ms":
+                    sample |= _reported(store)
+            sample["ratio"] = sample["store_ms"] / sample["plain_ms"]
+            sample["stall_share"] = sample["stall_ms"] / sample["store_ms"]
+            samples.append(sample)
+        equal = torch.equal(chain.step(store), chain.step())
+    finally:
+        store.close()
+    return {
+        "layers": chain.layers,
+        "nbytes": chain.nbytes,
+        "products": chain.products,
+        "equal": equal,
+        **{name: median(sample[name] for sample in samples) for name in samples[0]},
+        "samples": samples,
+    }
+
+
+def _reported(store: ActivationStore) -> dict[str, float]:
+    report = store.report()
+    return {name: getattr(report, name) for name in ("offload_ms", "fetch_ms", "stall_ms", "hits", "late", "misses")}
+
+
+def traced(chain: Chain, policy: str, **options: Any) -> Trace:
+    """The trace of one step, and of nothing else."""
+    store = ActivationStore(policy=policy, min_bytes=0, trace=True, **options)
+    try:
+        for _ in range(WARMUP):
+            chain.step(store)
+            synchronize(chain.device)
+        whole = store.trace
+        step = Trace(device=whole.device)
+        for event in whole.events(whole.last_step()):
+            step.add(*event)
+        return step
+    finally:
+        store.close()
+
+
+def rate(events: list[Event], *kinds: str) -> dict[str, float] | None:
+    """Bytes that copies of some kinds moved, from the begin of the first to the end of the last; None for no copy."""
+    mine = [event for event in events if event.kind in kinds]
+    if not mine:
+        return None
+    nbytes = sum(event.nbytes for event in mine)
+    elapsed_ns = max(event.end_ns for event in mine) - min(event.begin_ns for event in mine)
+    return {"nbytes": nbytes, "ms": elapsed_ns / 1e6, "gbps": nbytes / max(1, elapsed_ns)}
+
+
+def theoretical_stall_ms(
+    layers: int, ahead: int, fetched: int, compute_ms: float, out_ms: float, back_ms: float
+) -> float:
+    """How long compute must wait in a step, whatever the order of work.
+
+    Forward: layer i is saved at i * compute_ms, and may be once the copy of layer i - ahead has ended; copies run one
+    after the other. Backward: the payloads that are no longer on the device come back one after the other from its
+    begin on; the first is needed after the compute of the layers that are on the device, the last after that of all
+    layers but one.
+
+    Parameters
+    ----------
+    layers : of the chain
+    ahead : payloads that the window holds
+    fetched : payloads that came back from the tier; the others were still on the device
+    compute_ms : of one layer, each way
+    out_ms, back_ms : of the copy of one payload
+    """
+    computed_ms = (layers - 1) * compute_ms
+    forward_ms = (layers - ahead) * out_ms - computed_ms
+    first_ms = back_ms - (layers - fetched) * compute_ms if fetched else 0.0
+    return max(0.0, forward_ms) + max(0.0, first_ms, fetched * back_ms - computed_ms)
+
+
+def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[str, Any]:
+    """What `steps` steps allocate after some that are alike."""
+    store = ActivationStore(policy=policy, min_bytes=0, **options)
+    try:
+        for _ in range(WARMUP):
+            chain.step(store)
+        before = dict(_counters(store, chain.device))
+        for _ in range(steps):
+            chain.step(store)
+        synchronize(chain.device)
+        after = dict(_counters(store, chain.device))
+        return {
+            "steps": steps,
+            "allocated": {name: after[name] - before[name] for name in after},
+            "pinned_segments": [nbytes for arena in _arenas(store) for nbytes in arena],
+        }
+    finally:
+        store.close()
+
+
+def _counters(store: ActivationStore, device: str) -> Iterator[tuple[str, int]]:
+    yield "engine buffers", sum(place.engine._buffers.allocated for place in store._store._places.values())
+    yield "pinned segments", sum(map(len, _arenas(store)))
+    if device != "cpu":
+        stats = torch.cuda.memory_stats()
+        for name in ("num_device_alloc", "num_alloc_retries", "segment.all.allocated"):
+            yield name, stats.get(name, 0)
+
+
+def _arenas(store: ActivationStore) -> list[list[int]]:
+    """Sizes of the pinned segments of each host tier."""
+    tiers = [tier for place in store._store._places.values() for tier in place._open.values()]
+    arenas = [tier._arena for tier in tiers if hasattr(tier, "_arena")]
+    return [[segment.nbytes for segment in arena._segments if segment.pinned] for arena in arenas]

@@ -1,0 +1,95 @@
+"""Memory that is used again: of exact sizes, not more than the last steps needed, and never too early."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actstore.devices import Cpu
+from actstore.ticket import DONE, Ticket
+from actstore.transfer.buffers import Buffers
+
+DEVICE = Cpu(torch.device("cpu"))
+
+
+class Waited(Ticket):
+    on_stream = True
+
+    def __init__(self):
+        self.waits = 0
+
+    def ready(self):
+        return False
+
+    def wait_on(self, stream):
+        self.waits += 1
+
+    def result(self):
+        raise AssertionError
+
+
+def test_the_same_memory_again():
+    buffers = Buffers(DEVICE)
+    first = buffers.take(8192)
+    address = first.memory.data_ptr()
+    assert address % 4096 == 0
+    buffers.give(first, ())
+    assert buffers.take(8192).memory.data_ptr() == address
+    assert buffers.allocated == 1
+
+
+def test_memory_carries_its_last_uses():
+    buffers, last = Buffers(DEVICE), Waited()
+    buffers.give(buffers.take(4096), [last])
+    assert list(buffers.take(4096).after) == [last]
+    assert last.waits == 0
+
+
+def test_memory_that_goes_back_is_waited_for_where_it_came_from():
+    buffers, last = Buffers(DEVICE), Waited()
+    buffers.give(buffers.take(4096), [last])
+    buffers.close()
+    assert last.waits == 1
+
+
+def test_poison_comes_after_the_last_uses():
+    buffers, last = Buffers(DEVICE, poison=True), Waited()
+    buffer = buffers.take(4096)
+    assert buffer.memory.eq(0xFF).all()
+    buffer.memory.zero_()
+    buffers.give(buffer, [last])
+    assert buffers.take(4096).memory.eq(0xFF).all()
+    assert last.waits == 1
+
+
+def test_a_refused_allocation_is_not_counted(monkeypatch):
+    buffers = Buffers(DEVICE)
+
+    def refuse(*_):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cpu, "empty", refuse)
+        with pytest.raises(MemoryError):
+            buffers.take(4096)
+    assert buffers._used_nbytes == 0
+
+
+@given(st.lists(st.lists(st.sampled_from([4096, 8192, 12288]), max_size=8), max_size=12))
+def test_a_step_keeps_no_more_than_the_last_two_needed(steps):
+    buffers = Buffers(DEVICE)
+    needs = [0, 0]
+    for sizes in steps:
+        buffers.trim()
+        needs.append(sum(sizes))
+        taken = []
+        for nbytes in sizes:
+            taken.append(buffers.take(nbytes))
+            assert buffers._used_nbytes + buffers._idle_nbytes <= max(needs[-2:])
+        assert len({buffer.memory.data_ptr() for buffer in taken}) == len(taken)
+        for buffer in taken:
+            buffers.give(buffer, (DONE,))
+        assert buffers._used_nbytes == 0
+        assert buffers._idle_nbytes == sum(sum(b.memory.numel() for b in idle) for idle in buffers._idle.values())
+    buffers.close()
+    assert buffers._idle_nbytes == 0
