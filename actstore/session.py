@@ -125,8 +125,11 @@ class ActivationStore:
         self._wrapped = self._fit_model()
         self._places: dict[Module, Place] = {}
         self._top = self._place("")
+        device = _device_of(model)
+        if device is not None:  # what its first use waits for is waited for here
+            self._store.open(device, "device")
         if "disk" in _tiers_of(self._policy):
-            self._store.open(_device_of(model) or torch.device("cpu"), "disk")
+            self._store.open(device or torch.device("cpu"), "disk")
 
     # -- the context --------------------------------------------------------------------------------------------------
 

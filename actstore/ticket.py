@@ -99,7 +99,8 @@ class EventTicket(Ticket):
     def span(self) -> Span | None:
         if self._clock is None or not self.ready():
             return None
-        return self._clock.ns(self._begin), self._clock.ns(self._event)
+        end = self._clock.ns(self._event)
+        return end - int(self._begin.elapsed_time(self._event) * 1e6), end
 
 
 class FutureTicket(Ticket):

@@ -75,7 +75,7 @@ PARTS = (
     Part("ceilings", ("benchmarks/gpu_device.py", "ceilings", "--json", "{json}"), 60),
     Part("transfer", (*_TRANSFER, "--json", "{json}", "--trace", "{trace}", "--plot", "{plot}"), 120),
     Part("kernels", ("benchmarks/gpu_device.py", "kernels", "--json", "{json}"), 150),
-    Part("tests", (*_PYTEST, "tests", "-m", "gpu", f"--ignore={_CODECS}"), 120),
+    Part("tests", (*_PYTEST, "tests", "-m", "gpu", f"--ignore={_CODECS}"), 150),
     Part("codecs", (*_PYTEST, _CODECS), 150),
     Part("main", ("benchmarks/gpu_train.py", "main", "--json", "{json}", "--plot", "{plot}"), 210),
     Part("exact", ("benchmarks/gpu_train.py", "exact", "--json", "{json}"), 150),

@@ -150,7 +150,6 @@ class Engine:
             parcel.filling -= 1
             if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
                 self._dispatch(parcel)
-        self._tell()
 
     def cancel(self, berth: Berth) -> None:
         """The payload was not encoded."""
@@ -167,7 +166,6 @@ class Engine:
             for parcel in [parcel for parcel in self._open.values() if parcel.run is run]:
                 self._close(parcel)
             self._tidy()
-        self._tell()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +183,7 @@ class Engine:
         with self._lock:
             self._tidy()
             parcel = berth.parcel
-            if parcel.state is State.DROPPED:
+            if parcel.gone():
                 raise StateError("this payload was given back; close the store after the last backward")
             parcel.run.ask(berth.serial)
             begun = parcel.state is State.FETCHING
@@ -198,8 +196,8 @@ class Engine:
             if parcel.fetched or stream != parcel.home:
                 arrival = parcel.arrival or self._device.record(parcel.home)
             self._look_ahead(parcel.run)
-        self._tell()
         try:
+            self._tell()
             stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
         except BaseException as error:
             with self._lock:
@@ -208,7 +206,7 @@ class Engine:
                     self._give_up(parcel)
             raise
         with self._lock:
-            if parcel.state is State.DROPPED:  # by a close on another thread, which may have skipped the copy
+            if parcel.gone():  # by a close on another thread, which may have skipped the copy
                 parcel.users -= 1
                 if not parcel.users:
                     self._unload(parcel)
@@ -235,7 +233,7 @@ class Engine:
                 parcel.unread.discard(berth)
             if parcel.users:
                 return
-            if parcel.state is State.DROPPED:
+            if parcel.gone():
                 self._unload(parcel)
             elif parcel in self._ready and not parcel.unread:
                 self._evict(parcel)

@@ -90,6 +90,10 @@ class Parcel:
         self.closed = False
         self.fetched = False
 
+    def gone(self) -> bool:
+        """Whether nobody needs it any more."""
+        return self.state is State.DROPPED
+
     def turn(self, state: State) -> None:
         """Go to another state.
 

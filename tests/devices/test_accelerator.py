@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from actstore.devices import Accelerator
+from actstore.devices.accelerator import Clock
+from actstore.ticket import EventTicket
 from actstore.tiers.arena import Arena
 
 PAGE = mmap.PAGESIZE
@@ -53,6 +55,7 @@ def cudart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch, "ones", launch)
     return cudart
 
@@ -68,6 +71,51 @@ def flags_of(address):
         elif inside and head == "VmFlags:":
             return line.split()[1:]
     raise AssertionError("not mapped")
+
+
+def test_pages_that_nobody_gave_back_are_unregistered_with_the_device(cudart):
+    device = Accelerator(torch.device("cuda:0"))
+    memory = [device.pinned(PAGE), device.pinned(2 * PAGE)]
+    assert len(cudart.registered) == 2
+    del device
+    assert cudart.registered == {}
+    del memory
+
+
+class Timed:
+    """An event of a device that has run since `ms`."""
+
+    def __init__(self, *_, enable_timing=False):
+        self.ms = 0.0
+
+    def record(self, stream):
+        assert stream == "stream"
+
+    def synchronize(self):
+        """It is complete."""
+
+    def elapsed_time(self, other):
+        return float(torch.tensor(other.ms - self.ms, dtype=torch.float32))
+
+
+def test_the_clock_stays_exact_for_hours(monkeypatch):
+    monkeypatch.setattr(torch, "Event", Timed)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "stream")
+    clock = Clock(torch.device("cuda:0"))
+    event, zero = Timed(), clock.ns(Timed())
+    for step in range(1, 4000):
+        event = Timed()
+        event.ms = step * 2000.123
+        found = clock.ns(event) - zero
+        assert abs(found - event.ms * 1e6) < 500 * step  # half a microsecond for each step at most
+    begin = Timed()
+    begin.ms = event.ms - 0.020
+    ticket = EventTicket(event, begin, clock)
+    monkeypatch.setattr(EventTicket, "ready", lambda self: True)
+    start, end = ticket.span()
+    assert abs(end - start - 20_000) < 10
+    past = Timed()
+    assert clock.ns(past) < clock.ns(event)
 
 
 def test_whole_pages_are_registered_once_and_given_back(cudart):

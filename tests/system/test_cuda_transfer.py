@@ -327,7 +327,7 @@ def test_forward_returns_while_the_device_has_not_begun(model, policy, when_full
         step(model, data, store)
     torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)
-    torch.cuda._sleep(4_000_000_000)  # seconds
+    torch.cuda._sleep(1_000_000_000)  # about half a second; forward takes a hundredth of that
     slept = torch.cuda.Event()
     slept.record()
     with store:

@@ -1,13 +1,14 @@
 """Random programs for the store on the simulated accelerator, and what must be true of each.
 
-A program is some lanes: forward passes whose payloads are put, got back and dropped. Its lanes take turns on one thread,
-or run on threads of their own; each computes on a stream of its own, and may change to another for backward. The seed
-chooses the program and the schedule: which copies, jobs and threads run at each moment.
+A program is some lanes: forward passes whose payloads are put, got back and dropped. Its lanes take turns on one
+thread, or run on threads of their own; each computes on a stream of its own, and may change to another for backward.
+The seed chooses the program and the schedule: which copies, jobs and threads run at each moment.
 
 Of every program `check` demands that
 
 * each payload comes back with its bytes, as often as it is asked for, though its source is overwritten at once;
 * no two conflicting accesses to memory go without an event that orders them, and none goes to memory that was returned;
+* no more than a window of bytes is on its way to a tier;
 * the host waits for nothing but the disk and, in `close`, the end of copies;
 * nothing is left: no slot, buffer, pinned memory, device memory, or byte in the books.
 """
@@ -15,7 +16,7 @@ Of every program `check` demands that
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -111,10 +112,16 @@ class Options:
     threads: bool | None = None
     steps: int | None = None
     variable: bool | None = None
+    unread: float = 0.1  # of the payloads are never asked for
     store: dict[str, Any] | None = None
 
 
+ANY = Options()
+
+
 class Program:
+    """What a seed stands for, on a device."""
+
     def __init__(self, device: SimDevice, seed: int, folder: Any, options: Options) -> None:
         self.device = device
         self.random = random = Random(seed)
@@ -124,7 +131,9 @@ class Program:
         self.lanes = options.lanes or random.choice((1, 2, 2))
         self.variable = random.random() < 0.3 if options.variable is None else options.variable
         self.waits = "disk" in self.ladder  # the host may wait for workers
+        self.unread = options.unread
         self.marks = 0
+        self.engines: list[engine.Engine] = []
         device.refuse_pinned = random.random() < 0.05
         settings = {
             "host_budget_nbytes": random.choice((None, None, None, 8 * PAGE, 3 * PAGE)),
@@ -144,7 +153,10 @@ class Program:
             seeds = [random.random() for _ in range(self.lanes)]
             lanes = [Lane(self, seed, i, streams[random.random() < 0.5]) for i, seed in enumerate(seeds)]
             if self.threads:
-                futures = [device.scheduler.spawn(lane.all, name=f"thread {i}", stream=lane.stream) for i, lane in enumerate(lanes)]
+                futures = [
+                    device.scheduler.spawn(lane.all, name=f"thread {i}", stream=lane.stream)
+                    for i, lane in enumerate(lanes)
+                ]
                 for future in futures:
                     future.result()
             else:
@@ -169,13 +181,28 @@ class Program:
             here.may_wait = before
 
     def close(self) -> None:
+        self.engines = [place.engine for place in self.store._places.values()] or self.engines
         self.waits = True
         with self.may_wait():
             self.store.close()
 
+    def check_windows(self) -> None:
+        others = self.lanes - 1 if self.threads else 0  # what they encode at this moment, nobody can wait for
+        for place in self.store._places.values():
+            for tier, window in place.engine._windows.items():
+                waiting = [parcel for parcel in place.engine._open.values() if parcel.tier is tier]
+                sizes = sorted(parcel.capacity for parcel in (*waiting, *window.flights))
+                sizes = sizes[: len(sizes) - others]
+                most = window.limit_nbytes
+                assert len(sizes) <= 1 or sum(sizes) <= most, f"{sizes} bytes on their way through a window of {most}"
+
     def check_clean(self) -> None:
+        for each in self.engines:
+            assert traffic(each) == {}
         for account in self.store.ledger.accounts():
-            assert (account.held, account.away) == (0, 0), f"{account.site}: {account.held} bytes held, {account.away} away"
+            assert (account.held, account.away) == (0, 0), (
+                f"{account.site}: {account.held} bytes held, {account.away} away"
+            )
         assert [reserved for reserved, _ in self.store.ledger.media.values() if reserved] == []
 
 
@@ -194,7 +221,7 @@ class Lane:
 
     def turns(self) -> Iterator[None]:
         """One operation of the program at a time."""
-        program, random, device, store = self.program, self.random, self.program.device, self.program.store
+        random, device, store = self.random, self.program.device, self.program.store
         count = random.choice((1, 2, 3, 4, 6))
         with self.on(self.stream):
             forward = store.begin(CPU)
@@ -219,7 +246,7 @@ class Lane:
         order = random.choice(("last first", "last first", "first first", "any"))
         while self.live:
             at = {"last first": -1, "first first": 0, "any": random.randrange(len(self.live))}[order]
-            if random.random() < 0.9:
+            if random.random() >= self.program.unread:
                 with self.on(stream):
                     self.get(self.live[at])
                 yield
@@ -249,6 +276,7 @@ class Lane:
             found = program.store.put(entry, src, codec, program.ladder, numel, forward)
         except Planted:
             found = False
+        program.check_windows()
         device.compute(writes=[src], what="the user's next operation")
         src.fill_(0xEE)
         if found:
@@ -277,7 +305,7 @@ def contents(numel: int, kept: int, value: int) -> torch.Tensor:
     return tensor
 
 
-def check(seed: int, folder: Any, options: Options = Options(), plant: Callable[[Program], None] | None = None) -> None:
+def check(seed: int, folder: Any, options: Options = ANY) -> None:
     """Run the program of a seed.
 
     Raises
@@ -285,10 +313,7 @@ def check(seed: int, folder: Any, options: Options = Options(), plant: Callable[
     AssertionError : something that must be true of it was not
     """
     with simulation(seed) as device:
-        program = Program(device, seed, folder, options)
-        if plant is not None:
-            plant(program)
-        program.run()
+        Program(device, seed, folder, options).run()
         device.finish()
         if any(device.held_nbytes):
             gc.collect()  # tracebacks of reads that came too late
