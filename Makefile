@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-codecs test test-slow check format gpu clean
+.PHONY: help venv bench bench-codecs test test-slow soak check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,6 +35,9 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+soak: $(STAMP)  ## train 2,000 steps that go wrong in many ways, and count what is left; ARGS="--steps 100000" for more
+	$(BIN)/python -m tests.system.soak $(ARGS)
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff format --check .

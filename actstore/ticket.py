@@ -136,7 +136,10 @@ class FutureTicket(Ticket):
         for job in self._jobs:
             error = job.exception()  # waits
             if error is not None:  # a new error for each caller, who will add where it happened
-                kind = type(error) if isinstance(error, ActstoreError) else TransferError
+                kind: type[ActstoreError] = TransferError
+                if isinstance(error, ActstoreError):
+                    kind = type(error)
+                    error.__traceback__ = None  # its frames hold the memory that the job worked on
                 raise kind(str(error) or repr(error), **getattr(error, "facts", {})) from error
 
     def span(self) -> Span | None:

@@ -1,6 +1,7 @@
 """Payloads of variable size, and the keys of random bits: room for just the bytes there are, and nobody waits."""
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from actstore.spec import Site
 from actstore.store import Entry, Store
 from actstore.tierset import StoreOptions
 from tests.contracts.clean import all_freed
-from tests.contracts.streams import on_device, simulate
+from tests.simulation import install, simulation
 from tests.tiers.conftest import disk_folder
 
 __all__ = ["all_freed", "disk_folder"]
@@ -22,9 +23,8 @@ NUMEL = 4000
 
 @dataclass(frozen=True)
 class Counted(Codec):
-    """Bytes up to the last one that is not zero, behind their length; on the simulated device, when it gets to it."""
+    """Bytes up to the last one that is not zero, behind their length."""
 
-    accelerator: object = None
     name = "counted"
     lossless = True
 
@@ -35,34 +35,16 @@ class Counted(Codec):
         return AtMost(16 + spec.numel)
 
     def encode(self, src, out, key=0):
-        on_accelerator = src.device != CPU
-        src, out = src.as_subclass(torch.Tensor), out.as_subclass(torch.Tensor)
-
-        def work():
-            kept = int(src.nonzero()[-1]) + 1 if src.any() else 0
-            out[:16].zero_()
-            out[:8].view(torch.int64).fill_(16 + kept)
-            out[16 : 16 + kept] = src[:kept]
-            return 16 + kept
-
-        if not on_accelerator:
-            return work()
-        self.accelerator.enqueue(work)
-        return 16 + src.numel()
+        kept = int(src.nonzero()[-1]) + 1 if src.any() else 0
+        out[:16].zero_()
+        out[:8].view(torch.int64).fill_(16 + kept)
+        out[16 : 16 + kept] = src[:kept]
+        return 16 + kept
 
     def decode(self, buf, out, key=0):
-        on_accelerator = out.device != CPU
-        buf, out = buf.as_subclass(torch.Tensor), out.as_subclass(torch.Tensor)
-
-        def work():
-            kept = int(buf[:8].view(torch.int64)) - 16
-            out.zero_()
-            out[:kept] = buf[16 : 16 + kept]
-
-        if on_accelerator:
-            self.accelerator.enqueue(work)
-        else:
-            work()
+        kept = int(buf[:8].view(torch.int64)) - 16
+        out.zero_()
+        out[:kept] = buf[16 : 16 + kept]
 
 
 class Owned(Entry):
@@ -166,53 +148,83 @@ def test_a_tier_that_fails_leaves_nothing(store, monkeypatch):
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, disk_folder, tier, seed):
-    accelerator = simulate(monkeypatch, seed)
-    codec = Counted(accelerator)
-    store = Store(StoreOptions(disk_path=disk_folder))
-    kept = [accelerator.random.randrange(NUMEL) for _ in range(6)]
-    entries = []
-    for i, n in enumerate(kept):
-        src = on_device(source(n, 1 + i))
-        entries.append(put(store, src, tier, codec=codec, site=i))
-        accelerator.enqueue(lambda src=src: src.as_subclass(torch.Tensor).data.fill_(99))  # it may change at once
-        if i == 3:
-            entries[0] = None
-        accelerator.some_steps()
-    wrong = []
+    install(monkeypatch)
+    random = Random(seed)
+    kept = [random.randrange(NUMEL) for _ in range(6)]
+    with simulation(seed) as device:
+        store, entries = Store(StoreOptions(disk_path=disk_folder)), []
 
-    def fetch(i, entry):
-        out = on_device(torch.empty(NUMEL, dtype=torch.uint8))
-        store.get(entry, out)
-        accelerator.enqueue(
-            lambda: wrong.extend([i] * (not torch.equal(out.as_subclass(torch.Tensor), source(kept[i], 1 + i))))
-        )
+        def fetch(i):
+            out = torch.empty(NUMEL, dtype=torch.uint8)
+            store.get(entries[i], out)
+            device.compute(reads=[out], what="backward")
+            assert torch.equal(out, source(kept[i], 1 + i))
 
-    for i in (4, 2, 5):
-        if tier != "disk":  # a read from disk is a wait for it
-            fetch(i, entries[i])
-        accelerator.some_steps()
-    with accelerator.lock:
-        while accelerator.step():
-            pass
-    accelerator.host_may_wait = True
-    for _ in range(3):
-        store.poll()
-        accelerator.finish()
-    for i, entry in enumerate(entries):
-        if entry is not None:
-            assert entry.slot.tier.name == tier
-            assert 16 + kept[i] <= entry.slot.nbytes <= (16 + kept[i]) * 17 / 16 + 16
-            fetch(i, entry)
-    accelerator.finish()
-    assert wrong == []
-    accounts = store.ledger.accounts()
-    assert [a.stored for a in accounts] == [
-        0 if i == 0 and a.stored == 0 else 16 + kept[i] for i, a in enumerate(accounts)
-    ]
-    entries.clear()
-    entry = None
-    store.close()
-    assert [(a.held, a.away) for a in store.ledger.accounts() if a.held or a.away] == []
+        for i, n in enumerate(kept):
+            src = source(n, 1 + i)
+            device.compute(writes=[src], what="forward")
+            entries.append(put(store, src, tier, site=i))
+            device.compute(writes=[src], what="it may change at once")
+            src.fill_(99)
+            if i == 3:
+                entries[0] = None
+        for i in (4, 2, 5):
+            if tier != "disk":  # a read from disk is a wait for it
+                fetch(i)
+        device.finish()
+        device.scheduler.host_may_wait = True
+        for _ in range(3):
+            store.poll()
+            device.finish()
+        for i, entry in enumerate(entries):
+            if entry is not None:
+                assert tier_of(entry) == tier
+                assert 16 + kept[i] <= room_of(entry) <= (16 + kept[i]) * 17 / 16 + 16
+                fetch(i)
+        stored = [account.stored for account in store.ledger.accounts()]
+        assert stored[0] in (0, 16 + kept[0])  # it may have gone before its length was known
+        assert stored[1:] == [16 + n for n in kept[1:]]
+        entries.clear()
+        del entry
+        store.close()
+        assert [(a.held, a.away) for a in store.ledger.accounts() if a.held or a.away] == []
+        assert device.held_nbytes == (0, 0)
+
+
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_a_payload_may_be_moved_while_another_thread_reads_it(monkeypatch, disk_folder, other_stream):
+    install(monkeypatch)
+    for seed in range(60):
+        with simulation(seed) as device:
+            store = Store(StoreOptions(disk_path=disk_folder, host_budget_nbytes=8192))
+            src = source(3000)
+            device.compute(writes=[src], what="forward")
+            entries = [put(store, src, "host", "device", site=i) for i in range(4)]
+            made = device.record(device.current())
+
+            def look(store=store):
+                for _ in range(6):
+                    store.poll()
+
+            looking, stream = device.scheduler.spawn(look), device.current()
+            if other_stream:
+                stream = device.compute_stream()
+                made.wait_on(stream)
+
+            def read(device=device, store=store, entries=entries):
+                for entry in entries:
+                    out = torch.empty(NUMEL, dtype=torch.uint8)
+                    store.get(entry, out)
+                    device.compute(reads=[out], what="backward")
+                    assert torch.equal(out, source(3000))
+
+            reading = device.scheduler.spawn(read, stream=stream)
+            looking.result()
+            reading.result()
+            entries.clear()
+            del read, look
+            device.scheduler.host_may_wait = True
+            store.close()
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

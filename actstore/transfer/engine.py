@@ -121,9 +121,9 @@ class Engine:
                         self._close(waiting)
                 oldest = window.flights[0] if window.flights and not window.admits(capacity) else None
                 if oldest is None:
-                    parcel = self._load(run, tier, stream, capacity)
+                    parcel = self._load(run, tier, stream, capacity, account)
                     if parcel is None and small:  # no room for others: room for this one
-                        parcel = self._load(run, tier, stream, round_up(size, GRAIN))
+                        parcel = self._load(run, tier, stream, round_up(size, GRAIN), account)
                     if parcel is None:
                         return None
                     if small:
@@ -145,11 +145,15 @@ class Engine:
 
     def depart(self, berth: Berth) -> None:
         """The encoding of a payload is queued on the current stream: its parcel leaves when it is full."""
-        with self._lock:
-            parcel = berth.parcel
-            parcel.filling -= 1
-            if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
-                self._dispatch(parcel)
+        try:
+            with self._lock:
+                parcel = berth.parcel
+                parcel.filling -= 1
+                if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
+                    self._dispatch(parcel)
+        except BaseException:  # an interrupt (Ctrl-C)
+            self.drop(berth)
+            raise
 
     def cancel(self, berth: Berth) -> None:
         """The payload was not encoded."""
@@ -195,7 +199,11 @@ class Engine:
             arrival = None
             if parcel.fetched or stream != parcel.home:
                 arrival = parcel.arrival or self._device.record(parcel.home)
-            self._look_ahead(parcel.run)
+            try:
+                self._look_ahead(parcel.run)
+            except BaseException:
+                parcel.users -= 1
+                raise
         try:
             self._tell()
             stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
@@ -285,7 +293,7 @@ class Engine:
             window = self._windows[tier] = Window(self._window_nbytes)
         return window
 
-    def _load(self, run: Run, tier: Tier, stream: Any, capacity: int) -> Parcel | None:
+    def _load(self, run: Run, tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """An empty parcel with room in `tier`, or None."""
         slot = tier.reserve(capacity)
         if slot is None:
@@ -297,7 +305,9 @@ class Engine:
             tier.free(slot)
             raise
         for ticket in buffer.after:  # 1
-            ticket.wait_on(stream)
+            stall = self._device.wait(stream, ticket)
+            if stall is not None:
+                self._times.expect("stall", stall, tier.name, [(account, capacity)])
         self._window(tier).nbytes += capacity
         self._ledger.occupy(tier.name, capacity)
         return Parcel(buffer, slot, stream, run)
@@ -332,8 +342,11 @@ class Engine:
         self._window(parcel.tier).flights.append(parcel)
         try:
             parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
-        except (ActstoreError, RuntimeError, OSError) as error:
+        except BaseException as error:
             parcel.motion = DONE
+            if not isinstance(error, ActstoreError | RuntimeError | OSError):
+                self._strand(parcel, None)
+                raise
             self._strand(parcel, error if isinstance(error, ActstoreError) else TransferError(str(error)))
             return
         self._times.expect("offload", parcel.motion, parcel.tier.name, _shares(parcel))
@@ -353,21 +366,29 @@ class Engine:
             self._ledger.add(berth.account, 0, 0, 0, berth.nbytes)
         parcel.away = True
         parcel.turn(State.READY)
+        stays = parcel.users or self._stays(parcel)
         self._lookahead.nbytes += parcel.capacity
         self._ready[parcel] = None
-        run = parcel.run
-        soon = any(berth.serial in run.soon or run.expects(berth.serial) for berth in parcel.unread)
-        if not parcel.users and not (soon and self._lookahead.nbytes <= self._lookahead.limit_nbytes):
+        if not stays:
             self._evict(parcel)
 
-    def _strand(self, parcel: Parcel, error: ActstoreError) -> None:
-        """A tier has lost a parcel, whose bytes are still on the device: there they stay."""
+    def _stays(self, parcel: Parcel) -> bool:
+        """Whether a parcel that has left is to stay on the device too, because backward is about to ask for it."""
+        run, ahead = parcel.run, self._lookahead
+        if any(run.expects(berth.serial) for berth in parcel.unread):  # in backward: a fetch would cost more
+            return ahead.nbytes + parcel.capacity <= self._window_nbytes or ahead.admits(parcel.capacity)
+        return any(berth.serial in run.soon for berth in parcel.unread) and ahead.admits(parcel.capacity)
+
+    def _strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
+        """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
         self._leave_window(parcel)
         self._free_slot(parcel)
         parcel.turn(State.READY)
         for berth in parcel.berths:
             berth.account.note = f"kept: {parcel.tier.name} failed"
-        if not isinstance(error, StateError):  # else the tier was closed, or this is a forked child of who was to write
+        if error is not None and not isinstance(
+            error, StateError
+        ):  # else the tier was closed, or this is a forked child of who was to write
             self._troubles.append(error)
 
     def _fetch(self, parcel: Parcel) -> None:
@@ -472,7 +493,7 @@ class Engine:
         if buffer is None:
             return
         motion = parcel.motion
-        # A copy of a host thread that had not begun when its slot was freed did not come after these.
+        # A copy by a host thread that had not begun when its slot was freed was skipped: it did not come after these.
         before = buffer.after if parcel.fetched else (parcel.arrival,)
         after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
         parcel.reads = []

@@ -26,11 +26,11 @@ class Lesson:
     nbytes: list[int] = field(default_factory=list)
 
     def first(self, nbytes: int) -> set[int]:
-        """The payloads that backward asks for first, up to a sum of `nbytes`."""
-        found = set()
+        """The payloads that backward asks for first, up to a sum of `nbytes`, and one at least."""
+        found: set[int] = set()
         for serial in self.order:
             nbytes -= self.nbytes[serial]
-            if nbytes < 0:
+            if nbytes < 0 and found:
                 break
             found.add(serial)
         return found

@@ -11,6 +11,7 @@ class Window:
     """The parcels that leave the device for one tier, oldest first. Not thread-safe.
 
     Their bytes count from the moment when the first payload is about to be encoded until the copy has left the buffer.
+    With several threads the limit can be exceeded by one parcel for each other thread that is encoding just then.
     """
 
     def __init__(self, limit_nbytes: int) -> None:

@@ -230,6 +230,10 @@ class SimDevice(Device):
         if block is not None:
             self._host_access(block, address, address + nbytes, write, what)
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        block = self.heap.blocks.get(tensor.untyped_storage().data_ptr())
+        return block is not None and block.pinned
+
     @property
     def held_nbytes(self) -> tuple[int, int]:
         """Bytes of device memory and of pinned memory that somebody holds."""

@@ -81,6 +81,8 @@ def trace_files(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
 class TraceOperators(TorchDispatchMode):
     """Each operator of PyTorch reads its arguments and writes its results, on the current stream of its thread.
 
+    One that touches nothing but pinned memory is work of the host thread.
+
     Parameters
     ----------
     ns_per_byte : virtual time that an operator takes for each byte
@@ -107,6 +109,11 @@ class TraceOperators(TorchDispatchMode):
         results: list[torch.Tensor] = []
         _collect(out, results)
         writes += [result for result in results if result.untyped_storage().data_ptr() not in seen]
+        if all(self._device.is_pinned(tensor) for tensor in (*reads, *writes)):  # the host itself reads a number
+            for write, tensors in ((False, reads), (True, writes)):
+                for tensor in tensors:
+                    self._device.host(tensor, write, str(func))
+            return out
         nbytes = sum(tensor.nbytes for tensor in (*reads, *writes))
         self._device.compute(int(self._ns_per_byte * nbytes), reads, writes, str(func))
         return out

@@ -30,13 +30,13 @@ from actstore.spec import Site, Spec
 from actstore.store import Entry, Forward, Store
 from actstore.tiers import arena, staging
 from actstore.tierset import StoreOptions
-from actstore.transfer import engine
+from actstore.transfer import engine, length
 from tests.contracts.clean import traffic
 from tests.simulation import SimDevice, Stream, install, simulation
 
 CPU = torch.device("cpu")
 PAGE = 4096
-LADDERS = (("host",),) * 5 + (("host", "device"), ("disk",), ("host", "disk"))
+LADDERS = (("host",),) * 8 + (("host", "device"), ("disk",), ("host", "disk"))
 
 
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "SEGMENT_NBYTES", 4 * PAGE)
     monkeypatch.setattr(engine, "SMALL_NBYTES", 2048)
     monkeypatch.setattr(engine, "PARCEL_NBYTES", PAGE)
+    monkeypatch.setattr(length, "CELLS", 4)
     monkeypatch.setattr(staging.Ring, "chunk_nbytes", 2 * PAGE)
 
 

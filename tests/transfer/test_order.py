@@ -69,6 +69,19 @@ def test_what_is_needed_first_is_known_in_forward():
     assert again.soon == {2, 5}  # 80 of 100 bytes
     forward(again, "x")
     assert again.soon == set()  # another forward after all
+    large = Run(lessons)
+    forward(large, "a")
+    assert large.soon == {2, 5}
+
+
+def test_one_payload_at_least_is_needed_first():
+    lessons = Lessons()
+    first = Run(lessons)
+    forward(first, "abc", nbytes=2 * WINDOW)
+    backward(first, [1, 0, 2])
+    again = Run(lessons)
+    forward(again, "a")
+    assert again.soon == {1}
 
 
 def test_another_forward_is_not_foreseen_by_this_one():

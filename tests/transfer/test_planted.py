@@ -18,9 +18,13 @@ from actstore.transfer.window import Window
 from tests.simulation import SimDevice, here
 from tests.transfer.programs import PAGE, Options, check, small_memory
 
-HOST = Options(ladder=("host",), store={"host_budget_nbytes": None, "when_full": "wait"})
-DISK = Options(ladder=("disk",), store={"disk_budget_nbytes": None, "when_full": "wait"})
+ROOMY = {"host_budget_nbytes": None, "disk_budget_nbytes": None, "when_full": "wait"}
+HOST = Options(ladder=("host",), store=ROOMY)
+AHEAD = Options(ladder=("host",), lanes=3, store=ROOMY | {"window_nbytes": 16 * PAGE})
+DROPPED = Options(ladder=("host",), lanes=3, steps=3, unread=0.4, store=ROOMY)
+DISK = Options(ladder=("disk",), lanes=2, unread=0.6, store=ROOMY)
 UNORDERED = "nothing orders the"
+WRONG = UNORDERED + "|wrong bytes came back|another checksum"
 
 
 @pytest.fixture(autouse=True)
@@ -214,20 +218,20 @@ def skipped_write_taken_for_an_order(patch):
 
 # Each: how many programs may run until it is found, their kind, and what the finding says
 FOUND = {
-    reload_before_its_own_offload: (5, HOST, UNORDERED),
-    source_freed_when_the_copy_is_enqueued: (5, HOST, UNORDERED),
-    source_used_again_before_its_copy: (5, HOST, UNORDERED),
-    host_memory_returned_when_the_copy_is_enqueued: (20, HOST, UNORDERED),
+    reload_before_its_own_offload: (100, AHEAD, "wrong bytes came back"),
+    source_freed_when_the_copy_is_enqueued: (20, HOST, WRONG),
+    source_used_again_before_its_copy: (10, HOST, UNORDERED),
+    host_memory_returned_when_the_copy_is_enqueued: (150, DROPPED, UNORDERED),
     compute_stream_cached_at_first_use: (20, HOST, UNORDERED),
-    encoding_on_the_copy_stream: (5, HOST, UNORDERED),
-    packed_and_never_unpacked: (2, HOST, "bytes held|bytes away"),
-    interleaved_graphs_share_state: (20, HOST, "wrong bytes came back"),
-    buffers_by_call_order: (20, HOST, "wrong bytes came back"),
+    encoding_on_the_copy_stream: (2, HOST, UNORDERED),
+    packed_and_never_unpacked: (10, HOST, "bytes held|bytes away|parcels|open"),
+    interleaved_graphs_share_state: (60, HOST, WRONG),
+    buffers_by_call_order: (40, HOST, WRONG),
     fetch_into_memory_still_in_use: (20, HOST, UNORDERED),
-    decoding_before_the_fetch: (5, HOST, UNORDERED),
-    window_not_counted: (20, HOST, "through a window"),
+    decoding_before_the_fetch: (20, HOST, WRONG),
+    window_not_counted: (40, HOST, "through a window"),
     host_waits_for_the_copy: (2, HOST, "the host waits"),
-    skipped_write_taken_for_an_order: (50, DISK, UNORDERED),
+    skipped_write_taken_for_an_order: (100, DISK, UNORDERED),
 }
 
 

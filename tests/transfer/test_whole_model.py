@@ -1,0 +1,69 @@
+"""Whole models on the simulated accelerator: the same gradients bit for bit, each operator's accesses ordered."""
+
+import pytest
+import torch
+
+from actstore import ActivationStore
+from tests.autograd.checks import Step, check_drained, check_same, train_step
+from tests.autograd.models import build
+from tests.simulation import TraceOperators, simulation
+from tests.transfer.programs import PAGE, small_memory
+
+SETTINGS = {
+    "host": {"policy": "raw @ host"},
+    "a small window": {"policy": "raw @ host", "window": PAGE},
+    "a small budget": {"policy": "raw @ host", "host_budget": 4 * PAGE, "when_full": "keep"},
+    "late lengths": {"policy": "expack @ host"},
+    "host > disk": {"policy": "raw @ host > disk", "host_budget": 2 * PAGE, "window": 2 * PAGE},
+    "verify": {"policy": "raw @ host", "verify": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    small_memory(monkeypatch)
+
+
+def steps(name, seed, settings):
+    """Three steps under a store, on the device of a seed; what autograd finds alone, as often."""
+    model, batch = build(name)
+    wanted = train_step(model, batch)
+    with simulation(seed) as device, TraceOperators(device):
+        device.scheduler.host_may_wait = "disk" in settings["policy"]
+        store = ActivationStore(model, min_bytes=0, **settings)
+        for _ in range(3):
+            check_same(train_step(model, batch, store), wanted)
+        device.scheduler.host_may_wait = True
+        check_drained(store)
+        assert store.report().live_bytes == 0
+        store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_gradients_are_those_of_plain_autograd(name, settings, seed, disk_folder):
+    steps(name, seed, SETTINGS[settings] | {"disk_path": disk_folder})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_graphs_at_once(seed):
+    model, batch = build("transformer")
+    wanted = train_step(model, batch)
+    with simulation(seed) as device, TraceOperators(device):
+        store = ActivationStore(model, "raw @ host", min_bytes=0, window=2 * PAGE)
+        losses = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            with store:
+                losses.append(model(*batch).float().square().mean())
+        for loss in losses:
+            model.zero_grad()
+            loss.backward()
+            grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+            check_same(Step(loss.detach(), grads), wanted)
+        losses.clear()
+        del loss
+        device.scheduler.host_may_wait = True
+        check_drained(store)
+        store.close()
