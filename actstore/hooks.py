@@ -246,10 +246,11 @@ class Scope:
             else:
                 handle.account.note = f"kept: no room in {' > '.join(tiers)}"
 
-    def close(self) -> None:
-        """Book what is still open, and forget every storage."""
+    def close(self, *, failed: bool) -> None:
+        """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""
         try:
-            self.settle()
+            if not failed:
+                self.settle()
         finally:
             self._store.end(self._forward)
             self.tracker.end()

@@ -182,7 +182,7 @@ class ActivationStore:
         entry.hooks.__exit__(kind, error, trace)
         modules.stop(entry.before)
         try:
-            entry.scope.close()
+            entry.scope.close(failed=kind is not None)
         finally:
             with self._lock:
                 self._active -= 1

@@ -208,10 +208,18 @@ def _submit(
             jobs.append(workers.submit(move, place, part, *rest))  # noqa: PERF401  # an error leaves those before it
     except RuntimeError as error:  # closed by another thread, or the interpreter is about to end
         place.dropped = True
-        for job in jobs:  # the caller may free the memory when this raises
-            job.exception()
+        _wait(jobs)
         raise StateError(f"the disk tier takes no more work: {error}") from error
+    except BaseException:  # an interrupt
+        _wait(jobs)
+        raise
     return jobs
+
+
+def _wait(jobs: Iterable[Future[Span]]) -> None:
+    """Until no job uses the memory, which the caller may free."""
+    for job in jobs:
+        job.exception()
 
 
 def _failed(error: StateError) -> Ticket:

@@ -78,6 +78,10 @@ class Buffers:
         self._idle_nbytes += nbytes
         self._shrink()
 
+    def forget(self, buffer: Buffer) -> None:
+        """A buffer that somebody may still write to at any time: it is not used again."""
+        self._used_nbytes -= buffer.memory.numel()
+
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""
         self._last_nbytes, self._high_nbytes = self._high_nbytes, self._used_nbytes

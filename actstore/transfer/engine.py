@@ -398,7 +398,7 @@ class Engine:
         try:
             motion = parcel.tier.read(slot, buffer.memory[: parcel.used], buffer.after)  # 4
         except BaseException:
-            self._buffers.give(buffer, buffer.after)
+            self._buffers.forget(buffer)
             raise
         parcel.turn(State.FETCHING)
         parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True

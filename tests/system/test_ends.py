@@ -202,10 +202,9 @@ def test_a_fork_between_forward_and_backward(start):
         """
 loss = forward()
 check_same(train_step(model, batch, store), wanted)
-while store._store._places[torch.device("cpu")].engine._windows and any(
-    window.flights for window in store._store._places[torch.device("cpu")].engine._windows.values()
-):
-    store.report()  # until all has landed: a child cannot wait for its parent's writes
+for window in store._store._places[batch[0].device].engine._windows.values():
+    for parcel in window.flights:  # a child cannot wait for its parent's writes
+        parcel.motion.result()
 child = os.fork()
 if child == 0:
     code = 1

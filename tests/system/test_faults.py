@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,7 +253,36 @@ def test_a_failed_write_where_warnings_are_errors(make, monkeypatch, window):
     check_drained(store)
 
 
-def damaged(kind: str, nbytes: int) -> Callable:
+def test_a_backward_that_is_the_first_to_hear_of_a_failed_write(make, monkeypatch):
+    """And is broken off by it, where warnings are errors: it can be run again."""
+    model, batch = build()
+    wanted = train_step(model, batch)
+    store = make(model)
+    model.zero_grad()
+    with gated(monkeypatch, "pwritev") as gate:
+        gate.call = failing(gate.call, errno.EIO)
+        with store:
+            loss = model(*batch).square().mean()
+        gate.open.set()
+        for parcel in flights(store):
+            with suppress(TransferError):
+                parcel.motion.result()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="could not leave the device"):
+                loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    check_same({name: p.grad for name, p in model.named_parameters()}, wanted.grads)
+
+
+def flights(store: ActivationStore) -> list[Any]:
+    """What is on its way to a tier."""
+    engines = [place.engine for place in store._store._places.values()]
+    return [parcel for engine in engines for window in engine._windows.values() for parcel in window.flights]
+
+
+def damaged(kind: str) -> Callable:
     """A `preadv` that fails, ends early, or brings one byte that was not written."""
     read = os.preadv
 
@@ -283,7 +313,7 @@ def test_bytes_that_cannot_be_read(make, monkeypatch, kind, policy):
         loss = model(*batch).square().mean()
     error, text = FAULTS[kind]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", damaged(kind, 0))
+        patch.setattr(os, "preadv", damaged(kind))
         for _ in range(3):
             with pytest.raises(error, match=text) as raised:
                 loss.backward(retain_graph=True)
@@ -304,7 +334,7 @@ def test_a_fault_that_passes_before_anybody_asks(make, monkeypatch, kind):
     train_step(model, batch, store)
     point = point_of(model)
     with monkeypatch.context() as patch:
-        point.in_backward = lambda: patch.setattr(os, "preadv", damaged(kind, 0))
+        point.in_backward = lambda: patch.setattr(os, "preadv", damaged(kind))
         with suppress(TransferError, PayloadError):
             train_step(model, batch, store)
     point.in_backward = None

@@ -52,6 +52,14 @@ def test_memory_that_goes_back_is_waited_for_where_it_came_from():
     assert last.waits == 1
 
 
+def test_memory_that_is_forgotten_is_not_used_again():
+    buffers = Buffers(DEVICE)
+    buffer = buffers.take(4096)
+    buffers.forget(buffer)
+    assert buffers.take(4096).memory.data_ptr() != buffer.memory.data_ptr()
+    assert buffers._used_nbytes == 4096
+
+
 def test_poison_comes_after_the_last_uses():
     buffers, last = Buffers(DEVICE, poison=True), Waited()
     buffer = buffers.take(4096)
