@@ -27,9 +27,8 @@ class Shuttle:
     def __init__(self, device: Device, tier: Tier, nbytes: int, count: int, window_nbytes: int | None = None) -> None:
         self._device, self._tier, self._nbytes, self._count = device, tier, nbytes, count
         self._trace = Trace()
-        ledger = Ledger()
-        self._engine = Engine(device, ledger, window_nbytes, self._trace)
-        self._account = ledger.account(Site("payloads", 0))
+        self._ledger = Ledger()
+        self._engine = Engine(device, self._ledger, window_nbytes, self._trace)
         self.source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device.torch_device)
         self.found = torch.zeros_like(self.source)
         self._away: list[Berth] = []
@@ -38,6 +37,9 @@ class Shuttle:
     def run(self, *, out: bool, back: bool) -> Found:
         """Move all payloads one way or both ways. `host_us` is what one turn of the loop takes the host."""
         self._step += 1
+        self._account = self._ledger.account(
+            Site("payloads", self._step)
+        )  # a new one: nothing stays as known to be first
         self._engine.start(self._step)
         run, new = self._engine.begin(), []
         begin = perf_counter()

@@ -535,9 +535,9 @@ class Engine:
         while self._leaving and self._leaving[0][0].ready():
             _, buffer, after = self._leaving.popleft()
             self._buffers.give(buffer, after)
-        for late in self._times.settle():
+        for late, nbytes in self._times.settle():
             if late:
-                self._lookahead.late()
+                self._lookahead.late(nbytes)
             else:
                 self._lookahead.in_time()
 

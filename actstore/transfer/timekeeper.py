@@ -41,8 +41,8 @@ class Timekeeper:
         """`shares` say whose bytes the operation is about; `judged`: its length says whether a fetch was late."""
         self._pending.setdefault(kind, deque()).append(_Pending(kind, ticket, tier, self.step, shares, judged))
 
-    def settle(self) -> list[bool]:
-        """Book what is known by now. Returns for each fetch that was judged whether it was late."""
+    def settle(self) -> list[tuple[bool, int]]:
+        """Book what is known by now. Returns for each fetch that was judged whether it was late, and its bytes."""
         late = []
         for pending in self._pending.values():
             while pending and pending[0].ticket.ready():
@@ -50,8 +50,9 @@ class Timekeeper:
                 if (span := found.ticket.span()) is not None:  # else the operation failed
                     self._book(found, *span)
                     if found.judged:
-                        late.append(span[1] - span[0] > LATE_NS)
-                        self._ledger.judge(found.shares[0][0], late=late[-1])
+                        account, nbytes = found.shares[0]
+                        late.append((span[1] - span[0] > LATE_NS, nbytes))
+                        self._ledger.judge(account, late=late[-1][0])
         return late
 
     def _book(self, found: _Pending, begin: int, end: int) -> None:

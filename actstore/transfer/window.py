@@ -42,9 +42,10 @@ class Lookahead:
     def admits(self, nbytes: int) -> bool:
         return not self.nbytes or self.nbytes + nbytes <= self.limit_nbytes
 
-    def late(self) -> None:
+    def late(self, nbytes: int) -> None:
+        """A payload of `nbytes` came late: two of its size at least are to be on their way from now on."""
         self._in_time = 0
-        self.limit_nbytes = min(self._most_nbytes, 2 * self.limit_nbytes)
+        self.limit_nbytes = min(self._most_nbytes, 2 * max(self.limit_nbytes, nbytes))
 
     def in_time(self) -> None:
         self._in_time += 1
