@@ -373,11 +373,12 @@ class Engine:
             self._evict(parcel)
 
     def _stays(self, parcel: Parcel) -> bool:
-        """Whether a parcel that has left is to stay on the device too, because backward is about to ask for it."""
-        run, ahead = parcel.run, self._lookahead
-        if any(run.expects(berth.serial) for berth in parcel.unread):  # in backward: a fetch would cost more
-            return ahead.nbytes + parcel.capacity <= self._window_nbytes or ahead.admits(parcel.capacity)
-        return any(berth.serial in run.soon for berth in parcel.unread) and ahead.admits(parcel.capacity)
+        """Whether a parcel that has left is to stay on the device too, because backward is about to ask for it.
+
+        In backward it always does: it takes up no more than it did on its way, and a fetch would cost time.
+        """
+        soon = any(berth.serial in parcel.run.soon for berth in parcel.unread)
+        return parcel.wanted() or (soon and self._lookahead.admits(parcel.capacity))
 
     def _strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
         """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
@@ -447,7 +448,7 @@ class Engine:
     def _make_room(self, nbytes: int) -> bool:
         """Drop fetched parcels that nobody is expected to ask for."""
         for parcel in list(self._ready):
-            if not parcel.users and not any(parcel.run.expects(berth.serial) for berth in parcel.unread):
+            if not parcel.users and not parcel.wanted():
                 self._evict(parcel)
                 if self._lookahead.admits(nbytes):
                     return True

@@ -94,6 +94,10 @@ class Parcel:
         """Whether nobody needs it any more."""
         return self.state is State.DROPPED
 
+    def wanted(self) -> bool:
+        """Whether backward is expected to ask for it now, or has begun to read it."""
+        return any(berth.reads or self.run.expects(berth.serial) for berth in self.unread)
+
     def turn(self, state: State) -> None:
         """Go to another state.
 

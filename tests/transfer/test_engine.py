@@ -223,6 +223,20 @@ def test_a_payload_that_serves_several_stays_until_all_have_read_it(bench):
     bench.drop(berth)
 
 
+def test_a_payload_that_lands_between_two_readers_stays(bench):
+    berths = [bench.put(2 * MIB, i) for i in range(6)]
+    berths[5].readers = 2
+    for copy in bench.tier.copies[:5]:
+        copy.end()
+    assert bench.get(berths[5]) == 5  # fetches others ahead, as many as there may be
+    bench.tier.copies[5].end()
+    assert bench.get(berths[5]) == 5
+    assert bench.outcomes == (2, 0, 0)
+    bench.drop(*berths)
+    for copy in bench.tier.copies:
+        copy.end()
+
+
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
