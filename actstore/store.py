@@ -24,7 +24,7 @@ from actstore.tiers import Slot
 from actstore.tierset import StoreOptions, TierSet
 from actstore.trace import Trace
 from actstore.transfer import Berth, Run
-from actstore.units import format_nbytes
+from actstore.units import format_nbytes, round_up
 
 
 class Entry:
@@ -59,6 +59,7 @@ class Forward:
 
     def __init__(self) -> None:
         self.runs: dict[TierSet, Run] = {}
+        self.ended = False
         self.place: TierSet | None = None  # where the trace has its begin
         self.mark: Ticket | None = None
 
@@ -233,6 +234,7 @@ class Store:
 
     def end(self, forward: Forward) -> None:
         """The forward pass is over: send what waits for more."""
+        forward.ended = True
         for place, run in forward.runs.items():
             place.engine.flush(run)
         if forward.mark is not None and forward.place is not None:
@@ -433,6 +435,8 @@ class Store:
                 with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
                     if not self._move(entry, place, stage, used, tiers, forward):
                         self._move(entry, place, stage, used, ("device",), forward)
+                if forward.ended and place in forward.runs:  # nobody else will send what waits for more
+                    place.engine.flush(forward.runs[place])
 
     def _move(
         self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: Forward
@@ -490,4 +494,4 @@ def _verified(bound: Bound) -> Bound:
 def _roomy(nbytes: int) -> int:
     """A size of at most a sixteenth more that few lengths differ in, so that pools find buffers that they know."""
     grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
-    return -(-nbytes // grain) * grain
+    return round_up(nbytes, grain)

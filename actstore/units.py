@@ -61,6 +61,11 @@ def parse_budget(value: int | str, name: str = "budget") -> int:
     return parse_nbytes(match.group(1), name) // int(text)
 
 
+def round_up(nbytes: int, grain: int) -> int:
+    """The next multiple of `grain`."""
+    return -(-nbytes // grain) * grain
+
+
 def format_nbytes(nbytes: float) -> str:
     """Write bytes for people, in powers of 1024: ``1536 -> '1.5 KiB'``."""
     size = float(nbytes)

@@ -11,6 +11,7 @@ from actstore.errors import CapacityError
 from actstore.spec import Site
 from actstore.store import Entry, Store
 from actstore.tierset import StoreOptions
+from actstore.transfer.parcel import State
 from tests.contracts.clean import all_freed
 from tests.simulation import install, simulation
 from tests.tiers.conftest import disk_folder
@@ -179,6 +180,7 @@ def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, d
         for i, entry in enumerate(entries):
             if entry is not None:
                 assert tier_of(entry) == tier
+                assert entry.berth is None or entry.berth.parcel.state is not State.OPEN  # it left, though late
                 assert 16 + kept[i] <= room_of(entry) <= (16 + kept[i]) * 17 / 16 + 16
                 fetch(i)
         stored = [account.stored for account in store.ledger.accounts()]

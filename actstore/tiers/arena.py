@@ -15,7 +15,7 @@ from actstore.errors import StateError
 from actstore.reaper import Reaper
 from actstore.ticket import Ticket
 from actstore.tiers.segment import ALIGN_NBYTES, Segment
-from actstore.units import format_nbytes
+from actstore.units import format_nbytes, round_up
 
 SEGMENT_NBYTES = 64 * 2**20  # the least that is registered at once
 GROWTH = 8  # a new segment has at least this part of what there is: few registrations, and little that lies idle
@@ -222,7 +222,7 @@ class Arena:
 
 def room(nbytes: int) -> int:
     """Bytes that a range of `nbytes` takes."""
-    return max(1, -(-nbytes // ALIGN_NBYTES)) * ALIGN_NBYTES
+    return round_up(max(1, nbytes), ALIGN_NBYTES)
 
 
 def _pages(nbytes: int) -> int:

@@ -19,7 +19,8 @@ from actstore.ticket import FutureTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
 from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
-from actstore.tiers.parts import Mover, Part, Place, round_up, split
+from actstore.tiers.parts import Mover, Part, Place, split
+from actstore.units import round_up
 
 # For writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the others make checksums
 # or wait for a processor that computes: benchmarks/disk.py shows what fewer lose.
@@ -56,7 +57,7 @@ class DiskTier(Tier):
 
     def room(self, nbytes: int) -> int:
         """Bytes of the file that a slot of `nbytes` takes."""
-        return max(BLOCK, round_up(nbytes))
+        return max(BLOCK, round_up(nbytes, BLOCK))
 
     @property
     def used_nbytes(self) -> int:

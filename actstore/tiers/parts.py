@@ -16,10 +16,7 @@ from actstore.errors import StateError
 from actstore.ticket import DONE, FutureTicket, Span, Ticket
 from actstore.tiers.file import BLOCK, NamelessFile, digest
 from actstore.tiers.staging import Ring
-
-
-def round_up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
+from actstore.units import round_up
 
 
 class Part:
@@ -43,7 +40,7 @@ class Part:
 def split(nbytes: int) -> list[Part]:
     """Parts of a payload, equal up to a block, so that several workers share it evenly."""
     count = -(-nbytes // Ring.chunk_nbytes)
-    step = round_up(-(-nbytes // max(1, count)))
+    step = round_up(-(-nbytes // max(1, count)), BLOCK)
     return [Part(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
 
 
@@ -139,7 +136,7 @@ class Mover:
         chunk = self.ring.take()
         try:
             np.copyto(chunk.memory[: len(view) - body].numpy(), src[body:].numpy())
-            rest = chunk.view[: round_up(len(view) - body)]
+            rest = chunk.view[: round_up(len(view) - body, BLOCK)]
             file.write([view[:body], rest] if body else [rest], start)
         finally:
             self.ring.give(chunk)
@@ -153,7 +150,7 @@ class Mover:
         else:
             chunk = self.ring.take()
             try:
-                rest = chunk.view[: round_up(len(view) - body)]
+                rest = chunk.view[: round_up(len(view) - body, BLOCK)]
                 file.read([view[:body], rest] if body else [rest], start, len(view))
                 np.copyto(dst[body:].numpy(), chunk.memory[: len(view) - body].numpy())
             finally:
@@ -168,7 +165,7 @@ class Mover:
             copied = self._device.copy(chunk.memory[:nbytes], src, self._offload, after)
             copied.result()
             found = digest(chunk.view[:nbytes])
-            file.write([chunk.view[: round_up(nbytes)]], start)
+            file.write([chunk.view[: round_up(nbytes, BLOCK)]], start)
         finally:
             self.ring.give(chunk, copied)
         return found
@@ -180,7 +177,7 @@ class Mover:
         copied: Ticket = DONE
         try:
             nbytes = dst.numel()
-            file.read([chunk.view[: round_up(nbytes)]], start, nbytes)
+            file.read([chunk.view[: round_up(nbytes, BLOCK)]], start, nbytes)
             file.verify(chunk.view[:nbytes], expected)
             copied = self._device.copy(dst, chunk.memory[:nbytes], self._fetch, after)
         finally:

@@ -34,9 +34,10 @@ from actstore.transfer.order import Lessons, Run
 from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.window import Lookahead, Window
+from actstore.units import round_up
 
 DEVICE_WINDOW_NBYTES = 256 * 2**20  # copies on a stream: about 5 ms of a 55 GB/s link
-HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: two of a chunk each run while two more are filled
+HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: four of a chunk each
 
 SMALL_NBYTES = 2**20  # smaller payloads travel together
 PARCEL_NBYTES = 4 * 2**20
@@ -558,7 +559,3 @@ class Engine:
 
 def _shares(parcel: Parcel) -> list[tuple[Account, int]]:
     return [(berth.account, berth.nbytes) for berth in parcel.berths]
-
-
-def round_up(nbytes: int, grain: int) -> int:
-    return -(-nbytes // grain) * grain
