@@ -363,9 +363,6 @@ class Engine:
                 self._strand(parcel, error)
                 return
         self._leave_window(parcel)
-        for berth in parcel.berths:
-            self._ledger.add(berth.account, 0, 0, 0, berth.nbytes)
-        parcel.away = True
         parcel.turn(State.READY)
         stays = parcel.users or self._stays(parcel)
         self._lookahead.nbytes += parcel.capacity
@@ -463,8 +460,8 @@ class Engine:
         parcel.berths.discard(berth)
         parcel.unread.discard(berth)
         parcel.run.forget(berth.serial)
-        held = berth.nbytes if parcel.buffer is not None else 0
-        self._ledger.release(berth.account, held, berth.nbytes if parcel.away else 0)
+        on_device = parcel.buffer is not None
+        self._ledger.release(berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device))
         if parcel.berths:
             return
         state = parcel.state
@@ -512,8 +509,9 @@ class Engine:
         window.nbytes -= parcel.capacity
 
     def _book_held(self, parcel: Parcel, sign: int) -> None:
+        """Book payloads as come to the device, or as gone from it. They count there while they are in both places."""
         for berth in parcel.berths:
-            self._ledger.add(berth.account, 0, 0, sign * berth.nbytes)
+            self._ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes)
 
     def _tidy(self) -> None:
         """Take note of what has happened since the last time."""

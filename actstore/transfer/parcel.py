@@ -61,12 +61,11 @@ class Parcel:
     filling : payloads whose encoding is not queued yet
     users : threads that decode from `buffer` now
     reads : the decodings that may still run on `buffer`
-    away : whether the tier has had all bytes
     unread : berths with fewer reads than readers
     """
 
     __slots__ = (
-        "arrival", "away", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "motion", "reads",
+        "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "motion", "reads",
         "run", "slot", "state", "tier", "unread", "used", "users",
     )  # fmt: skip
 
@@ -76,7 +75,6 @@ class Parcel:
         self.slot: Slot | None = slot
         self.capacity = slot.nbytes
         self.tier = slot.tier
-        self.away = False
         self.home = home
         self.run = run
         self.berths: set[Berth] = set()

@@ -35,9 +35,7 @@ def chain(x, steps=4):
 
 
 def alive(store):
-    """Bytes of payloads, each once: what has been fetched is in its tier and on the device."""
-    store.report()  # takes note of what has died
-    return sum(max(account.held, account.away) for account in store._store.ledger.accounts())
+    return store.report().live_bytes
 
 
 @pytest.mark.parametrize("policy", STORED)
