@@ -11,6 +11,7 @@ in its own graph would be a cycle that no collector frees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -21,6 +22,7 @@ from actstore.errors import ActstoreError, MutationError
 from actstore.layout import layout_of
 from actstore.ledger import Account, Ledger
 from actstore.modules import Frame
+from actstore.reaper import Last
 from actstore.regions import Region
 from actstore.spec import Site, Spec
 from actstore.storage import free_weak, hold_weak, revive, whole_of
@@ -32,24 +34,19 @@ Small = tuple[Tensor, int, Frame]
 class Kept:
     """A tensor that waits as it is. Aliases of one storage share the first of them, which accounts for it."""
 
-    __slots__ = ("__weakref__", "account", "alias", "first", "ledger", "nbytes", "version")
+    __slots__ = ("__weakref__", "account", "alias", "first", "last", "version")
 
     def __init__(self, tensor: Tensor, account: Account, ledger: Ledger, nbytes: int, first: Kept | None) -> None:
         self.alias = tensor.detach()
         self.version = tensor._version
         self.account = account
-        self.ledger = ledger
-        self.nbytes = nbytes  # of the storage; 0 where `first` accounts for it
         self.first = first
+        self.last = Last(ledger.put_gone, (account, nbytes, 0)) if nbytes else None  # `first` accounts for its storage
 
     def get(self) -> Tensor:
         if self.alias._version != self.version:
             check_version(self.alias, self.version, self.account.site)
         return self.alias
-
-    def __del__(self) -> None:
-        if self.nbytes:
-            self.ledger.release(self.account, self.nbytes, 0)
 
 
 class Stored(Entry):
@@ -62,8 +59,7 @@ class Stored(Entry):
 
     def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
         self.account = account
-        self.slot = None
-        self.berth = None
+        self.slot = self.berth = self.last = None
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = 0 if whole else int(tensor.storage_offset())
@@ -81,9 +77,6 @@ class Stored(Entry):
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
         self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
 
-    def __del__(self) -> None:
-        self.free()
-
     @property
     def spec(self) -> Spec:
         return Spec(tuple(self.shape), self.stride, self.witness.dtype, self.witness.device)
@@ -97,9 +90,7 @@ class Stored(Entry):
         try:
             owner = self.owner
             if owner is None and self.region is None:
-                tensor = self.witness.new_empty_strided(self.shape, self.stride)
-                self.store.get(self, tensor)
-                return tensor
+                return self._read(self.shape, self.stride)
             return self._rebuild(self if owner is None else owner)
         except ActstoreError as error:
             error.add_context(f"while decoding {self.account.site} ({self.spec}, {self.account.where})")
@@ -112,6 +103,15 @@ class Stored(Entry):
         region = self.region or Region(0, self.shape.numel())
         return region.covers(other.offset, layout_of(other.shape, other.stride))
 
+    def _read(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """The payload as a dense tensor of its own."""
+        memory = self.store.borrow(self, self.witness.dtype)
+        if memory is not None:
+            return memory.as_strided(shape, stride)
+        tensor = self.witness.new_empty_strided(shape, stride)
+        self.store.get(self, tensor)
+        return tensor
+
     def _rebuild(self, owner: Stored) -> Tensor:
         spec = self.spec
         region = owner.region or Region(0, owner.shape.numel())
@@ -121,8 +121,7 @@ class Stored(Entry):
             tensor = spec.empty()
             tensor.as_strided(*region.compact).copy_(dense)
         elif region.numel == spec.numel and layout_of(spec.shape, spec.stride).dense:
-            tensor = spec.empty()
-            owner.store.get(owner, tensor)
+            tensor = owner._read(spec.shape, spec.stride)
         else:
             tensor = self._share(owner, region.numel).as_strided(spec.shape, spec.stride, self.offset - region.start)
         if self.conj:
@@ -142,8 +141,7 @@ class Stored(Entry):
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         base = owner.fresh.take(self, stream) if owner.fresh is not None else None
         if base is None:
-            base = torch.empty(numel, dtype=self.witness.dtype, device=device)
-            owner.store.get(owner, base)
+            base = owner._read((numel,), (1,))
             owner.fresh = None if base.is_inference() else _Fresh(base, self, stream)
         return base
 
@@ -151,18 +149,16 @@ class Stored(Entry):
 class _Fresh:
     """A decoded copy that is used again while its memory lives, its version stands and its stream is current."""
 
-    __slots__ = ("key", "served", "stream", "version", "witness")
+    __slots__ = ("key", "last", "served", "stream", "version", "witness")
 
     def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
         self.key = hold_weak(base.untyped_storage())
+        self.last = Last(free_weak, self.key)
         self.witness = base.detach()
         self.witness.data = base.new_empty(0)
         self.version = base._version
         self.stream = stream
         self.served = {id(handle)}
-
-    def __del__(self) -> None:
-        free_weak(self.key)
 
     def take(self, handle: Stored, stream: Any) -> Tensor | None:
         if id(handle) in self.served or stream != self.stream or self.witness._version != self.version:

@@ -19,6 +19,7 @@ from actstore.codecs.base import Bound
 from actstore.errors import CapacityError, PayloadError, StateError
 from actstore.kernels.base import ALIGN, LENGTH_NBYTES
 from actstore.ledger import Account, Circumstances, Ledger
+from actstore.reaper import Last
 from actstore.ticket import DONE, Between, Ticket
 from actstore.tiers import Slot
 from actstore.tierset import StoreOptions, TierSet
@@ -28,9 +29,12 @@ from actstore.units import format_nbytes, round_up
 
 
 class Entry:
-    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies."""
+    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies.
 
-    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "slot", "store")
+    The slot gives its memory back when it dies with the entry; `last` books the bytes as gone, or drops the berth.
+    """
+
+    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "slot", "store")
 
     store: Store
     account: Account
@@ -39,19 +43,15 @@ class Entry:
     key: int
     slot: Slot | None
     berth: Berth | None
+    last: Last | None
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.slot = self.berth = self.last = None
 
     def free(self) -> None:
         """Give the room back. What is asked of the entry later raises StateError."""
-        slot = self.slot
-        if slot is not None:
-            self.slot = None
-            slot.tier.free(slot)
-            self.store.ledger.release(self.account, slot.nbytes, 0)
-        else:
-            berth = self.berth
-            if berth is not None:
-                self.berth = None
-                berth.engine.drop(berth)
+        self.slot = self.berth = self.last = None
 
 
 class Forward:
@@ -170,6 +170,7 @@ class Store:
                 slot.tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
+            entry.last = Last(self.ledger.put_gone, (account, slot.nbytes, 0))
         elif berth is not None:
             try:
                 used = bound.encode(src, berth.memory, key)
@@ -177,6 +178,7 @@ class Store:
                 berth.engine.cancel(berth)
                 raise
             berth.engine.depart(berth)
+            entry.last = Last(berth.engine.put_dropped, berth)
             self.ledger.add(account, saved, used, 0)
         else:
             self._refuse(bound.nbytes, tiers)
@@ -217,6 +219,23 @@ class Store:
             self.ledger.touch_peak(entry.account, out.nbytes)
         finally:
             berth.engine.leave(berth)
+
+    def borrow(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+        """A payload as the memory of a 1-d tensor, which may change it like one of its own; None: ask `get`.
+
+        Raises
+        ------
+        TransferError, PayloadError, StateError : as `get`
+        """
+        berth = entry.berth
+        if berth is None or not entry.bound.as_is:
+            return None
+        tensor = berth.engine.lend(berth, dtype)
+        if tensor is not None and self.trace is not None:
+            place = self._place(tensor.device)
+            now = place.device.mark(place.device.current())
+            self._note_backward(place, now, now)
+        return tensor
 
     def _decode(self, entry: Entry, slot: Slot, out: torch.Tensor) -> None:
         entry.bound.decode(slot.memory, out, entry.key)
@@ -328,10 +347,14 @@ class Store:
             bound.decode(buf, out, key)
             end = device.mark(device.current())
             engine.note("decode", Between(begin, end), [(account, out.nbytes)])
-            first = begin if self._backward is None else self._backward[1]
-            self._backward = (place, first, end)
+            self._note_backward(place, begin, end)
 
-        return Bound(bound.nbytes, bound.exact, encode, decode)
+        return bound._replace(encode=encode, decode=decode)
+
+    def _note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
+        """A payload was decoded for backward."""
+        first = begin if self._backward is None else self._backward[1]
+        self._backward = (place, first, end)
 
     def _end_backward(self) -> None:
         """Have the trace tell of the last backward: from its first decoding to its last."""
@@ -403,6 +426,7 @@ class Store:
             raise
         entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, stage
         self.ledger.add(account, saved, 0, stage.nbytes)
+        entry.last = Last(self.ledger.put_gone, (account, stage.nbytes, 0))
         if late is not None:
             with place.late_lock:
                 place.late.append((ref(entry), late, tiers, forward))
@@ -413,9 +437,8 @@ class Store:
             moved = self._move(entry, place, stage, used, tiers, forward)
         finally:
             if not moved:
-                entry.slot = None
-                stage.tier.free(stage)
-                self.ledger.add(account, -saved, 0, -stage.nbytes)
+                entry.free()
+                self.ledger.add(account, -saved, 0, 0)
         if not moved:
             self._refuse(used, tiers)
         return moved
@@ -450,7 +473,9 @@ class Store:
             except BaseException:
                 slot.tier.free(slot)
                 raise
-            self.ledger.add(account, 0, used, slot.nbytes - stage.nbytes)
+            entry.last = None
+            self.ledger.add(account, 0, used, slot.nbytes)
+            entry.last = Last(self.ledger.put_gone, (account, slot.nbytes, 0))
         elif berth is not None:
             try:
                 place.device.copy(berth.memory, stage.memory[:room], place.device.current())
@@ -458,7 +483,8 @@ class Store:
                 berth.engine.cancel(berth)
                 raise
             berth.engine.depart(berth)
-            self.ledger.add(account, 0, used, -stage.nbytes)
+            entry.last = Last(berth.engine.put_dropped, berth)
+            self.ledger.add(account, 0, used, 0)
         else:
             return False
         entry.slot, entry.berth = slot, berth
@@ -488,7 +514,7 @@ def _verified(bound: Bound) -> Bound:
             )
         bound.decode(buf, out, key)
 
-    return Bound(bound.nbytes, bound.exact, encode, decode)
+    return Bound(bound.nbytes, bound.exact, encode, decode)  # not `as_is`: all is read
 
 
 def _roomy(nbytes: int) -> int:

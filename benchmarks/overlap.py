@@ -2,7 +2,8 @@
 
 Layers of Linear and Tanh on the CPU; widths differ, and with them how much compute there is for each byte. "compute /
 transfer" is the time of a plain step divided by the time for which copies ran, those out and those back added up. "raw"
-stays in memory: it shows what encoding and decoding cost, and the difference to "raw @ disk" is what the disk costs.
+stays in memory: it shows what encoding and decoding cost. "disk alone" is a plain step beside which threads write the
+same bytes to the same disk and read them again, without a store: nothing that uses the disk can be faster.
 Each timed step has a plain step right before or after it; ratios are medians over these pairs. Gradients are compared
 bit for bit, but for the first two steps: those of a process can differ from later ones without a store, too.
 """
@@ -11,7 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,8 +30,53 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench import timeline
 from actstore.bench.environment import environment
+from actstore.tiers.disk import WORKERS
+from actstore.tiers.file import NamelessFile
+from actstore.tiers.staging import Ring
 
 SHAPES = ((256, 8192, 12), (512, 4096, 12), (1024, 4096, 8), (2048, 2048, 6), (4096, 2048, 4))  # width, tokens, layers
+
+
+class DiskAlone:
+    """Writes a buffer for each layer that forward passes, and reads it when backward comes there."""
+
+    def __init__(self, model: nn.Sequential, folder: Path, nbytes: int) -> None:
+        self._file = NamelessFile(folder)
+        self._buffer = memoryview(mmap.mmap(-1, nbytes))
+        self._buffer[:] = bytes(nbytes)
+        self._file.reserve(nbytes * len(model))
+        self._workers = ThreadPoolExecutor(WORKERS), ThreadPoolExecutor(WORKERS)
+        self._jobs: list[Future[None]] = []
+        self._on = False
+        for i, layer in enumerate(model):
+            layer.register_forward_hook(partial(self._passed, i))
+
+    def __enter__(self) -> None:
+        self._on = True
+
+    def __exit__(self, *_: object) -> None:
+        self._on = False
+
+    def wait(self) -> None:
+        for job in self._jobs:
+            job.result()
+        self._jobs.clear()
+
+    def _passed(self, i: int, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if self._on:
+            self._move(self._workers[0], self._write, i)
+            output.register_hook(lambda _: self._move(self._workers[1], self._read, i))
+
+    def _move(self, workers: ThreadPoolExecutor, move: Callable[[int, int, int], None], i: int) -> None:
+        nbytes = len(self._buffer)
+        for start in range(0, nbytes, Ring.chunk_nbytes):
+            self._jobs.append(workers.submit(move, i * nbytes, start, min(start + Ring.chunk_nbytes, nbytes)))
+
+    def _write(self, place: int, start: int, end: int) -> None:
+        self._file.write([self._buffer[start:end]], place + start)
+
+    def _read(self, place: int, start: int, end: int) -> None:
+        self._file.read([self._buffer[start:end]], place + start, end - start)
 
 
 class Training:
@@ -37,23 +87,29 @@ class Training:
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
         self._x = torch.randn(tokens, width)
 
-    def step(self, context: AbstractContextManager[Any]) -> tuple[float, list[Tensor | None]]:
-        """Milliseconds and gradients."""
+    def step(
+        self, context: AbstractContextManager[Any], end: Callable[[], None] | None = None
+    ) -> tuple[float, list[Tensor | None]]:
+        """Milliseconds and gradients; the step ends with `end`."""
         self.model.zero_grad()
         begin = perf_counter()
         with context:
             loss = self.model(self._x).square().mean()
         loss.backward()
+        if end is not None:
+            end()
         return 1e3 * (perf_counter() - begin), [parameter.grad for parameter in self.model.parameters()]
 
-    def pairs(self, store: ActivationStore, repeats: int) -> list[tuple[float, float]]:
-        """(ms with the store, ms of plain) of steps side by side, after two steps of each."""
+    def pairs(
+        self, context: AbstractContextManager[Any], repeats: int, end: Callable[[], None] | None = None
+    ) -> list[tuple[float, float]]:
+        """(ms in the context, ms of plain) of steps side by side, after two steps of each."""
         found = []
         for repeat in range(-2, repeats):
             if repeat % 2:
-                plain, ours = self.step(nullcontext()), self.step(store)
+                plain, ours = self.step(nullcontext()), self.step(context, end)
             else:
-                ours, plain = self.step(store), self.step(nullcontext())
+                ours, plain = self.step(context, end), self.step(nullcontext())
             if repeat < 0:
                 continue
             for a, b in zip(ours[1], plain[1], strict=True):
@@ -80,6 +136,9 @@ def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str
             "held_bytes": report.held_bytes,
         }
     row["saved_bytes"] = report.saved_bytes
+    alone = DiskAlone(training.model, folder, 4 * shape[0] * shape[1])
+    pairs = training.pairs(alone, repeats, alone.wait)
+    row["disk alone"] = {"ratio": median(ours / plain for ours, plain in pairs), "pairs_ms": pairs}
     row["plain_ms"] = median(plain for policy in ("raw", "raw @ disk") for _, plain in row[policy]["pairs_ms"])
     return row
 
@@ -101,7 +160,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw the timeline of one step here")
     args = parser.parse_args()
-    table = Table("width", "plain ms", "saved", "compute / transfer", "raw", "raw @ disk", "held", "stall ms")
+    table = Table(
+        "width", "plain ms", "saved", "compute / transfer", "raw", "disk alone", "raw @ disk", "held", "stall ms"
+    )
     rows = []
     for shape in SHAPES:
         row = measure(shape, args.folder, args.repeats)
@@ -112,6 +173,7 @@ def main() -> None:
             f"{saved / 2**20:.0f} MiB",
             f"{row['plain_ms'] / disk['copies_ms']:.1f}",
             f"{row['raw']['ratio']:.2f}",
+            f"{row['disk alone']['ratio']:.2f}",
             f"{disk['ratio']:.2f}",
             f"{disk['held_bytes'] / saved:.0%}",
             f"{disk['stall_ms']:.1f}",

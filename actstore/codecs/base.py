@@ -41,6 +41,7 @@ class Bound(NamedTuple):
     exact: bool  # the payload has this many bytes, not at most
     encode: Callable[[torch.Tensor, torch.Tensor, int], int]
     decode: Callable[[torch.Tensor, torch.Tensor, int], object]
+    as_is: bool = False  # the payload is the elements as they lie in storage
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from actstore.codecs.base import Bound
 from actstore.codecs.dispatch import KernelCodec
 
 
@@ -21,3 +22,6 @@ class Raw(KernelCodec):
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return numel * itemsize
+
+    def bind(self, src: torch.Tensor) -> Bound:
+        return super().bind(src)._replace(as_is=True)

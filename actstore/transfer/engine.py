@@ -30,6 +30,7 @@ from actstore.ticket import DONE, Ticket
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.buffers import Buffer, Buffers
+from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import Lessons, Run
 from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
@@ -73,6 +74,8 @@ class Engine:
         self._window_nbytes = window_nbytes
         self._lock = Lock()
         self._dropped = Reaper[Berth](self._lock, self._forget)
+        self.put_dropped = self._dropped.put  # `drop` in one call of a C function
+        self._returned = Reaper[Loan](self._lock, self._take_back)
         self._buffers = Buffers(device, poison=poison)
         self._windows: dict[Tier, Window] = {}
         self._lookahead = Lookahead(window_nbytes)
@@ -190,6 +193,8 @@ class Engine:
             parcel = berth.parcel
             if parcel.gone():
                 raise StateError("this payload was given back; close the store after the last backward")
+            if parcel.loan is not None and parcel.loan.spoiled():
+                self._renounce(parcel.loan)
             parcel.run.ask(berth.serial)
             begun = parcel.state is State.FETCHING
             missed = parcel.state is State.RESIDENT
@@ -229,23 +234,36 @@ class Engine:
                 self._turn_ready(parcel)
         return berth.memory
 
+    def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None:
+        """Like `arrive`, and the bytes become the memory of a 1-d tensor, which needs no `leave`: a copy less.
+
+        Returns
+        -------
+        Tensor : None where the bytes have to be copied: on an accelerator, of small payloads, and where the tier does
+            not have them, so that nobody could tell what they were once the tensor was changed
+        """
+        if not self._lendable(berth) or torch.is_inference_mode_enabled():
+            return None
+        self.arrive(berth)
+        lent = None
+        try:
+            with self._lock:
+                if berth.parcel.state is State.READY and self._lendable(berth):
+                    lent = self._lend(berth, dtype)
+            return berth.memory.clone().view(dtype) if lent is None else lent
+        finally:
+            if lent is None:
+                self.leave(berth)
+
     def leave(self, berth: Berth) -> None:
         """The decoding of a payload is queued on the current stream."""
         read = self._device.record(self._device.current())
         with self._lock:
             parcel = berth.parcel
-            parcel.users -= 1
             parcel.reads = [ticket for ticket in parcel.reads if not ticket.ready()]
             parcel.reads.append(read)
-            berth.reads += 1
-            if berth.reads >= berth.readers:
-                parcel.unread.discard(berth)
-            if parcel.users:
-                return
-            if parcel.gone():
-                self._unload(parcel)
-            elif parcel in self._ready and not parcel.unread:
-                self._evict(parcel)
+            self._count_read(berth)
+            if self._release(parcel, 1):
                 self._look_ahead(parcel.run)
 
     # -- any time -----------------------------------------------------------------------------------------------------
@@ -409,6 +427,71 @@ class Engine:
         self._book_held(parcel, 1)
         self._times.expect("fetch", motion, parcel.tier.name, _shares(parcel))
 
+    def _lendable(self, berth: Berth) -> bool:
+        parcel = berth.parcel
+        return (
+            self._device.on_host
+            and berth.nbytes >= SMALL_NBYTES
+            and parcel.slot is not None
+            and parcel.state not in (State.OPEN, State.OFFLOADING)
+        )
+
+    def _lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor:
+        parcel = berth.parcel
+        loan = parcel.loan
+        tensor = None if loan is None else loan.again()
+        if loan is None or tensor is None:
+            loan, tensor = lend(parcel, berth.nbytes, dtype, self._give_back)
+            parcel.loan = loan
+        loan.users += 1
+        self._count_read(berth)
+        return tensor
+
+    def _give_back(self, loan: Loan) -> None:
+        """The last tensor over lent memory is gone. Safe in finalizers."""
+        self._returned.put(loan)
+        if self._closed:
+            self._returned.try_drain()
+
+    def _take_back(self, loan: Loan) -> None:
+        parcel = loan.parcel
+        if parcel is None:
+            return
+        if parcel.loan is loan:
+            if loan.spoiled() and not parcel.gone():
+                self._renounce(loan)
+                return
+            parcel.loan = None
+        self._release(parcel, loan.users)
+
+    def _renounce(self, loan: Loan) -> None:
+        """Somebody has changed the bytes of a parcel that were lent: the tier has them still."""
+        parcel = loan.parcel
+        assert parcel is not None
+        assert parcel.buffer is not None
+        loan.parcel = parcel.loan = None
+        parcel.users -= loan.users
+        self._buffers.forget(parcel.buffer)
+        parcel.buffer = None
+        self._evict(parcel)
+
+    def _count_read(self, berth: Berth) -> None:
+        berth.reads += 1
+        if berth.reads >= berth.readers:
+            berth.parcel.unread.discard(berth)
+
+    def _release(self, parcel: Parcel, users: int) -> bool:
+        """Some users have done with a parcel; whether it was dropped from the device because nobody is left."""
+        parcel.users -= users
+        if parcel.users:
+            return False
+        if parcel.gone():
+            self._unload(parcel)
+        elif parcel in self._ready and not parcel.unread:
+            self._evict(parcel)
+            return True
+        return False
+
     def _turn_ready(self, parcel: Parcel) -> None:
         parcel.turn(State.READY)
         self._ready[parcel] = None
@@ -516,6 +599,7 @@ class Engine:
     def _tidy(self) -> None:
         """Take note of what has happened since the last time."""
         self._dropped.drain_locked()
+        self._returned.drain_locked()
         for window in self._windows.values():
             while window.flights and (motion := window.flights[0].motion) is not None and motion.ready():
                 self._land(window.flights[0])

@@ -25,6 +25,7 @@ from actstore.transfer.buffers import Buffer
 
 if TYPE_CHECKING:
     from actstore.transfer.engine import Engine
+    from actstore.transfer.loan import Loan
     from actstore.transfer.order import Run
 
 
@@ -57,6 +58,7 @@ class Parcel:
     home : the stream that encodes the payloads
     arrival : complete when `buffer` holds the bytes; None while its payloads are being encoded
     motion : the copy that runs or ran last
+    loan : what tensors use `buffer` as their own memory, if any
     fetched : whether `arrival` is a copy from the tier, not the encoding on `home`
     filling : payloads whose encoding is not queued yet
     users : threads that decode from `buffer` now
@@ -65,7 +67,7 @@ class Parcel:
     """
 
     __slots__ = (
-        "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "motion", "reads",
+        "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "loan", "motion", "reads",
         "run", "slot", "state", "tier", "unread", "used", "users",
     )  # fmt: skip
 
@@ -85,6 +87,7 @@ class Parcel:
         self.used = 0
         self.filling = 0
         self.users = 0
+        self.loan: Loan | None = None
         self.closed = False
         self.fetched = False
 

@@ -1,0 +1,66 @@
+"""Fetched bytes that serve as a tensor's own memory, where the compute device is a CPU: a copy less."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from weakref import finalize
+
+import torch
+
+from actstore.storage import free_weak, hold_weak, revive, whole_of
+from actstore.transfer.buffers import Buffer
+from actstore.transfer.parcel import Parcel
+
+
+class Loan:
+    """The buffer of a parcel while tensors use it as theirs. Not thread-safe.
+
+    They may write to it, as to any tensor that autograd unpacks; the version that they share tells.
+
+    Attributes
+    ----------
+    buffer : what is lent
+    parcel : whose bytes they are; None once they are no longer, because somebody changed them
+    users : how often the parcel was asked for and is in use by these tensors
+    """
+
+    __slots__ = ("_key", "_version", "_witness", "buffer", "parcel", "users")
+
+    def __init__(self, buffer: Buffer, parcel: Parcel, tensor: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.parcel: Parcel | None = parcel
+        self.users = 0
+        self._key = hold_weak(tensor.untyped_storage())
+        self._witness = tensor.detach()  # shares the version counter,
+        self._witness.data = tensor.new_empty(0)  # and none of the memory
+        self._version = tensor._version
+
+    def again(self) -> torch.Tensor | None:
+        """Another tensor over the memory that is lent, sharing the version counter; None when nobody uses it now."""
+        storage = revive(self._key)
+        if storage is None:
+            return None
+        tensor = self._witness.detach()
+        tensor.data = whole_of(storage, self._witness.dtype)
+        return tensor
+
+    def spoiled(self) -> bool:
+        """Whether somebody has changed the bytes."""
+        return self._witness._version != self._version
+
+    def __del__(self) -> None:
+        free_weak(self._key)
+
+
+def lend(
+    parcel: Parcel, nbytes: int, dtype: torch.dtype, returned: Callable[[Loan], None]
+) -> tuple[Loan, torch.Tensor]:
+    """The first `nbytes` of a parcel as a 1-d tensor; `returned(loan)` is called when the last over them is gone."""
+    buffer = parcel.buffer
+    assert buffer is not None
+    pages = (ctypes.c_char * nbytes).from_address(buffer.memory.data_ptr())
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    loan = Loan(buffer, parcel, tensor)
+    finalize(pages, returned, loan).atexit = False
+    return loan, tensor
