@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from actstore.census import Census
 from actstore.codecs import Bit1, Codec, Raw
+from actstore.composite import Composite, Part, has_values, is_parameter, parts_of, storages_of
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats
 
-Handle = Small | Kept | Stored
+Handle = Small | Kept | Stored | Composite
 
 
 def unpack(handle: Handle) -> Tensor:
@@ -89,10 +90,18 @@ class Scope:
         """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
 
-        def pack(tensor: Tensor) -> Handle:
+        def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
             if unsettled and _get_sequence_nr() != self._unsettled_nr:
                 self.settle()
             frame = tracker.frame
+            kind, base = type(tensor), tensor._base
+            if kind is not Tensor or (base is not None and type(base) is not Tensor):
+                if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
+                    parameters.add(tensor.untyped_storage()._cdata)
+                    return tensor.detach(), tensor._version, frame
+                handle = self._of_class(tensor, frame, pack)
+                if handle is not None:
+                    return handle
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
@@ -100,9 +109,6 @@ class Scope:
                 return tensor.detach(), tensor._version, frame
             key = storage._cdata
             if key in parameters:
-                return tensor.detach(), tensor._version, frame
-            if type(tensor) is Parameter or type(tensor._base) is Parameter:
-                parameters.add(key)
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
@@ -117,12 +123,28 @@ class Scope:
             account = accounts[index] if index < len(accounts) else frame.place.account(index)
             account.count += 1
             try:
-                return self._place(tensor, frame, account, key, storage)
+                return self._place(tensor, frame, account, key, storage, outer)
             except ActstoreError as error:
                 _name(error, account, tensor)
                 raise
 
         return pack
+
+    def _of_class(self, tensor: Tensor, frame: Frame, pack: Callable[[Tensor, Tensor], Handle]) -> Handle | None:
+        """The handle of a tensor whose class is its own; None for one that is no parameter and has no parts."""
+        alias = tensor.detach()
+        if is_parameter(tensor):
+            self.parameters.update(storage._cdata for storage in storages_of(tensor))
+            return alias, tensor._version, frame
+        parts = parts_of(alias)
+        if parts is None:
+            return None
+        handles = {name: pack(part, tensor) for name, part in parts.items()}
+        return Composite(alias, handles, Site(frame.place.name, SMALL), self._allows())
+
+    def _allows(self) -> bool:
+        """Whether a saved tensor may change before backward."""
+        return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
     def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, reason: str = "") -> Kept:
         if reason:
@@ -137,9 +159,15 @@ class Scope:
         return kept
 
     def _place(
-        self, tensor: Tensor, frame: Frame, account: Account, key: int, storage: UntypedStorage
+        self,
+        tensor: Tensor,
+        frame: Frame,
+        account: Account,
+        key: int,
+        storage: UntypedStorage,
+        outer: Tensor | None,
     ) -> Kept | Stored:
-        """Where a tensor of some size waits."""
+        """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
         if self._tags:
             account, target = self._tagged(frame, account, key)
         else:
@@ -150,8 +178,10 @@ class Scope:
             return self._keep(tensor, account, key, storage)
         codec, tiers, protected, account.where = target
         nbytes = storage.nbytes()
-        if type(tensor) is not Tensor or tensor.is_nested or tensor.is_meta:
-            kind = "a meta tensor" if tensor.is_meta else f"a nested or {type(tensor).__name__} tensor"
+        if type(tensor) is not Tensor or tensor.is_nested or tensor.is_meta or tensor._is_zerotensor():
+            kind = f"a nested or {type(tensor).__name__} tensor"
+            if tensor.is_meta or tensor._is_zerotensor():  # forward-mode differentiation makes zeros without memory
+                kind = "a meta tensor" if tensor.is_meta else "a tensor of implicit zeros"
             return self._keep(tensor, account, key, storage, f"{kind} has no bytes to encode")
         if _current_graph_task_id() != -1:
             _refuse_reentrant()
@@ -159,12 +189,13 @@ class Scope:
         whole = is_whole(tensor, nbytes)
         if not whole and tensor.nbytes < self._min_nbytes and nbytes <= SPARE * tensor.nbytes:
             return self._keep(tensor, account, key, storage, "small")
-        node = tensor.grad_fn
+        known = tensor if outer is None else outer
+        node = known.grad_fn
         name = "" if node is None else node.name()
-        if name in TRANSPARENT and is_cast_parameter(tensor):
+        if name in TRANSPARENT and is_cast_parameter(known):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
         if not (codec.lossless and codec.accepts(tensor.dtype)):
-            reason = self._exact_reason(tensor, frame, name, codec, whole, protected)
+            reason = self._exact_reason(tensor, known, frame, name, codec, whole, protected)
             if reason:
                 codec = BITS if tensor.dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
@@ -172,11 +203,16 @@ class Scope:
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._kept[key]() is not None:  # alive as it is: a second form would only add bytes
             return self._keep(tensor, account, key, storage)
-        allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
-        handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
+        allow = self._allows()
+        if outer is None:
+            handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
+        elif allow and not outer.requires_grad:
+            return self._keep(tensor, account, key, storage, "may change before backward")
+        else:
+            handle = Part(tensor, account, self._empty_like(tensor), whole, outer)
         if key in self._stored and self._find_owner(handle, key, storage, codec):
             return handle
-        if tensor.requires_grad:
+        if known.requires_grad:
             if not self._encode(handle, tensor, storage, whole, codec, tiers):
                 return self._keep(tensor, account, key, storage, f"no room in {' > '.join(tiers)}")
             return handle
@@ -197,18 +233,20 @@ class Scope:
         return account, ASK
 
     def _exact_reason(
-        self, tensor: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool, protected: bool
+        self, tensor: Tensor, known: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool, protected: bool
     ) -> str:
         """Why `tensor` cannot go through `codec`; empty when it can."""
         if not codec.accepts(tensor.dtype):
             return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
         if not whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
             return "its elements overlap in memory"
+        if known is not tensor and not has_values(known, tensor):
+            return f"a part of a {type(known).__name__}"
         if not protected:
             return ""
         if self._has_model and frame.module is None and frame.inputs is None:
             return "saved outside of the model: part of the loss"
-        return lossy_reason(tensor, producer)
+        return lossy_reason(known, producer)
 
     def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
@@ -277,9 +315,9 @@ class Scope:
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage under `tensor`, for the rules of tensors that are saved after this."""
-        storage = tensor.untyped_storage()
-        self._census.meet(storage._cdata, storage)
-        self._tags[storage._cdata] = name
+        for storage in storages_of(tensor):
+            self._census.meet(storage._cdata, storage)
+            self._tags[storage._cdata] = name
 
     # -- encode -------------------------------------------------------------------------------------------------------
 

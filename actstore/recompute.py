@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn import Module, ModuleList, Sequential
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from actstore.composite import is_parameter, storages_of
 from actstore.errors import PolicyError
 from actstore.modules import named_modules
 from actstore.policy import Keep, Recompute
@@ -91,7 +92,7 @@ class Wrapped:
 
             counter = _CountRecomputed(scope, tracker.frame.place.account(0), self._module)
             if isinstance(self._decision.inputs, Keep):  # these are held already
-                counter.ignored = {leaves[i].untyped_storage()._cdata for i in where}
+                counter.ignored = {storage._cdata for i in where for storage in storages_of(leaves[i])}
             return checkpoint(
                 run,
                 *(leaves[i] for i in where),
@@ -140,12 +141,9 @@ class _Delegating:
         self.begin()
 
         def counting(tensor: Tensor) -> Any:
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # no storage to count
-                return pack(tensor)
-            if type(tensor) is not Parameter and type(tensor._base) is not Parameter:
-                self.see(storage)
+            if not is_parameter(tensor):
+                for storage in storages_of(tensor):
+                    self.see(storage)
             return pack(tensor)
 
         hooks = saved_tensors_hooks(counting, unpack)
