@@ -49,6 +49,11 @@ class NamelessFile:
         self.closed = False
         self.direct = hasattr(os, "O_DIRECT") and self._set_direct(True)
 
+    @property
+    def path(self) -> str:
+        """Where this process can open the file once more while it has not closed it."""
+        return f"/proc/self/fd/{self._fd}"
+
     def reserve(self, nbytes: int) -> bool:
         """Have the file system promise that the file can hold `nbytes`, and some more if it has it; False if it cannot.
 
@@ -94,16 +99,24 @@ class NamelessFile:
         StateError : the file was closed
         """
         done, error = self._move(os.preadv, views, start)
-        if self.closed:
-            raise StateError(
-                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
-            )
+        self.check_open()
         if error is not None:
             raise TransferError(
                 f"reading {format_nbytes(nbytes)} from the disk tier failed after {done} bytes: {error}; "
                 "give disk_path= a folder on another disk",
                 errno=error.errno,
             ) from error
+        self.check_end(done, nbytes)
+
+    def check_open(self) -> None:
+        """Raise StateError if the file was closed."""
+        if self.closed:
+            raise StateError(
+                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
+            )
+
+    def check_end(self, done: int, nbytes: int) -> None:
+        """Raise PayloadError if a read of `nbytes` ended after `done` because the file does."""
         if done < nbytes:
             raise PayloadError(
                 f"the disk tier's file ends after {done} of {nbytes} bytes: it was truncated from outside; "
@@ -119,11 +132,15 @@ class NamelessFile:
         ------
         PayloadError : they differ
         """
-        if digest(view) != expected:
+        self.compare(digest(view), expected, len(view))
+
+    def compare(self, found: int, expected: int, nbytes: int) -> None:
+        """`verify`, where somebody else made the checksum."""
+        if found != expected:
             raise PayloadError(
-                f"{len(view)} bytes came back from disk with another checksum than they were written with; "
+                f"{nbytes} bytes came back from disk with another checksum than they were written with; "
                 + self._suspect(),
-                nbytes=len(view),
+                nbytes=nbytes,
             )
 
     def close(self) -> None:

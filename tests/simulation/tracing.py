@@ -55,7 +55,7 @@ def _subclasses(of: type[Codec]) -> Iterator[type[Codec]]:
 
 def trace_files(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     """Reads and writes of files are accesses of the host thread, and take the time of the link "disk"."""
-    pwrite, preadv = os.pwrite, os.preadv
+    pwrite, pwritev, preadv = os.pwrite, os.pwritev, os.preadv
 
     def say(view: Any, write: bool, what: str) -> None:
         device = here()
@@ -69,12 +69,18 @@ def trace_files(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
         say(view, False, "a write to a file")
         return pwrite(fd, view, at)
 
+    def traced_pwritev(fd: int, views: Sequence[Any], at: int) -> int:
+        for view in views:
+            say(view, False, "a write to a file")
+        return pwritev(fd, views, at)
+
     def traced_preadv(fd: int, views: Sequence[Any], at: int) -> int:
         for view in views:
             say(view, True, "a read of a file")
         return preadv(fd, views, at)
 
     monkeypatch.setattr(os, "pwrite", traced_pwrite)
+    monkeypatch.setattr(os, "pwritev", traced_pwritev)
     monkeypatch.setattr(os, "preadv", traced_preadv)
 
 

@@ -202,6 +202,43 @@ def test_other_shapes_in_every_step(model, policy, tmp_path):
     store.close()
 
 
+@pytest.mark.filterwarnings("ignore:gpu_direct=True, but kvikio finds no GPUDirect Storage:RuntimeWarning")
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("policy", ["raw @ disk", "int8 @ disk", "zmask(expack) @ disk"])
+def test_bytes_past_host_memory(model, policy, own_stream, cudart, tmp_path):
+    pytest.importorskip("kvikio")
+    data = batch()
+    wanted = expected(model, data, policy)
+    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", verify=True, disk_path=tmp_path, gpu_direct=True)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            found = step(model, data, store)
+            torch.cuda.synchronize()
+            assert same(found, wanted)
+    assert {medium.tier: medium.peak_bytes for medium in store.report().media}["disk"] > 0
+    assert not cudart.registered or "zmask" in policy  # whose lengths cross pinned memory
+    store.close()
+
+
+def test_errors_of_kvikio_leave_payloads_on_the_device(model, tmp_path, monkeypatch):
+    kvikio = pytest.importorskip("kvikio")
+
+    def fail(*_):
+        raise RuntimeError("cuFile error: 5030")
+
+    monkeypatch.setattr(kvikio.CuFile, "raw_write", fail)
+    data = batch()
+    wanted = expected(model, data, "raw @ disk")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        store = ActivationStore(model, "raw @ disk", min_bytes=0, disk_path=tmp_path, gpu_direct=True)
+        assert same(step(model, data, store), wanted)
+    assert any("cuFile error: 5030" in str(warning.message) for warning in told)
+    store.close()
+
+
 # -- what programs do -------------------------------------------------------------------------------------------------
 
 
