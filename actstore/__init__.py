@@ -7,6 +7,7 @@
 """
 
 from actstore._version import __version__
+from actstore.check import Difference, GradientCheck, check_gradients
 from actstore.codecs import Codec, Int8, Raw
 from actstore.encoded import Encoded, encode
 from actstore.errors import (
@@ -38,8 +39,10 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Decision",
+    "Difference",
     "Encode",
     "Encoded",
+    "GradientCheck",
     "Int8",
     "Keep",
     "KernelBuildError",
@@ -62,6 +65,7 @@ __all__ = [
     "TransferError",
     "UnknownCodecError",
     "__version__",
+    "check_gradients",
     "encode",
     "tag",
 ]

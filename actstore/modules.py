@@ -6,16 +6,20 @@ attached to a model, so that it can be copied and pickled at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from threading import Lock, local
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from actstore.codecs import Codec, Raw
 from actstore.ledger import Account, Ledger
 from actstore.policy import Decision, Encode, Offload
+from actstore.reaper import Last
 from actstore.spec import Site
 
 SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
@@ -56,18 +60,14 @@ class Place:
             accounts.append(self._ledger.account(Site(self.name, len(accounts))))
         return accounts[index]
 
-    def book(self, nbytes: int, count: int) -> None:
-        """Book a group of small tensors as saved and held."""
+    def book(self, nbytes: int, count: int) -> Last:
+        """Book a group of small tensors as saved, and as held until what this returns dies."""
         if self._small is None:
             self._small = self._ledger.account(Site(self.name, SMALL))
             self._small.note = "" if self.target is None else "small"
         self._small.count += count
         self._ledger.add(self._small, nbytes, 0, nbytes)
-
-    def release(self, nbytes: int) -> None:
-        """Book a group as gone. Called by finalizers."""
-        if self._small is not None:
-            self._ledger.release(self._small, nbytes, 0)
+        return Last(self._ledger.put_gone, (self._small, nbytes, 0))
 
 
 class Frame:
@@ -77,7 +77,7 @@ class Frame:
     the call ends, and released once. That is what makes a kept tensor cheap.
     """
 
-    __slots__ = ("booked", "index", "inputs", "keep_below", "module", "owned", "place", "small", "target")
+    __slots__ = ("index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target")
 
     def __init__(self, module: Module | None, place: Place, owned: set[int], inputs: Decision | None = None) -> None:
         self.module = module
@@ -88,20 +88,15 @@ class Frame:
         self.index = 0
         self.small: dict[int, int] = {}  # bytes of small storages, by identity
         self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
-        self.booked = 0
+        self.last: tuple[Last, Last] | None = None
 
     def end(self, counted: set[int]) -> None:
         """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
         if self.small:
             self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
             self.owned.update(small)
-            self.booked = sum(small.values())
-            self.place.book(self.booked, len(small))
-
-    def __del__(self) -> None:
-        self.owned.difference_update(self.small)
-        if self.booked:
-            self.place.release(self.booked)
+            release = self.place.book(sum(small.values()), len(small))
+            self.last = Last(self.owned.difference_update, small), release
 
 
 class Tracker:
@@ -154,13 +149,42 @@ class Tracker:
         self.renew()  # from here on the last frame belongs to its handles alone
 
 
+class GlobalHook:
+    """A hook of all modules that comes and goes, always under the same id: compiled code runs again only where the ids
+    of such hooks are those that it was compiled with.
+
+    Parameters
+    ----------
+    register : registers the hook, such as `register_module_forward_hook`
+    """
+
+    def __init__(self, register: Callable[..., RemovableHandle], hook: Callable[..., None], **options: Any) -> None:
+        self._register = partial(register, hook, **options)
+        self._hook = hook
+        self._handle: RemovableHandle | None = None
+
+    def add(self) -> None:
+        if self._handle is None:
+            self._handle = self._register()
+            return
+        hooks: Any = self._handle.hooks_dict_ref()
+        hooks[self._handle.id] = self._hook
+        for marks in self._handle.extra_dict_ref:  # such as those that are always called
+            marks()[self._handle.id] = True
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
 _active = local()
 _lock = Lock()
 _users = 0
-_handles: list[Any] = []
 
 
 def _before(module: Module, _: Any) -> None:
+    if is_dynamo_compiling():  # what is compiled has no modules
+        return
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
         place = tracker.places.get(module)
@@ -171,9 +195,17 @@ def _before(module: Module, _: Any) -> None:
 
 
 def _after(module: Module, _args: Any, _output: Any) -> None:
+    if is_dynamo_compiling():
+        return
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
         tracker.leave(module)
+
+
+_hooks = (
+    GlobalHook(register_module_forward_pre_hook, _before),
+    GlobalHook(register_module_forward_hook, _after, always_call=True),
+)
 
 
 def start(tracker: Tracker) -> Tracker | None:
@@ -182,8 +214,8 @@ def start(tracker: Tracker) -> Tracker | None:
     with _lock:
         _users += 1
         if _users == 1:
-            _handles.append(register_module_forward_pre_hook(_before))
-            _handles.append(register_module_forward_hook(_after, always_call=True))
+            for hook in _hooks:
+                hook.add()
     before: Tracker | None = getattr(_active, "tracker", None)
     _active.tracker = tracker
     return before
@@ -196,8 +228,8 @@ def stop(before: Tracker | None) -> None:
     with _lock:
         _users -= 1
         if _users == 0:
-            while _handles:
-                _handles.pop().remove()
+            for hook in _hooks:
+                hook.remove()
 
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -1,4 +1,4 @@
-"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``."""
+"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
 from actstore.bench.show import show
+from actstore.bench.verify import verify
 from actstore.bench.workload import Workload
 from actstore.errors import ActstoreError, ConfigError
 
@@ -29,6 +30,7 @@ bench_app = typer.Typer(pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
 bench_app.command()(codecs)
 app.command()(show)
+app.command()(verify)
 WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 

@@ -212,3 +212,20 @@ def test_compiled_regions(policy, before):
     check_same(found, torch.autograd.grad(compiled(x).square().sum(), parameters))
     del y
     check_drained(store)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_compiled_model_is_compiled_once():
+    """Not at each entry of the store: compiled code is checked against the ids of the hooks of all modules."""
+    from torch._dynamo.testing import CompileCounter  # seconds, for this test alone
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    compiled = torch.compile(layer, backend=counter)
+    store = ActivationStore(layer, "raw", min_bytes=0)
+    for _ in range(4):
+        with store:
+            y = compiled(torch.ones(3, 8))
+        y.sum().backward()
+    assert counter.frame_count == 1

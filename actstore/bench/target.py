@@ -1,0 +1,127 @@
+"""Finds a model and its training step in a file or a module of the user."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.errors import ConfigError
+
+MAKE_STEP = "make_step"
+EXAMPLE = """\
+def make_step():
+    model = MyModel()
+    x, y = one_batch()  # the same at every call of step
+    def step():
+        return loss_function(model(x), y)  # the loss; or run backward here too
+    return model, step"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and a step of its training, as `actstore.check_gradients` takes it."""
+
+    name: str
+    model: Module
+    step: Callable[..., Any]
+
+
+def load(target: str, arguments: Sequence[str] = ()) -> Target:
+    """Import a file or a module, and call the function that makes the model and the step.
+
+    Parameters
+    ----------
+    target : ``path.py:make_step`` or ``my_module:make_step``; the name may be left out. The function takes no arguments
+        and returns ``(model, step)``, or a step that has the model as its attribute `model`
+    arguments : for the script, in `sys.argv` as if it had been started with them
+
+    Raises
+    ------
+    ConfigError : there is no such file, module or function, or it returns something else. A file that does not define
+        the function is not run
+    Whatever the user's own code raises
+
+    Notes
+    -----
+    The folder of the file, or the current folder, comes first in `sys.path`, as under ``python path.py`` and
+    ``python -m my_module``. Both stay so: the step may import more when it runs.
+    """
+    where, separator, name = target.rpartition(":")
+    if not separator:
+        where, name = target, MAKE_STEP
+    sys.argv = [where, *arguments]
+    module = _run_file(Path(where), name) if where.endswith(".py") else _import_module(where)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise _missing(where, name)
+    return _read(target, make())
+
+
+def _run_file(path: Path, name: str) -> ModuleType:
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a file such as train.py:{MAKE_STEP}") from error
+    if not _defines(ast.parse(source, str(path)), name):
+        raise _missing(str(path), name)
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where pickle and dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+def _defines(tree: ast.Module, name: str) -> bool:
+    """Whether a file has a function of this name at its top, as far as its text tells."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
+            return True
+    return False
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        raise ConfigError(
+            f"no module is called {name!r} here; give a file such as train.py:{MAKE_STEP}, or run this in the "
+            "folder of the module"
+        ) from error
+
+
+def _missing(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{where} has no function {name!r}, which makes a model and one step of its training. Without it the training "
+        f"cannot be run twice from one point. Write it:\n\n{EXAMPLE}"
+    )
+
+
+def _read(target: str, made: Any) -> Target:
+    match made:
+        case (Module() as model, step) if callable(step):
+            return Target(target, model, step)
+        case _ if callable(made) and isinstance(getattr(made, "model", None), Module):
+            return Target(target, made.model, made)
+    raise ConfigError(
+        f"{target} returned {type(made).__name__}, neither (model, step) nor a step with an attribute `model`; "
+        f"write it so:\n\n{EXAMPLE}"
+    )

@@ -1,0 +1,63 @@
+"""The command ``actstore verify``."""
+
+from __future__ import annotations
+
+import json as json_format
+import traceback
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actstore import ActivationStore, ActstoreError, check_gradients
+from actstore.bench.files import check_writable
+from actstore.bench.target import load
+
+EXIT_CODES = {"equal": 0, "within tolerance": 0, "different": 1, "no verdict": 2}
+
+
+def verify(
+    script: Annotated[
+        str,
+        typer.Argument(help="path.py:make_step or my_module:make_step; it returns (model, step).", metavar="SCRIPT"),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="For the script, in sys.argv; options after --.", metavar="[ARGS]")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Of the store, as in ActivationStore(model, POLICY).")] = "raw @ host",
+    tolerance: Annotated[float, typer.Option(help="Relative error of a gradient that passes; 0: bit for bit.")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Runs with the store, each from the same state.")] = 2,
+    min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept, and so not checked.")] = "0",
+    host_budget: Annotated[str | None, typer.Option(help="Most bytes in host memory, such as 8GiB.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(help="Most bytes on disk.")] = None,
+    disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+) -> None:
+    """Run a training step plainly and with a store, and say where they first differ.
+
+    Exit code 0: equal, or within the tolerance; 1: different; 2: it cannot be told.
+    """
+    check_writable(json, "--json")
+    try:
+        target = load(script, arguments or [])
+        store = ActivationStore(
+            target.model,
+            policy,
+            min_bytes=min_bytes,
+            host_budget=host_budget,
+            disk_budget=disk_budget,
+            disk_path=disk_path,
+        )
+        with closing(store):
+            result = check_gradients(target.step, store, tolerance=tolerance, steps=steps)
+    except ActstoreError:
+        raise
+    except Exception as error:  # of the user's own code: its traceback, and no verdict
+        traceback.print_exc()
+        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(str(result))
+    if json is not None:
+        json.write_text(json_format.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n")
+    raise typer.Exit(EXIT_CODES[result.verdict])

@@ -1,0 +1,190 @@
+"""check_gradients: the user's own step, plain against store, and where they first differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from actstore.check.result import Difference, GradientCheck, Row, Verdict
+from actstore.check.run import Outcome, Runner, rows
+from actstore.check.state import State
+from actstore.check.values import compare
+from actstore.check.watch import Key, first_difference
+from actstore.errors import ConfigError, StateError
+from actstore.session import ActivationStore, is_active
+
+
+def check_gradients(
+    step: Callable[..., Any],
+    store: ActivationStore,
+    *,
+    inputs: Mapping[str, Tensor] | Iterable[Tensor] = (),
+    stateful: Iterable[Any] = (),
+    tolerance: float = 0.0,
+    steps: int = 2,
+) -> GradientCheck:
+    """Run a training step plainly and with the store, from the same state, and compare all that comes out.
+
+    Parameters
+    ----------
+    step : runs forward and backward, in one of three forms. Without arguments it runs inside of the store as a whole;
+        if it returns the loss and leaves backward out, backward runs after the context. With one argument it is given
+        the store and enters it itself (plainly it is given `contextlib.nullcontext()`). It may step an optimizer.
+        What it returns is compared; the first number is shown as the loss.
+    store : made with the model, whose parameters and buffers are compared: ``ActivationStore(model, policy)``
+    inputs : more leaf tensors whose gradients to compare
+    stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
+        Optimizers are found by themselves
+    tolerance : the largest relative error (norm of the difference by norm) of a gradient, an output or a buffer that
+        passes; 0: bit for bit. A gradient that is zero but for rounding is judged by the size of all gradients
+    steps : how often to run with the store, each time from the same state. A store learns in the first run in which
+        order backward asks, and fetches ahead from the second on
+
+    Returns
+    -------
+    GradientCheck : its `verdict`, `first` difference and tables; "no verdict" where plain training is not reproducible
+
+    Raises
+    ------
+    ConfigError : the step does not fit one of the forms, or computes no gradient
+    StateError : a store is active here, or the step entered one of its own
+    Whatever the step raises, with a note where only the store's run raised it
+
+    Notes
+    -----
+    The model, gradients, optimizers and random generators are left as they were found, after an exception too. The step
+    runs three times plainly (the first one warms up), `steps` times with the store, and twice more where they differ.
+    Activations are compared by checksums; parameters, gradients and optimizer states are copied to host memory. Every
+    run waits for the device. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
+    """
+    if not isinstance(store, ActivationStore):
+        raise ConfigError(f"store={store!r} is not an ActivationStore; make one: ActivationStore(model, 'int8 @ host')")
+    if not tolerance >= 0:
+        raise ConfigError(f"tolerance={tolerance!r}; give 0 for bit-equal, or a relative error such as 0.01")
+    if steps < 1:
+        raise ConfigError(f"steps={steps!r}; give 1 or more")
+    if is_active():
+        raise StateError("check_gradients was called inside a store's context; call it outside, it enters the store")
+    named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
+    leaves = {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
+    with State(store.model, named.values(), stateful) as state:
+        runner = Runner(step, store, leaves, state)
+        runner.plain()  # the first step of a process may choose other kernels than later ones
+        expected, again = runner.plain(), runner.plain()
+        twice = _Comparison(expected, again)
+        if not twice.equal:
+            return twice.result(store, 0.0, "no verdict", 0)
+        runs, passed, comparison = 0, True, twice
+        while passed and runs < steps:
+            runs += 1
+            latest = _Comparison(expected, runner.stored())
+            passed = latest.passes(tolerance)
+            if comparison.equal or not passed:
+                comparison = latest
+        key = comparison.key
+        if comparison.equal:
+            return comparison.result(store, tolerance, "equal", runs)
+        once_more = _Comparison(expected, runner.plain(capture=key))
+        if not once_more.equal:
+            return once_more.result(store, 0.0, "no verdict", 0)
+        result = comparison.result(store, tolerance, "within tolerance" if passed else "different", runs)
+        if key is None or result.first is None:
+            return result
+        wanted, found = once_more.found.watch.captured, runner.stored(capture=key).watch.captured
+        if wanted is None or found is None:
+            return result
+        error = compare(found, wanted)
+        if error.equal:
+            return result
+        return replace(result, first=replace(result.first, relative_error=error.relative, max_abs_error=error.max_abs))
+
+
+class _Comparison:
+    """Two runs side by side."""
+
+    def __init__(self, expected: Outcome, found: Outcome) -> None:
+        self.expected, self.found = expected, found
+        self.parameters = rows(expected.gradients, found.gradients)
+        self.outputs = rows(expected.outputs, found.outputs)
+        self.buffers = rows(expected.buffers, found.buffers)
+        self.key: Key | None = first_difference(expected.watch, found.watch)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*self.parameters, *self.outputs, *self.buffers)
+
+    @property
+    def equal(self) -> bool:
+        return self.key is None and all(row.equal for row in self.rows)
+
+    def passes(self, tolerance: float) -> bool:
+        """Whether all errors are within the tolerance; 0: bit for bit, of activations too."""
+        if not tolerance:
+            return self.equal
+        norm, numel = math.hypot(*(row.norm for row in self.parameters)), sum(map(_numel, self.parameters))
+        return all(row.passes(tolerance) for row in (*self.outputs, *self.buffers)) and all(
+            row.passes(tolerance, norm * math.sqrt(_numel(row) / numel)) for row in self.parameters if _numel(row)
+        )
+
+    def first(self) -> Difference | None:
+        """The first difference, without its size."""
+        key = self.key
+        if key is None:
+            return self._first_row()
+        seen = self.expected.watch.seen[key]
+        return Difference(
+            "forward output" if key.kind == "output" else "gradient",
+            key.module,
+            key.call,
+            key.operation,
+            key.kind == "incoming",
+            key.place,
+            seen.shape,
+            str(seen.dtype).removeprefix("torch."),
+        )
+
+    def _first_row(self) -> Difference | None:
+        """Where nothing that modules computed differs: what they did not compute."""
+        for kind, group in (
+            ("output of the step", self.outputs),
+            ("gradient", self.parameters),
+            ("buffer", self.buffers),
+        ):
+            for row in group:
+                if not row.equal:
+                    return Difference(
+                        kind, None, 0, "", False, 0, row.shape, row.dtype, row.relative_error, row.max_abs_error,
+                        row.name,
+                    )  # fmt: skip
+        return None
+
+    def result(self, store: ActivationStore, tolerance: float, verdict: Verdict, runs: int) -> GradientCheck:
+        report = store.report()
+        plain, found = self.expected.loss, self.found.loss
+        return GradientCheck(
+            verdict,
+            self.first(),
+            _policy_text(store),
+            tolerance,
+            None if plain is None or found is None else (plain, found),
+            self.parameters,
+            self.outputs,
+            self.buffers,
+            runs,
+            report.saved_bytes,
+            report.stored_bytes,
+            report.held_bytes,
+        )
+
+
+def _numel(row: Row) -> int:
+    return math.prod(row.shape)
+
+
+def _policy_text(store: ActivationStore) -> str:
+    policy: Any = store.policy
+    return str(getattr(policy, "__name__", policy)).removeprefix("* : ")

@@ -1,0 +1,208 @@
+"""What a comparison found, as values and as text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from actstore.check.values import relative
+from actstore.units import format_nbytes
+
+Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
+MOST_ROWS = 24  # of the printed table
+CANCELS = 0.01  # of its share of all gradients: a gradient below that is taken for zero but for rounding
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter's gradient, an output or a buffer, in both runs.
+
+    norm : of the plain values that are finite
+    error_norm : of the difference; infinite where only one of two elements is finite, or the shapes differ
+    max_abs_error : the largest difference of two elements
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    equal: bool  # bit for bit
+    norm: float
+    error_norm: float
+    max_abs_error: float
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the difference by the norm of the plain values."""
+        return relative(self.error_norm, self.norm)
+
+    def passes(self, tolerance: float, share: float = 0.0) -> bool:
+        """Whether the error is within the tolerance.
+
+        share : the norm that these elements would have if all gradients were of one size. A gradient far below that is
+            a sum that cancels (the bias in front of a normalisation, or of attention's keys) and is judged by it.
+        """
+        reference = self.norm if self.norm >= CANCELS * share else share
+        return self.equal or (tolerance > 0 and self.error_norm <= tolerance * reference)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs.
+
+    kind : "forward output", "gradient", "output of the step" or "buffer"
+    module : qualified name; "" for the model itself, None where no module is known
+    call : which call of the module in the step, from 0
+    operation : the autograd node that computed the gradient, "" where that is not known
+    incoming : whether the gradient differed when it came to `operation`: what computed it was outside of all modules
+    index : which of the outputs, or of the gradients that the operation gives to its inputs
+    relative_error, max_abs_error : None where a second run did not show the difference again
+    """
+
+    kind: str
+    module: str | None
+    call: int
+    operation: str
+    incoming: bool
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    relative_error: float | None = None
+    max_abs_error: float | None = None
+    name: str = ""  # of the row, where no module is known
+
+    @property
+    def site(self) -> str:
+        """Where it is, in words."""
+        if self.module is None:
+            return f"{self.kind} {self.name}"
+        module = f"'{self.module}'" if self.module else "the model itself"
+        if self.call:
+            module += f", call {self.call + 1}"
+        if not self.operation:
+            return f"output {self.index} of {module}"
+        if self.incoming:
+            return f"gradient that comes to {self.operation} in {module} from outside of the modules"
+        return f"gradient {self.index} from {self.operation} in {module}"
+
+    def __str__(self) -> str:
+        text = f"{self.site}, {self.dtype} {list(self.shape)}"
+        if self.relative_error is None or self.max_abs_error is None:
+            return text
+        return f"{text}: {_figures(self.relative_error, self.max_abs_error)}"
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """The answer of `check_gradients`. `str()` of it is for people.
+
+    verdict : "equal" bit for bit; "within tolerance"; "different"; or "no verdict", where plain training differs from
+        itself, and `first` says where
+    first : the first difference, None where there is none
+    loss : the first number that the step returned, plain and with the store; None where it returned none
+    parameters, outputs, buffers : every gradient, output of the step and buffer after it; of the worst run
+    runs : how often the step ran with the store
+    saved_bytes, stored_bytes, held_bytes : of the store's last run, as in its report
+    """
+
+    verdict: Verdict
+    first: Difference | None
+    policy: str
+    tolerance: float
+    loss: tuple[float, float] | None
+    parameters: tuple[Row, ...]
+    outputs: tuple[Row, ...]
+    buffers: tuple[Row, ...]
+    runs: int
+    saved_bytes: int
+    stored_bytes: int
+    held_bytes: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything was equal bit for bit."""
+        return self.verdict == "equal"
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything was equal, or within the tolerance."""
+        return self.verdict in ("equal", "within tolerance")
+
+    @property
+    def idle(self) -> bool:
+        """Whether the store left every tensor as it was, and the comparison so says little."""
+        acted = self.stored_bytes or self.held_bytes < self.saved_bytes or "recompute" in self.policy
+        return self.runs > 0 and not acted
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON; errors that are not finite are given as text."""
+        values = asdict(self)
+        for name in ("parameters", "outputs", "buffers"):
+            for row, written in zip(getattr(self, name), values[name], strict=True):
+                written["relative_error"] = row.relative_error
+        finite: dict[str, Any] = _finite(values)
+        return finite
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.first is not None:
+            lines.append(f"  first    {self.first}")
+        if self.loss is not None and self.runs:
+            plain, stored = self.loss
+            lines.append(f"  loss     {plain:.9g} plain, {stored:.9g} with the store")
+        if self.runs:
+            saved, stored_text = format_nbytes(self.saved_bytes), format_nbytes(self.stored_bytes)
+            lines.append(f"  store    {self.policy}: {saved} saved, {stored_text} stored; {self.runs} runs")
+        if self.idle:
+            lines.append(
+                "  Every tensor was kept, and so this says little: tensors below min_bytes are kept; "
+                "min_bytes=0 sends all through."
+            )
+        lines += self._table()
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.verdict == "equal":
+            return "Equal: the step with the store is plain training, bit for bit."
+        if self.verdict == "within tolerance":
+            return f"Within tolerance: relative errors of at most {self.tolerance:g}, where 0 is bit for bit."
+        if self.verdict == "different":
+            allowed = f"more than the tolerance of {self.tolerance:g}" if self.tolerance else "not bit for bit the same"
+            return f"Different: plain and with the store, {allowed}."
+        return (
+            "No verdict: the plain step differs from itself when it is run again from the same state. Give it the same "
+            "batch each time, its own random generators and schedulers by stateful=, and on a GPU "
+            "torch.use_deterministic_algorithms(True)."
+        )
+
+    def _table(self) -> list[str]:
+        groups = (("gradient of", self.parameters), ("output", self.outputs), ("buffer", self.buffers))
+        unequal = [(f"{what} {row.name}", row) for what, rows in groups for row in rows if not row.equal]
+        unequal.sort(key=lambda pair: -pair[1].relative_error)
+        total = sum(len(rows) for _, rows in groups)
+        counts = ", ".join(f"{len(rows)} {word}" for word, (_, rows) in zip(_PLURALS, groups, strict=True) if rows)
+        lines = [f"  compared {counts}; {total - len(unequal)} of {total} are equal bit for bit"]
+        if unequal:
+            width = max(len(name) for name, _ in unequal[:MOST_ROWS])
+            lines += ["", f"  {'':<{width}}  relative error  max |error|  shape"]
+            for name, row in unequal[:MOST_ROWS]:
+                errors = f"{row.relative_error:>14.2e}  {row.max_abs_error:>11.2e}"
+                lines.append(f"  {name:<{width}}  {errors}  {row.dtype} {list(row.shape)}")
+            if len(unequal) > MOST_ROWS:
+                lines.append(f"  and {len(unequal) - MOST_ROWS} more with smaller errors")
+        return lines
+
+
+_PLURALS = ("gradients", "outputs", "buffers")
+
+
+def _figures(relative: float, largest: float) -> str:
+    return f"relative error {relative:.2e}, largest difference {largest:.2e}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
