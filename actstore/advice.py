@@ -30,6 +30,7 @@ class Figures:
     kept_still_alive : stored, and yet the original storage is held by somebody else
     alive_site : where most of that was saved
     on_host : stored in memory of the host, where that is the compute device's own
+    compiled : stored, and in backward read at once by one compiled region
     in_flight : stored, and not yet away from the device
     stall_ms, step_ms : compute waited, of a step
     fetches, late, misses : payloads that backward asked for; of these, those whose fetch had begun and was not
@@ -49,6 +50,7 @@ class Figures:
     kept_still_alive: int = 0
     alive_site: str = ""
     on_host: int = 0
+    compiled: int = 0
     in_flight: int = 0
     stall_ms: float = 0.0
     step_ms: float = 0.0
@@ -124,7 +126,14 @@ def _causes(f: Figures) -> list[tuple[int, float, str]]:
             "(a codec before the link, such as `int8 @ host`), keep the last layers, or recompute some.",
         ),
         (
-            f.peak_held_bytes - f.held_bytes,
+            f.compiled,
+            LEAST_PEAK,
+            "were read back at once by one compiled region, because torch.compile needs all that a region saved when "
+            "its backward begins: storing them frees memory only until then; compile the blocks instead of the model "
+            "(`block.compile()`), or recompute them.",
+        ),
+        (
+            0 if f.compiled >= LEAST_PEAK * f.saved_bytes else f.peak_held_bytes - f.held_bytes,
             LEAST_PEAK,
             "more than at the end of forward are held at the peak of the step, by payloads on their way, decoding or "
             "recomputation; recompute smaller blocks, or store fewer bytes.",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from torch import UntypedStorage
 
+from actstore.reaper import Last
 from actstore.storage import expired, free_weak, hold_weak
 
 
@@ -13,37 +16,36 @@ class Census:
     def __init__(self) -> None:
         self.met: set[int] = set()
         self.counted: set[int] = set()
+        self._held: list[int] = []
+        self._last = Last(deque(maxlen=0).extend, map(free_weak, self._held))  # of all that are there by then
 
     def meet(self, key: int, storage: UntypedStorage) -> None:
         """Keep the identity `key` of `storage` from being used again."""
         if key not in self.met:
+            hold_weak(storage)  # first: what an interrupt leaves is a reference too many, never one too few
+            self._held.append(key)
             self.met.add(key)
-            hold_weak(storage)
 
     def count(self, key: int, storage: UntypedStorage) -> int:
         """Bytes that plain autograd holds of `storage` because it is saved now: 0 when it was before."""
         if key in self.counted:
             return 0
         self.counted.add(key)
-        if key not in self.met:
-            self.met.add(key)
-            hold_weak(storage)
+        self.meet(key, storage)
         return storage.nbytes()
 
     def prune(self) -> set[int]:
         """Forget storages that are gone; returns their identities."""
         gone = {key for key in self.met if expired(key)}
-        self._forget(gone)
+        self.met -= gone
+        self.counted -= gone
+        self._held[:] = [key for key in self._held if key not in gone]
+        for key in gone:
+            free_weak(key)
         return gone
 
     def clear(self) -> None:
-        self._forget(set(self.met))
-
-    def __del__(self) -> None:
-        self.clear()
-
-    def _forget(self, keys: set[int]) -> None:
-        self.met -= keys
-        self.counted.difference_update(keys)
-        for key in keys:
-            free_weak(key)
+        self.met.clear()
+        self.counted.clear()
+        while self._held:
+            free_weak(self._held.pop())

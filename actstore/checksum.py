@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 import torch
 
 WORDS = 2**20  # at a time, so that it needs little memory
@@ -25,8 +29,18 @@ def checksum(memory: torch.Tensor) -> torch.Tensor:
     words = memory[: 8 * whole].view(torch.int64)
     for start in range(0, whole, WORDS):
         part = words[start : start + WORDS]
-        places = torch.arange(part.numel(), dtype=torch.int64, device=memory.device) * 2 + 1
-        total = total * MULTIPLIER + (part * places).sum()
+        if memory.device.type == "cpu":  # there is a product for integers, many times as fast
+            weighted = torch.dot(part, torch.from_numpy(_places()[: part.numel()]))
+        else:
+            places = torch.arange(part.numel(), dtype=torch.int64, device=memory.device) * 2 + 1
+            weighted = (part * places).sum()
+        total = total * MULTIPLIER + weighted
     for byte in memory[8 * whole :].to(torch.int64):
         total = total * MULTIPLIER + byte
     return total
+
+
+@lru_cache(maxsize=1)
+def _places() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The weights of a chunk's words. An array of NumPy's, which no mode of torch that is active can change."""
+    return np.arange(WORDS, dtype=np.int64) * 2 + 1

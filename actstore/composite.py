@@ -6,11 +6,11 @@ waits where a tensor of its own would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 from weakref import ref
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -91,22 +91,6 @@ def has_values(outer: Tensor, part: Tensor) -> bool:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor of any class is a parameter or a view of one."""
     return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
-
-
-def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
-    """The storages under a tensor of any class: none for a sparse one, those of its parts for a wrapper."""
-    if _is_wrapper(tensor):
-        wrapper: Any = tensor
-        for name in wrapper.__tensor_flatten__()[0]:
-            part = getattr(wrapper, name)
-            if isinstance(part, Tensor):
-                yield from storages_of(part)
-        return
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return
-    yield storage
 
 
 def _names(wrapper: Any) -> list[str]:

@@ -9,14 +9,15 @@ from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _current_autograd_node, _current_graph_task_id
+from torch._C import _current_autograd_node, _current_graph_task_id, _get_dispatch_mode, _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import graph
 from torch.nn import Parameter
 
 from actstore.census import Census
 from actstore.codecs import Bit1, Codec, Raw
-from actstore.composite import Composite, Part, has_values, is_parameter, parts_of, storages_of
+from actstore.composite import Composite, Part, has_values, is_parameter, parts_of
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
@@ -24,7 +25,7 @@ from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
 from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.spec import Site, Spec
-from actstore.storage import revive
+from actstore.storage import revive, storages_of
 
 if TYPE_CHECKING:
     from actstore.ledger import Account
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 Handle = Small | Kept | Stored | Composite
 
@@ -44,7 +46,11 @@ def unpack(handle: Handle) -> Tensor:
         if alias._version != version:
             check_version(alias, version, Site(frame.place.name, SMALL))
         return alias
-    return handle.get()  # type: ignore[union-attr]
+    tensor = handle.get()  # type: ignore[union-attr]
+    node: Any = _current_autograd_node()  # None outside of backward
+    if node is not None and node.name() == "CompiledFunctionBackward":
+        _note_compiled(handle, node, tensor)
+    return tensor
 
 
 class Scope:
@@ -91,6 +97,8 @@ class Scope:
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
 
         def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
+            if _len_torch_dispatch_stack() and _get_dispatch_mode(_FAKE) is not None:
+                return _alias_of(tensor), tensor._version, tracker.frame
             if unsettled and _get_sequence_nr() != self._unsettled_nr:
                 self.settle()
             frame = tracker.frame
@@ -111,7 +119,7 @@ class Scope:
             if key in parameters:
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
-            if nbytes < frame.keep_below:
+            if not nbytes or nbytes < frame.keep_below:  # without memory now: its owner may give it some later
                 small = frame.small
                 small[key] = nbytes
                 if len(small) == GROUP:
@@ -133,6 +141,8 @@ class Scope:
     def _of_class(self, tensor: Tensor, frame: Frame, pack: Callable[[Tensor, Tensor], Handle]) -> Handle | None:
         """The handle of a tensor whose class is its own; None for one that is no parameter and has no parts."""
         alias = tensor.detach()
+        if isinstance(tensor, FakeTensor):  # no bytes, and nothing to count
+            return alias, tensor._version, frame
         if is_parameter(tensor):
             self.parameters.update(storage._cdata for storage in storages_of(tensor))
             return alias, tensor._version, frame
@@ -186,16 +196,20 @@ class Scope:
         if _current_graph_task_id() != -1:
             _refuse_reentrant()
             return self._keep(tensor, account, key, storage, "saved by a backward that is itself differentiated")
+        if tensor.is_quantized:
+            return self._keep(tensor, account, key, storage, "a quantized tensor has more than its bytes")
         whole = is_whole(tensor, nbytes)
+        if not whole and not _fits(tensor, nbytes):
+            return self._keep(tensor, account, key, storage, "its storage has been resized and holds less")
         if not whole and tensor.nbytes < self._min_nbytes and nbytes <= SPARE * tensor.nbytes:
             return self._keep(tensor, account, key, storage, "small")
         known = tensor if outer is None else outer
         node = known.grad_fn
         name = "" if node is None else node.name()
-        if name in TRANSPARENT and is_cast_parameter(known):
+        if name in TRANSPARENT and is_cast_parameter(known, self.parameters):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
         if not (codec.lossless and codec.accepts(tensor.dtype)):
-            reason = self._exact_reason(tensor, known, frame, name, codec, whole, protected)
+            reason = self._exact_reason(tensor, known, frame, name, key, codec, whole, protected)
             if reason:
                 codec = BITS if tensor.dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
@@ -233,7 +247,15 @@ class Scope:
         return account, ASK
 
     def _exact_reason(
-        self, tensor: Tensor, known: Tensor, frame: Frame, producer: str, codec: Codec, whole: bool, protected: bool
+        self,
+        tensor: Tensor,
+        known: Tensor,
+        frame: Frame,
+        producer: str,
+        key: int,
+        codec: Codec,
+        whole: bool,
+        protected: bool,
     ) -> str:
         """Why `tensor` cannot go through `codec`; empty when it can."""
         if not codec.accepts(tensor.dtype):
@@ -246,6 +268,8 @@ class Scope:
             return ""
         if self._has_model and frame.module is None and frame.inputs is None:
             return "saved outside of the model: part of the loss"
+        if key in self.tracker.computed or self.tracker.computes_weights:
+            return "a weight that is computed from parameters"
         return lossy_reason(known, producer)
 
     def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:
@@ -358,7 +382,9 @@ class Scope:
 
     def _prune(self) -> None:
         """Forget what is gone, so that a context without an end does not grow."""
-        for key in self._census.prune():
+        gone = self._census.prune()
+        self.tracker.forget(gone)
+        for key in gone:
             self._stored.pop(key, None)
             self._kept.pop(key, None)
             self._tags.pop(key, None)
@@ -369,6 +395,25 @@ class Scope:
         if empty is None or empty.device != tensor.device:
             empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty
+
+
+def _note_compiled(handle: Handle, node: Any, tensor: Tensor) -> None:
+    if isinstance(handle, Stored) and handle.alias is None:
+        owner = handle.owner or handle
+        key = _current_graph_task_id(), node._sequence_nr()
+        owner.store.ledger.read_compiled(handle.account, key, tensor.nbytes if owner is handle else 0)
+
+
+def _alias_of(tensor: Tensor) -> Tensor:
+    """An alias that holds what `tensor` holds, also where a mode makes each new tensor a fake one."""
+    with unset_fake_temporarily():
+        return tensor.detach()
+
+
+def _fits(tensor: Tensor, nbytes: int) -> bool:
+    """Whether a storage of `nbytes` holds all elements of `tensor`."""
+    span = layout_of(tensor.shape, tensor.stride()).span
+    return span == 0 or (int(tensor.storage_offset()) + span) * tensor.itemsize <= nbytes
 
 
 def _name(error: ActstoreError, account: Account, tensor: Tensor) -> None:

@@ -81,10 +81,12 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = Lock()
         self._gone: deque[tuple[Account, int, int]] = deque()  # appended to by finalizers at any moment
+        self.put_gone = self._gone.append  # `release` of (account, held, away) in one call of a C function
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
         self.held_at_exit = 0
+        self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
 
     def account(self, site: Site) -> Account:
@@ -132,6 +134,12 @@ class Ledger:
             if now > self.peak:
                 self.peak = now
 
+    def read_compiled(self, account: Account, node: tuple[int, int], nbytes: int) -> None:
+        """Book bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
+        with self._lock:
+            self.compiled[node] = total = self.compiled.get(node, 0) + nbytes
+        self.touch_peak(account, total)
+
     def occupy(self, tier: str, nbytes: int) -> None:
         """Book room in a tier as reserved, or as given back where negative."""
         with self._lock:
@@ -166,6 +174,8 @@ class Ledger:
                 account.peak = account.held
                 account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
                 account.misses = account.alive = 0
+                account.note = ""
+            self.compiled.clear()
             self.peak = self._held
             for medium in self.media.values():
                 medium[1] = medium[0]

@@ -11,16 +11,20 @@ from functools import partial
 from threading import Lock, local
 from typing import Any
 
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
+from actstore.census import Census
 from actstore.codecs import Codec, Raw
 from actstore.ledger import Account, Ledger
 from actstore.policy import Decision, Encode, Offload
 from actstore.reaper import Last
 from actstore.spec import Site
+from actstore.storage import storages_of
 
 SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
 GROUP = 64  # small tensors that share one frame at most
@@ -64,7 +68,7 @@ class Place:
         """Book a group of small tensors as saved, and as held until what this returns dies."""
         if self._small is None:
             self._small = self._ledger.account(Site(self.name, SMALL))
-            self._small.note = "" if self.target is None else "small"
+        self._small.note = "" if self.target is None else "small"
         self._small.count += count
         self._ledger.add(self._small, nbytes, 0, nbytes)
         return Last(self._ledger.put_gone, (self._small, nbytes, 0))
@@ -102,11 +106,14 @@ class Frame:
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("counted", "frame", "owned", "places", "stack")
+    __slots__ = ("census", "computed", "counted", "frame", "owned", "parameters", "places", "stack")
 
-    def __init__(self, places: dict[Module, Place], top: Place, counted: set[int]) -> None:
+    def __init__(self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int]) -> None:
         self.places = places
-        self.counted = counted  # storages that are booked elsewhere
+        self.census = census
+        self.counted = census.counted  # storages that are booked elsewhere
+        self.parameters = parameters  # storages of parameters
+        self.computed: set[int] = set()  # storages of weights that are computed from parameters
         self.owned: set[int] = set()
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.owned)
@@ -122,6 +129,23 @@ class Tracker:
     def pop(self) -> None:
         self.frame.end(self.counted)
         self.frame = self.stack.pop()
+
+    def adopt(self, weight: Tensor, *, computed: bool) -> None:
+        """Know a weight that is no Parameter: `functional_call` was given it, or it was `computed` from parameters."""
+        known = self.computed if computed else self.parameters
+        for storage in storages_of(weight):
+            self.census.meet(storage._cdata, storage)
+            known.add(storage._cdata)
+
+    def forget(self, gone: set[int]) -> None:
+        """Forget weights whose storages are gone."""
+        self.parameters -= gone
+        self.computed -= gone
+
+    @property
+    def computes_weights(self) -> bool:
+        """Whether a parametrization is running."""
+        return any(isinstance(frame.module, ParametrizationList) for frame in (self.frame, *self.stack))
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
@@ -187,18 +211,26 @@ def _before(module: Module, _: Any) -> None:
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
+        weights: Iterable[Any] = module._parameters.values()
+        for weight in weights:
+            if type(weight) is not Parameter and weight is not None and not isinstance(weight, Parameter):
+                tracker.adopt(weight, computed=not weight.is_leaf)
         place = tracker.places.get(module)
+        if place is None and (original := module._modules.get("_orig_mod")) is not None:
+            place = tracker.places.get(original)  # the whole model is compiled, and its own hooks may not run
         if place is not None:
             if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
                 tracker.unwind()
             tracker.push(module, place)
 
 
-def _after(module: Module, _args: Any, _output: Any) -> None:
+def _after(module: Module, _args: Any, output: Any) -> None:
     if is_dynamo_compiling():
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
+        if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
+            tracker.adopt(output, computed=True)
         tracker.leave(module)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actstore.composite import storages_of
+from actstore.storage import storages_of
 
 # Outputs whose error is amplified: by exp, by a division of small differences, or by being the loss itself.
 # Measured on a character GPT: norm statistics are 0.14 % of the saved bytes and up to 86 % of the gradient error when
@@ -51,13 +53,19 @@ def lossy_reason(tensor: Tensor, producer: str) -> str:
     return ""
 
 
-def is_cast_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer."""
+def is_cast_parameter(tensor: Tensor, parameters: Set[int]) -> bool:
+    """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer.
+
+    `parameters` are the storages of those that are plain tensors, as for `functional_call`.
+    """
     node = tensor.grad_fn
     while node is not None and node.name() in TRANSPARENT:
         node = node.next_functions[0][0]
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            return isinstance(getattr(node, "variable", None), Parameter)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Parameter):
+                return True
+            return leaf is not None and any(storage._cdata in parameters for storage in storages_of(leaf))
     return False
 
 

@@ -1,17 +1,32 @@
-"""A queue that finalizers may use.
+"""What happens when an object dies, and a queue for it.
 
 A finalizer runs at any moment on any thread, also on the thread that holds the lock it would need. It therefore only
 appends here, which is atomic; the items are handled later, under the lock, by ordinary code.
+
+An interrupt (Ctrl-C) that arrives while the main thread computes in C is raised in the first Python function after it.
+Where that is a ``__del__``, Python prints the interrupt, forgets it, and the object is never freed. `Last` has none.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class Last(partial[object]):
+    """``Last(put, item)`` calls ``put(item)`` when it dies. Who owns what must be given back owns one of these for it.
+
+    `put` is a function written in C, such as `Reaper.put`: then no Python code runs, and no interrupt comes between.
+    """
+
+    __slots__ = ()
+
+    __del__ = partial.__call__
 
 
 class Reaper(Generic[T]):

@@ -17,10 +17,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from actstore.composite import is_parameter, storages_of
+from actstore.composite import is_parameter
 from actstore.errors import PolicyError
+from actstore.generators import Generators
 from actstore.modules import named_modules
 from actstore.policy import Keep, Recompute
+from actstore.storage import storages_of
 
 if TYPE_CHECKING:
     from actstore.hooks import Scope
@@ -44,6 +46,7 @@ class Wrapped:
                 f"name what it holds: '{name}.* : {decision}'",
                 module=name,
             )
+        self._name = name
         self._module = module
         self._decision = decision
         self._scope_of = scope_of
@@ -93,13 +96,12 @@ class Wrapped:
             counter = _CountRecomputed(scope, tracker.frame.place.account(0), self._module)
             if isinstance(self._decision.inputs, Keep):  # these are held already
                 counter.ignored = {storage._cdata for i in where for storage in storages_of(leaves[i])}
-            return checkpoint(
-                run,
-                *(leaves[i] for i in where),
-                use_reentrant=False,
-                context_fn=lambda: (_CountSaved(scope, counter.account), counter),
-                **_RESPECT,
+            saved = _CountSaved(scope, counter.account, f"{self._name} ({self._decision})")
+            output = checkpoint(
+                run, *(leaves[i] for i in where), use_reentrant=False, context_fn=lambda: (saved, counter), **_RESPECT
             )
+            counter.generators.ended()
+            return output
         finally:
             tracker.pop()
 
@@ -146,7 +148,7 @@ class _Delegating:
                     self.see(storage)
             return pack(tensor)
 
-        hooks = saved_tensors_hooks(counting, unpack)
+        hooks = saved_tensors_hooks(counting, self.reading(unpack))
         hooks.__enter__()
         self._hooks.append(hooks)
 
@@ -161,6 +163,10 @@ class _Delegating:
         """The region saved something in this storage."""
         raise AssertionError
 
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """What reads back what the region saved."""
+        return unpack
+
     def end(self) -> None:
         """The region has run, or stopped early."""
 
@@ -168,23 +174,39 @@ class _Delegating:
 class _CountSaved(_Delegating):
     """Books what plain autograd would have saved inside the region."""
 
-    def __init__(self, scope: Scope, account: Account) -> None:
+    def __init__(self, scope: Scope, account: Account, region: str) -> None:
         super().__init__(scope, account)
         self._scope = scope
+        self._region = region
 
     def see(self, storage: torch.UntypedStorage) -> None:
         self._scope.count(storage._cdata, storage, self.account)
+
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        region = self._region
+
+        def naming(packed: Any) -> Tensor:
+            try:
+                return unpack(packed)
+            except Exception as error:
+                error.add_note(f"while recomputing {region}")
+                raise
+
+        return naming
 
 
 class _CountRecomputed(_Delegating):
     """Books the high-water of a recomputation: all that the region saved exists when it ends.
 
-    Normalisations see copies of their buffers meanwhile, so that running statistics are updated once a step.
+    Normalisations see copies of their buffers meanwhile, so that running statistics are updated once a step, and
+    random generators the states that they had before the first run.
     """
 
     def __init__(self, scope: Scope, account: Account, module: Module) -> None:
         super().__init__(scope, account)
-        self._norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
+        modules = list(module.modules())
+        self.generators = Generators(modules)
+        self._norms = [norm for norm in modules if isinstance(norm, _NormBase)]
         self._buffers: list[dict[str, Tensor | None]] = []
         self._ledger = scope.ledger
         self._parameters = scope.parameters
@@ -193,6 +215,7 @@ class _CountRecomputed(_Delegating):
 
     def begin(self) -> None:
         self._seen.clear()
+        self.generators.rewind()
         self._buffers = [dict(norm._buffers) for norm in self._norms]
         for norm in self._norms:
             copies = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
@@ -204,6 +227,7 @@ class _CountRecomputed(_Delegating):
             self._seen[key] = storage.nbytes()
 
     def end(self) -> None:
+        self.generators.resume()
         for norm, buffers in zip(self._norms, self._buffers, strict=True):
             norm._buffers.update(buffers)
         self._ledger.touch_peak(self.account, sum(self._seen.values()))

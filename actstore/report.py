@@ -184,6 +184,7 @@ def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
         kept_still_alive=sum(account.alive for account in accounts),
         alive_site=str(alive.site) if alive is not None and alive.alive else "",
         on_host=sum(a.stored for a in accounts if a.where.endswith("@ host")) if circumstances.on_host else 0,
+        compiled=max(ledger.compiled.values(), default=0),
         in_flight=sum(
             a.held_at_exit for a in accounts if a.stored and "@" in a.where and not _on_host(a, circumstances)
         ),

@@ -56,6 +56,9 @@ class ActivationStore:
     host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``; with
         ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
     disk_path : an existing folder for the disk tier; the system's temporary folder by default
+    gpu_direct : whether payloads move between GPU memory and disk without host memory in between (GPUDirect Storage).
+        Needs an NVIDIA GPU and the package kvikio: the extra `gds12` or `gds13`. kvikio waits for CUDA's default stream
+        before each transfer: compute on a stream of your own, else disk and GPU take turns
     allow_mutation : whether a saved tensor may be changed in place before backward. Where a copy was stored, backward
         then sees the value at the time of saving; where the tensor was kept it is an error all the same.
     window : most bytes that are on their way to one tier at once, and most that are fetched ahead in backward; on the
@@ -73,7 +76,8 @@ class ActivationStore:
     Raises
     ------
     PolicyError, ChainError, UnknownCodecError : the policy does not parse, or does not fit the model
-    ConfigError : a budget does not parse, the disk tier's folder cannot be written, the model is on several devices
+    ConfigError : a budget does not parse, the disk tier's folder cannot be written, `gpu_direct` cannot work, the model
+        is on several devices
 
     Notes
     -----
@@ -90,6 +94,7 @@ class ActivationStore:
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
+        gpu_direct: bool = False,
         allow_mutation: bool = False,
         window: int | str | None = None,
         when_full: Literal["wait", "keep", "spill"] = "wait",
@@ -112,6 +117,7 @@ class ActivationStore:
                 host_budget_nbytes=None if host_budget is None else parse_budget(host_budget, "host_budget"),
                 disk_budget_nbytes=None if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
                 disk_path=disk_path,
+                gpu_direct=gpu_direct,
                 window_nbytes=None if window is None else _read_window(window),
                 when_full=_read_when_full(when_full),
                 strict=strict,
@@ -128,7 +134,7 @@ class ActivationStore:
         device = _device_of(model)
         if device is not None:  # what its first use waits for is waited for here
             self._store.open(device, "device")
-        if "disk" in _tiers_of(self._policy):
+        if "disk" in _tiers_of(self._policy) and (device is not None or not gpu_direct):
             self._store.open(device or torch.device("cpu"), "disk")
 
     # -- the context --------------------------------------------------------------------------------------------------
@@ -140,13 +146,14 @@ class ActivationStore:
                 self._store.start()
                 self._name_modules()
             census = Census()
-            tracker = Tracker(self._places, self._top, census.counted)
+            parameters = storage_keys(self._model) if self._model is not None else set()
+            tracker = Tracker(self._places, self._top, census, parameters)
             scope = Scope(
                 self._store,
                 self._policy,
                 tracker,
                 census,
-                storage_keys(self._model) if self._model is not None else set(),
+                parameters,
                 self._store.begin(_device_of(self._model) or torch.device("cpu")),
                 min_nbytes=self._min_nbytes,
                 allow_mutation=self._allow_mutation,
@@ -202,6 +209,11 @@ class ActivationStore:
         return inside
 
     # -- what users ask -----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Module | None:
+        """The model that the store was made for."""
+        return self._model
 
     @property
     def policy(self) -> Policy:
@@ -310,6 +322,11 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     if entries:
         entries[-1].scope.tag(tensor, name)
     return tensor
+
+
+def is_active() -> bool:
+    """Whether some store is entered on this thread."""
+    return bool(_entries())
 
 
 def _entries() -> list[_Entry]:

@@ -6,13 +6,15 @@ the memory) from being used again, and so makes it one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _untyped: Any = UntypedStorage  # torch's annotations miss these methods
+_is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
 hold_weak: Callable[[UntypedStorage], int] = _untyped._weak_ref  # the address, until `free_weak` is called with it
 free_weak: Callable[[int], None] = _untyped._free_weak_ref
@@ -22,6 +24,22 @@ expired: Callable[[int], bool] = _untyped._expired
 def revive(key: int) -> UntypedStorage | None:
     """The storage of a weak reference, if it still lives."""
     return cast("UntypedStorage | None", _untyped._new_with_weak_ptr(key))
+
+
+def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+    """The storages under a tensor of any class: none for a sparse one, those of its parts for a wrapper."""
+    if _is_wrapper(tensor):
+        wrapper: Any = tensor
+        for name in wrapper.__tensor_flatten__()[0]:
+            part = getattr(wrapper, name)
+            if isinstance(part, Tensor):
+                yield from storages_of(part)
+        return
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return
+    yield storage
 
 
 def whole_of(storage: UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

@@ -99,9 +99,11 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
+        self._put_gone = self.ledger.put_gone
         self.trace: Trace | None = None
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
+        self._left: list[TierSet] = []  # by `close`; graphs may still hold payloads of theirs
         self._lock = Lock()
         self._closed = False
         self._steps = 0
@@ -170,7 +172,7 @@ class Store:
                 slot.tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
-            entry.last = Last(self.ledger.put_gone, (account, slot.nbytes, 0))
+            entry.last = Last(self._put_gone, (account, slot.nbytes, 0))
         elif berth is not None:
             try:
                 used = bound.encode(src, berth.memory, key)
@@ -278,7 +280,7 @@ class Store:
 
     def poll(self) -> None:
         """Let go of device memory whose bytes have arrived elsewhere, or that payloads turned out not to need."""
-        for place in list(self._places.values()):
+        for place in [*self._places.values(), *self._left]:
             place.engine.poll()
             self._move_known(place)
 
@@ -303,6 +305,7 @@ class Store:
         with self._lock:
             self._closed = True
             places, self._places = self._places, {}
+            self._left += places.values()
         for weak in self._entries:
             entry = weak()
             if entry is not None:
@@ -426,7 +429,7 @@ class Store:
             raise
         entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, stage
         self.ledger.add(account, saved, 0, stage.nbytes)
-        entry.last = Last(self.ledger.put_gone, (account, stage.nbytes, 0))
+        entry.last = Last(self._put_gone, (account, stage.nbytes, 0))
         if late is not None:
             with place.late_lock:
                 place.late.append((ref(entry), late, tiers, forward))
@@ -475,7 +478,7 @@ class Store:
                 raise
             entry.last = None
             self.ledger.add(account, 0, used, slot.nbytes)
-            entry.last = Last(self.ledger.put_gone, (account, slot.nbytes, 0))
+            entry.last = Last(self._put_gone, (account, slot.nbytes, 0))
         elif berth is not None:
             try:
                 place.device.copy(berth.memory, stage.memory[:room], place.device.current())

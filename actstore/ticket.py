@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol
 
 from actstore.errors import ActstoreError, StateError, TransferError
+from actstore.job import Job
 
 Span = tuple[int, int]  # begin and end of an operation, on the clock of time.perf_counter_ns
 
@@ -103,14 +103,14 @@ class EventTicket(Ticket):
         return end - int(self._begin.elapsed_time(self._event) * 1e6), end
 
 
-class FutureTicket(Ticket):
+class JobTicket(Ticket):
     """Work of host threads: of all `jobs`, each of which returns when it began and ended.
 
     Where jobs put copies on a device's stream, `copies` holds their tickets once the jobs are done.
     A forked child has no workers: nothing waits there for what the parent still does.
     """
 
-    def __init__(self, jobs: Sequence[Future[Span]], copies: Sequence[Ticket] = ()) -> None:
+    def __init__(self, jobs: Sequence[Job[Span]], copies: Sequence[Ticket] = ()) -> None:
         self._jobs = jobs
         self._copies = copies
         self._pid = os.getpid()

@@ -27,6 +27,7 @@ class StoreOptions:
     host_budget_nbytes: int | None = None
     disk_budget_nbytes: int | None = None
     disk_path: str | PathLike[str] | None = None
+    gpu_direct: bool = False  # to disk and back without host memory in between
     window_nbytes: int | None = None  # on their way to one tier, and fetched ahead; None for a default
     when_full: str = "wait"  # when that many are on their way: "wait", "keep" or "spill"
     strict: bool = False
@@ -93,7 +94,8 @@ class TierSet:
         if name == "device":
             return DeviceTier(device)
         if name == "disk":
-            return _limited(DiskTier(options.disk_path, device), options.disk_budget_nbytes)
+            tier = DiskTier(options.disk_path, device, gpu_direct=options.gpu_direct)
+            return _limited(tier, options.disk_budget_nbytes)
         if device.on_host:
             return _limited(HostMemoryTier(device), options.host_budget_nbytes)
         return HostTier(device, options.host_budget_nbytes)

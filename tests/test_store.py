@@ -25,16 +25,10 @@ TIERS = ["device", "host", "disk"]
 
 
 class Owned(Entry):
-    """An entry that frees itself, as handles do."""
-
     __slots__ = ()
 
     def __init__(self, store, site=0):
-        self.account = store.ledger.account(Site("m", site))
-        self.slot = self.berth = None
-
-    def __del__(self):
-        self.free()
+        super().__init__(store.ledger.account(Site("m", site)))
 
 
 @pytest.fixture

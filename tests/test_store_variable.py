@@ -52,11 +52,7 @@ class Owned(Entry):
     __slots__ = ()
 
     def __init__(self, store, site=0):
-        self.account = store.ledger.account(Site("m", site))
-        self.slot = self.berth = None
-
-    def __del__(self):
-        self.free()
+        super().__init__(store.ledger.account(Site("m", site)))
 
 
 def source(kept, value=7):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from threading import Lock
 from time import perf_counter_ns
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from actstore.devices.base import Device, Workers
+from actstore.devices.workers import Threads
 from actstore.ticket import EventTicket, Ticket
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
@@ -131,7 +131,7 @@ class Accelerator(Device):
         return memory
 
     def workers(self, count: int, name: str) -> Workers:
-        return ThreadPoolExecutor(count, thread_name_prefix=name)
+        return Threads(count, name)
 
     def _timed(self, stream: Any) -> Any:
         event: Any = torch.Event(self.torch_device, enable_timing=True)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from actstore.job import Job
 from actstore.ticket import Ticket
 
 T = TypeVar("T")
 
 
 class Workers(Protocol):
-    """Host threads; `concurrent.futures.ThreadPoolExecutor` is one."""
+    """Host threads."""
 
-    def submit(self, job: Callable[..., T], /, *args: Any) -> Future[T]:
+    def submit(self, job: Callable[..., T], /, *args: Any) -> Job[T]:
         """Have a thread call `job(*args)`; jobs begin in the order of their submission."""
 
     def shutdown(self) -> None:

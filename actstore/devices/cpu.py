@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from actstore.devices.base import Device, Workers
+from actstore.devices.workers import Threads
 from actstore.ticket import DONE, Done, Ticket
 
 
@@ -65,4 +65,4 @@ class Cpu(Device):
         return Done((begin, perf_counter_ns()))
 
     def workers(self, count: int, name: str) -> Workers:
-        return ThreadPoolExecutor(count, thread_name_prefix=name)
+        return Threads(count, name)

@@ -135,7 +135,7 @@ def _fetch_add(_typing: Any, _address: Any, _value: Any) -> Any:
 
 
 def team(run: Any) -> Any:
-    """A C function for the threads of a team: each takes ranges of `threads.Job` until none is left, and runs them."""
+    """A C function for the threads of a team: each runs ranges of `threads.Ranges` until none is left."""
 
     @numba.cfunc("void(int64)", error_model="numpy")
     def work(job: int) -> None:

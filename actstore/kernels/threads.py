@@ -6,15 +6,18 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import torch
 
+from actstore.devices.workers import Threads
+from actstore.errors import StateError
+from actstore.job import Job, finish
+
 SPLIT_NBYTES = 8 << 20  # below, one thread is done before a second one has started: a hand-off costs about 100 us
 TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: about 20 us
 
-_pool: ThreadPoolExecutor | None = None
+_pool: Threads | None = None
 _lock = threading.Lock()
 
 
@@ -33,16 +36,20 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
     """
     parts = min(torch.get_num_threads(), units)
     edges = [units * part // parts for part in range(parts + 1)]
-    futures: list[Future[object]] = []
+    jobs = [Job(run, *args, first, last) for first, last in pairwise(edges[:-1])]
     try:
-        for first, last in pairwise(edges[:-1]):
-            futures.append(_workers().submit(run, *args, first, last))
+        for job in jobs:
+            _workers().begin(job)
         run(*args, edges[-2], units)
+    except BaseException:
+        for job in jobs:
+            job.cancel(StateError("interrupted"))
+        raise
     finally:
-        wait(futures)  # an interrupt must not free the memory that a worker still uses
+        finish(jobs)  # an interrupt must not free the memory that a worker still uses
 
 
-Job = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range
+Ranges = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range
 
 
 def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -> bool:
@@ -52,13 +59,13 @@ def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -
 
     Parameters
     ----------
-    work : address of a C function ``void(Job *)``, which takes ranges until none is left (`cpu.team`)
+    work : address of a C function ``void(Ranges *)``, which takes ranges until none is left (`cpu.team`)
     """
     threads = torch.get_num_threads()
     if _openmp is None or threads == 1:
         return False
     step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less
-    _openmp.GOMP_parallel(work, Job(0, *args, units, step), threads, 0)
+    _openmp.GOMP_parallel(work, Ranges(0, *args, units, step), threads, 0)
     return True
 
 
@@ -76,11 +83,11 @@ def _find_openmp() -> ctypes.CDLL | None:
 _openmp = _find_openmp() if hasattr(os, "RTLD_NOLOAD") else None
 
 
-def _workers() -> ThreadPoolExecutor:
+def _workers() -> Threads:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="actstore-kernel")
+            _pool = Threads(os.cpu_count() or 1, "actstore-kernel")
         return _pool
 
 

@@ -21,10 +21,11 @@ class Slot:
     buffer : the memory itself, 1-d uint8, in tiers that are memory; None elsewhere
     place : the tier's own record of where the room is
     written : the write that filled it; what reads it comes after that
+    last : in tiers of the compute device, gives the memory back when the slot dies
     tier : who takes it back; its own tier, or a wrapper of that
     """
 
-    __slots__ = ("buffer", "nbytes", "place", "tier", "written")
+    __slots__ = ("buffer", "last", "nbytes", "place", "tier", "written")
 
     tier: Tier
 
@@ -33,6 +34,7 @@ class Slot:
         self.buffer = buffer
         self.place = place
         self.written: Ticket = DONE
+        self.last: Any = None
 
     @property
     def memory(self) -> torch.Tensor:
@@ -106,6 +108,7 @@ class Tier(ABC):
     def free(self, slot: Slot) -> None:
         """Give the room back. The slot is not used again; a write or a read of it may still run.
 
+        In tiers of the compute device the death of a slot does so too.
         No other slot gets the room before those are complete, or their end is ordered before its first use. What has
         not begun by now need not be done at all: its ticket is complete without it.
         """

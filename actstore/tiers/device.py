@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -11,8 +10,9 @@ import torch
 
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.reaper import Reaper
-from actstore.ticket import FutureTicket, Span, Ticket
+from actstore.job import Job
+from actstore.reaper import Last, Reaper
+from actstore.ticket import JobTicket, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.pool import BufferPool
 
@@ -37,7 +37,10 @@ class DeviceTier(Tier):
 
     def reserve(self, nbytes: int) -> Slot | None:
         if self._pool is not None:
-            return Slot(nbytes, self._pool.take(nbytes))
+            memory = self._pool.take(nbytes)
+            slot = Slot(nbytes, memory)
+            slot.last = Last(self._pool.put_back, memory)
+            return slot
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
         self._let_go()
@@ -60,16 +63,12 @@ class DeviceTier(Tier):
             place: _Place = slot.place
             stream = self._device.current()
             if stream != place.home:
-                place.strangers = [*place.strangers, self._device.record(stream)]
+                self._lend(slot, self._device.record(stream))
 
     def free(self, slot: Slot) -> None:
-        memory, slot.buffer = slot.buffer, None
-        if memory is None:
-            return
-        if self._pool is not None:
-            self._pool.give(memory)
-        elif slot.place.strangers:
-            self._back.put((memory, slot.place.strangers))
+        slot.buffer = slot.last = None
+        if self._closed and self._pool is not None:
+            self._pool.drain()
 
     def trim(self) -> None:
         if self._pool is not None:
@@ -93,8 +92,14 @@ class DeviceTier(Tier):
         stream = self._device.current()
         ticket = self._device.copy(dst, src, stream, after)
         if self._pool is None and stream != slot.place.home:
-            slot.place.strangers = [*slot.place.strangers, ticket]
+            self._lend(slot, ticket)
         return ticket
+
+    def _lend(self, slot: Slot, ticket: Ticket) -> None:
+        """Keep the memory of a slot, should it die, until another stream has left it."""
+        slot.place.strangers.append(ticket)
+        if slot.last is None:
+            slot.last = Last(self._back.put, (slot.buffer, slot.place.strangers))
 
     def _let_go(self) -> None:
         """Let go of memory that other streams have left."""
@@ -119,9 +124,8 @@ class _Place:
 
 def too_late(name: str) -> Ticket:
     """A read from a tier that is closed: its result is the error."""
-    job: Future[Span] = Future()
-    job.set_exception(StateError(f"the {name} tier was closed, and its bytes are gone; close the store after backward"))
-    return FutureTicket([job])
+    error = StateError(f"the {name} tier was closed, and its bytes are gone; close the store after backward")
+    return JobTicket([Job.failed(error)])
 
 
 def _all_ready(tickets: Iterable[Ticket]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
@@ -14,11 +13,13 @@ import torch
 
 from actstore.devices.base import Device, Workers
 from actstore.errors import ConfigError, StateError
+from actstore.job import Job, finish
 from actstore.reaper import Reaper
-from actstore.ticket import FutureTicket, Span, Ticket
+from actstore.ticket import JobTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
 from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
+from actstore.tiers.gpu_direct import GpuDirect
 from actstore.tiers.parts import Mover, Part, Place, split
 from actstore.units import round_up
 
@@ -38,17 +39,19 @@ class DiskTier(Tier):
     ----------
     folder : an existing folder that can be written; None for the system's temporary folder
     device : where payloads come from and go to
+    gpu_direct : move them without host memory in between (`tiers/gpu_direct.py`); not in a forked child
 
     Raises
     ------
-    ConfigError : the folder cannot hold a file
+    ConfigError : the folder cannot hold a file, or `gpu_direct` cannot work here
     """
 
     name: ClassVar[str] = "disk"
 
-    def __init__(self, folder: str | os.PathLike[str] | None, device: Device) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, device: Device, *, gpu_direct: bool = False) -> None:
         self._folder = Path(folder if folder is not None else tempfile.gettempdir())
         self._device = device
+        self._gpu_direct = gpu_direct
         self._streams = device.stream(), device.stream()
         self._lock = Lock()
         self._back = Reaper[Slot](self._lock, self._receive)
@@ -95,7 +98,7 @@ class DiskTier(Tier):
         with self._lock:
             place.jobs += jobs
         place.parts = parts
-        slot.written = FutureTicket(jobs)
+        slot.written = JobTicket(jobs)
         return slot.written
 
     def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
@@ -107,11 +110,11 @@ class DiskTier(Tier):
             parts = _written_parts(place, dst.numel())
             jobs = _submit(here.readers, here.mover.read, place, parts, (dst, tuple(after), copies))
         except StateError as error:
-            return _failed(error)
+            return JobTicket([Job.failed(error)])
         if place.file is here.file:
             with self._lock:
                 place.jobs = [job for job in place.jobs if not job.done()] + jobs
-        return FutureTicket(jobs, copies)
+        return JobTicket(jobs, copies)
 
     def free(self, slot: Slot) -> None:
         slot.place.dropped = True
@@ -138,6 +141,11 @@ class DiskTier(Tier):
         if self._open is None:
             raise StateError("the disk tier is closed; make a new ActivationStore", folder=str(self._folder))
         if self._open.file.pid != os.getpid():
+            if self._gpu_direct:
+                raise StateError(
+                    "gpu_direct=True does not work in a forked child, as nothing of CUDA does: run forward and "
+                    "backward in the parent, or start the process by spawn"
+                )
             self._open = self._make_open()
         return self._open
 
@@ -150,7 +158,8 @@ class DiskTier(Tier):
                 "give disk_path= an existing folder that you may write",
                 folder=str(self._folder),
             ) from error
-        return _Open(file, self._device, self._streams)
+        mover = GpuDirect(self._device, self._streams, file) if self._gpu_direct else Mover(self._device, self._streams)
+        return _Open(file, self._device, mover)
 
     def _receive(self, slot: Slot) -> None:
         if self._open is not None and slot.place.file is self._open.file:  # else closed, or the parent's
@@ -160,12 +169,12 @@ class DiskTier(Tier):
 class _Open:
     """What one process has open. Not thread-safe, `close` excepted."""
 
-    def __init__(self, file: NamelessFile, device: Device, streams: tuple[Any, Any]) -> None:
+    def __init__(self, file: NamelessFile, device: Device, mover: Mover) -> None:
         self.file = file
         self.extents = Extents()
         self.high_nbytes = 0  # the most that was in use since the last `trim`
         self.freed: list[Place] = []  # given back; jobs may still be at work on them
-        self.mover = Mover(device, streams)
+        self.mover = mover
         self.writers = device.workers(WORKERS, "actstore-disk-write")
         self.readers = device.workers(WORKERS, "actstore-disk-read")
 
@@ -173,7 +182,7 @@ class _Open:
         """Free the ranges that no job is at work on any more; where the last range in use ends."""
         busy = []
         for place in self.freed:
-            if all(job.done() for job in place.jobs):
+            if all(job.done() for job in place.jobs) and not place.active:
                 self.extents.give(place.start, place.size)
             else:
                 busy.append(place)
@@ -186,7 +195,7 @@ class _Open:
         if self.file.pid == os.getpid():  # a forked child has no workers
             self.writers.shutdown()
             self.readers.shutdown()
-            self.mover.ring.close()
+            self.mover.close()
         self.file.close()
 
 
@@ -201,29 +210,25 @@ def _written_parts(place: Place, nbytes: int) -> Iterable[Part]:
 
 def _submit(
     workers: Workers, move: Callable[..., Span], place: Place, parts: Iterable[Part], rest: tuple[Any, ...]
-) -> list[Future[Span]]:
+) -> list[Job[Span]]:
     """A job for each part."""
-    jobs: list[Future[Span]] = []
+    jobs: list[Job[Span]] = []
     try:
         for part in parts:
-            jobs.append(workers.submit(move, place, part, *rest))  # noqa: PERF401  # an error leaves those before it
+            jobs.append(workers.submit(_move, move, place, part, rest))  # noqa: PERF401  # an error leaves those before it
     except RuntimeError as error:  # closed by another thread, or the interpreter is about to end
         place.dropped = True
-        _wait(jobs)
+        finish(jobs)  # until none uses the memory, which the caller may free
         raise StateError(f"the disk tier takes no more work: {error}") from error
     except BaseException:  # an interrupt
-        _wait(jobs)
+        finish(jobs)
         raise
     return jobs
 
 
-def _wait(jobs: Iterable[Future[Span]]) -> None:
-    """Until no job uses the memory, which the caller may free."""
-    for job in jobs:
-        job.exception()
-
-
-def _failed(error: StateError) -> Ticket:
-    job: Future[Span] = Future()
-    job.set_exception(error.with_traceback(None))  # whose frames hold tensors of the caller
-    return FutureTicket([job])
+def _move(move: Callable[..., Span], place: Place, part: Part, rest: tuple[Any, ...]) -> Span:
+    place.active.append(part)  # before it looks whether the place was dropped, as who frees it looks here after that
+    try:
+        return move(place, part, *rest)
+    finally:
+        place.active.remove(part)

@@ -7,7 +7,7 @@ from threading import Lock
 
 import torch
 
-from actstore.reaper import Reaper
+from actstore.reaper import Last, Reaper
 from actstore.ticket import Ticket
 from actstore.tiers.base import Slot, Tier
 
@@ -34,12 +34,10 @@ class Limited(Tier):
             if self._used_nbytes + taken > self.budget_nbytes:
                 return None
             self._used_nbytes += taken
-        slot = None
-        try:
-            slot = self.tier.reserve(nbytes)
-        finally:
-            if slot is None:
-                self._back.put(taken)
+            toll = Last(self._back.put, taken)
+        slot = self.tier.reserve(nbytes)
+        if slot is not None:
+            slot.last = (slot.last, toll)
         return slot
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
@@ -50,7 +48,7 @@ class Limited(Tier):
 
     def free(self, slot: Slot) -> None:
         self.tier.free(slot)
-        self._back.put(self.tier.room(slot.nbytes))
+        slot.last = None
 
     def trim(self) -> None:
         self.tier.trim()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.ticket import DONE, FutureTicket, Span, Ticket
+from actstore.job import Job
+from actstore.ticket import DONE, JobTicket, Span, Ticket
 from actstore.tiers.file import BLOCK, NamelessFile, digest
 from actstore.tiers.staging import Ring
 from actstore.units import round_up
@@ -34,7 +34,7 @@ class Part:
         self.begin = begin
         self.end = end
         self.digest: int | None = None
-        self.job: Future[Span] | None = None
+        self.job: Job[Span] | None = None
 
 
 def split(nbytes: int) -> list[Part]:
@@ -51,17 +51,19 @@ class Place:
     ----------
     parts : None until a write has begun
     jobs : writes and reads that may still run
+    active : the parts that threads are at work on now, also where an interrupt has lost the job
     dropped : nobody will read the bytes: what has not begun need not be done
     """
 
-    __slots__ = ("dropped", "file", "jobs", "parts", "size", "start")
+    __slots__ = ("active", "dropped", "file", "jobs", "parts", "size", "start")
 
     def __init__(self, file: NamelessFile, start: int, size: int) -> None:
         self.file = file
         self.start = start
         self.size = size
         self.parts: Sequence[Part] | None = None
-        self.jobs: list[Future[Span]] = []
+        self.jobs: list[Job[Span]] = []
+        self.active: list[Part] = []
         self.dropped = False
 
 
@@ -73,13 +75,18 @@ class Mover:
 
     Parameters
     ----------
-    streams : of `device`, for copies to host memory and from it
+    streams : of `device`, for what leaves its memory and what comes back
     """
 
     def __init__(self, device: Device, streams: tuple[Any, Any]) -> None:
         self._device = device
         self._offload, self._fetch = streams
+        self._waits = device.on_host  # the thread waits for `after`, before the span begins; else a stream does
         self.ring = Ring(device)
+
+    def close(self) -> None:
+        """Return what it holds; no job runs any more."""
+        self.ring.close()
 
     def write(self, place: Place, part: Part, src: torch.Tensor, after: Sequence[Ticket]) -> Span:
         """Write a part of the payload `src`, after all of `after`, and remember its checksum.
@@ -91,12 +98,9 @@ class Mover:
         begin = perf_counter_ns()
         if not place.dropped and not place.file.closed:
             src = src[part.begin : part.end]
-            if self._device.on_host:
+            if self._waits:
                 begin = _wait(after)
-                found = self._write_host(place.file, src, place.start + part.begin)
-            else:
-                found = self._write_device(place.file, src, place.start + part.begin, after)
-            part.digest = found
+            part.digest = self._write(place.file, src, place.start + part.begin, after)
         return begin, perf_counter_ns()
 
     def read(self, place: Place, part: Part, dst: torch.Tensor, after: Sequence[Ticket], copies: list[Ticket]) -> Span:
@@ -110,21 +114,29 @@ class Mover:
         if place.dropped:
             return begin, begin
         if part.job is not None and place.file.pid == os.getpid():
-            FutureTicket([part.job]).result()
-        if place.file.closed:
-            raise StateError(
-                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
-            )
+            JobTicket([part.job]).result()
+        place.file.check_open()
         if part.digest is None:
             raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
         dst = dst[part.begin : part.end]
-        if self._device.on_host:
-            begin = _wait(after)
-            self._read_host(place.file, dst, place.start + part.begin, part.digest)
-        else:
-            begin = perf_counter_ns()
-            copies.append(self._read_device(place.file, dst, place.start + part.begin, part.digest, after))
+        begin = _wait(after) if self._waits else perf_counter_ns()
+        copies.append(self._read(place.file, dst, place.start + part.begin, part.digest, after))
         return begin, perf_counter_ns()
+
+    def _write(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
+        """Write `src` from the byte `start` on; its checksum."""
+        if self._device.on_host:
+            return self._write_host(file, src, start)
+        return self._write_device(file, src, start, after)
+
+    def _read(
+        self, file: NamelessFile, dst: torch.Tensor, start: int, expected: int, after: Sequence[Ticket]
+    ) -> Ticket:
+        """Fill `dst` from the byte `start` on, with bytes of the checksum `expected`; complete when it is filled."""
+        if self._device.on_host:
+            self._read_host(file, dst, start, expected)
+            return DONE
+        return self._read_device(file, dst, start, expected, after)
 
     def _write_host(self, file: NamelessFile, src: torch.Tensor, start: int) -> int:
         view: memoryview = src.numpy().data

@@ -29,6 +29,7 @@ class BufferPool:
         self._closed = False
         self._lock = Lock()
         self._back = Reaper[torch.Tensor](self._lock, self._receive)
+        self.put_back = self._back.put  # `give` in one call of a C function; after `close`, `drain` comes next
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._idle_nbytes = 0
         self._used_nbytes = 0
@@ -77,6 +78,10 @@ class BufferPool:
         self._back.put(buffer)
         if self._closed:
             self._back.try_drain()
+
+    def drain(self) -> None:
+        """Take note of what came back, unless another thread is about to."""
+        self._back.try_drain()
 
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""

@@ -441,17 +441,11 @@ class Engine:
         loan = parcel.loan
         tensor = None if loan is None else loan.again()
         if loan is None or tensor is None:
-            loan, tensor = lend(parcel, berth.nbytes, dtype, self._give_back)
+            loan, tensor = lend(parcel, berth.nbytes, dtype, self._returned.put)
             parcel.loan = loan
         loan.users += 1
         self._count_read(berth)
         return tensor
-
-    def _give_back(self, loan: Loan) -> None:
-        """The last tensor over lent memory is gone. Safe in finalizers."""
-        self._returned.put(loan)
-        if self._closed:
-            self._returned.try_drain()
 
     def _take_back(self, loan: Loan) -> None:
         parcel = loan.parcel

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from weakref import finalize
+from typing import Any
 
 import torch
 
+from actstore.reaper import Last
 from actstore.storage import free_weak, hold_weak, revive, whole_of
 from actstore.transfer.buffers import Buffer
 from actstore.transfer.parcel import Parcel
@@ -25,13 +26,14 @@ class Loan:
     users : how often the parcel was asked for and is in use by these tensors
     """
 
-    __slots__ = ("_key", "_version", "_witness", "buffer", "parcel", "users")
+    __slots__ = ("_key", "_last", "_version", "_witness", "buffer", "parcel", "users")
 
     def __init__(self, buffer: Buffer, parcel: Parcel, tensor: torch.Tensor) -> None:
         self.buffer = buffer
         self.parcel: Parcel | None = parcel
         self.users = 0
         self._key = hold_weak(tensor.untyped_storage())
+        self._last = Last(free_weak, self._key)
         self._witness = tensor.detach()  # shares the version counter,
         self._witness.data = tensor.new_empty(0)  # and none of the memory
         self._version = tensor._version
@@ -49,18 +51,16 @@ class Loan:
         """Whether somebody has changed the bytes."""
         return self._witness._version != self._version
 
-    def __del__(self) -> None:
-        free_weak(self._key)
-
 
 def lend(
     parcel: Parcel, nbytes: int, dtype: torch.dtype, returned: Callable[[Loan], None]
 ) -> tuple[Loan, torch.Tensor]:
-    """The first `nbytes` of a parcel as a 1-d tensor; `returned(loan)` is called when the last over them is gone."""
+    """The first `nbytes` of a parcel as a 1-d tensor; `returned(loan)`, a function
+    written in C, is called when the last over them is gone."""
     buffer = parcel.buffer
     assert buffer is not None
-    pages = (ctypes.c_char * nbytes).from_address(buffer.memory.data_ptr())
+    pages: Any = (ctypes.c_char * nbytes).from_address(buffer.memory.data_ptr())
     tensor = torch.frombuffer(pages, dtype=dtype)
     loan = Loan(buffer, parcel, tensor)
-    finalize(pages, returned, loan).atexit = False
+    pages.last = Last(returned, loan)  # dies with the pages
     return loan, tensor

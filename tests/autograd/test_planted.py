@@ -11,6 +11,7 @@ from tests.autograd.models import build
 from tests.autograd.test_fresh import PAIRS, VIEWS, base, check_comes_back, test_a_backward_that_scribbles_harms_nobody
 from tests.autograd.test_mutation import test_chunks_with_versions_of_their_own_are_not_mixed_up
 from tests.autograd.test_mutation import test_the_verdict_is_that_of_plain_autograd as check_verdict
+from tests.transfer.test_loans import never_spoiled
 
 RAW = {"policy": "raw", "min_bytes": 0}
 
@@ -99,7 +100,7 @@ def nothing_waits(patch):
 
 
 def forgotten_slots(patch):
-    patch.setattr(Stored, "__del__", lambda self: None)
+    patch.setattr("actstore.store.Last", lambda *_: None)
 
 
 def one_wrong_bit(patch):
@@ -135,6 +136,13 @@ def dropped_output(policy="keep"):
         check_drained(store)
 
 
+def scribbled_on_lent_memory():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actstore.transfer.engine.SMALL_NBYTES", 1)
+        for pair in PAIRS:
+            test_a_backward_that_scribbles_harms_nobody(pair, "raw @ disk")
+
+
 FOUND = {
     "no_version_check": (no_version_check, two_versions),
     "no_counter_check": (no_counter_check, lambda: test_chunks_with_versions_of_their_own_are_not_mixed_up("device")),
@@ -149,6 +157,7 @@ FOUND = {
     "a_held_output": (a_held_output, dropped_output),
     "nothing_waits": (nothing_waits, rrelu),
     "forgotten_slots": (forgotten_slots, lambda: dropped_output("raw")),
+    "never_spoiled": (never_spoiled, scribbled_on_lent_memory),
     "one_wrong_bit": (one_wrong_bit, equal_steps),
 }
 

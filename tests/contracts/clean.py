@@ -12,7 +12,7 @@ from actstore.transfer import Engine
 @pytest.fixture(autouse=True)
 def all_freed(monkeypatch):
     """Fail unless every pool is unused, every slot free and every flight landed at the end of the test."""
-    made = {Arena: [], BufferPool: [], Engine: []}
+    made = {Arena: [], BufferPool: [], Limited: [], Engine: []}
     slots = {}
 
     def watch_made(cls):
@@ -29,7 +29,7 @@ def all_freed(monkeypatch):
 
         def watched_reserve(self, nbytes):
             slot = reserve(self, nbytes)
-            if slot is not None:
+            if slot is not None and not self.on_device:  # else its death frees it
                 slots[id(self), id(slot)] = slot
             return slot
 
@@ -47,6 +47,9 @@ def all_freed(monkeypatch):
     yield
     assert not slots, f"{len(slots)} slots were not freed"
     assert [pool.used_nbytes for pool in made[BufferPool] + made[Arena] if pool.used_nbytes] == []
+    for tier in made[Limited]:
+        tier._back.drain()
+        assert tier._used_nbytes == 0
     for engine in made[Engine]:
         engine.poll()
         assert traffic(engine) == {}

@@ -10,7 +10,7 @@ import torch
 
 from actstore.codecs import Int8
 from actstore.reaper import Reaper
-from actstore.ticket import FutureTicket
+from actstore.ticket import JobTicket
 from actstore.transfer import engine
 from tests.simulation import POISON, SimDevice, TraceOperators, install, simulation, use
 from tests.simulation.locks import SimCondition
@@ -324,7 +324,7 @@ def test_jobs_run_beside_the_host(seed, wait):
     source, host = device.empty(NBYTES), device.pinned(NBYTES)
     fill(device, source, 5)
     made = [device.record(compute)]
-    ticket = FutureTicket([workers.submit(job, device, host, source, stream, made)])
+    ticket = JobTicket([workers.submit(job, device, host, source, stream, made)])
     if wait:
         ticket.wait_on(compute)
         assert host.tolist() == [5] * NBYTES

@@ -349,7 +349,7 @@ loss = forward()
 
 @pytest.mark.parametrize("way", ["import atexit; atexit.register(late)", "threading.Thread(target=late).start()"])
 def test_a_backward_that_outlives_the_main_thread(start, way):
-    """Python takes no more work for threads by then: gradients that need the disk are an error that says so."""
+    """Gradients come from the disk as long as Python gives threads; after that, an error says so."""
     finish(start(f"{SLOW}\n{LATE}\n{way}\n", "1MiB"), "told")
 
 

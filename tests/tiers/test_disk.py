@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actstore.devices import Cpu, Device
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
-from actstore.ticket import FutureTicket, Ticket
+from actstore.ticket import JobTicket, Ticket
 from actstore.tiers import DiskTier
 from actstore.tiers.disk import WORKERS
 from actstore.tiers.file import NamelessFile, digest, warn_if_memory
@@ -77,7 +77,7 @@ class Apart(Device):
             dst.copy_(src)
             return begin, perf_counter_ns()
 
-        return FutureTicket([stream.submit(run)])
+        return JobTicket([stream.submit(run)])
 
     def workers(self, count, name):
         return ThreadPoolExecutor(count, thread_name_prefix=name)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from actstore.errors import StateError, TransferError
-from actstore.ticket import FutureTicket, Span, Ticket
+from actstore.ticket import JobTicket, Span, Ticket
 from actstore.tiers import Slot, Tier
 
 
@@ -103,7 +103,7 @@ class Slow(Wrapper):
             jobs.append(self._worker.submit(job))
         except RuntimeError as error:
             raise StateError(f"the {self.name} tier is closed") from error
-        return FutureTicket(jobs[-1:])
+        return JobTicket(jobs[-1:])
 
 
 class Faulty(Wrapper):
@@ -139,4 +139,4 @@ class Faulty(Wrapper):
     def _fail_late(self, what: str) -> Ticket:
         job: Future[Span] = Future()
         job.set_exception(TransferError(f"a planted fault of {what}", what=what))
-        return FutureTicket([job])
+        return JobTicket([job])

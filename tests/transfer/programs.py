@@ -92,16 +92,12 @@ RAW, COUNTED, FAILING = Raw(), Counted(), Failing()
 
 
 class Owned(Entry):
-    """An entry that frees itself, as handles do."""
+    """An entry of a site of its own."""
 
     __slots__ = ()
 
     def __init__(self, store: Store, site: int) -> None:
-        self.account = store.ledger.account(Site("m", site))
-        self.slot = self.berth = None
-
-    def __del__(self) -> None:
-        self.free()
+        super().__init__(store.ledger.account(Site("m", site)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""Host threads that an interrupt (Ctrl-C) of the main thread cannot leave in disorder."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from _thread import start_new_thread
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, current_thread
+from typing import Any, TypeVar
+from weakref import WeakSet, ref
+
+from actstore.errors import StateError
+from actstore.job import Job
+
+T = TypeVar("T")
+
+
+class Threads:
+    """`count` threads that begin jobs in the order of their submission. Thread-safe.
+
+    They start with the first job, and end with `shutdown`, with the last reference to this object, or with the
+    interpreter: it waits for the jobs that run, and the others are cancelled. What a job raises stays in the job.
+
+    Notes
+    -----
+    Not for a forked child, which has none of the threads.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = ""
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # of jobs; anything else ends the threads
+        self._end = ref(self, self._queue.put)  # one call of a C function, which no interrupt can break off
+        self._threads: list[Thread] = []
+        self._start_lock = Lock()  # held by the threads that start others, never by the main thread
+        self._starting: Job[None] | None = None
+        _all.add(self)
+
+    def submit(self, call: Callable[..., T], /, *args: Any) -> Job[T]:
+        """Have a thread call `call(*args)`.
+
+        Raises
+        ------
+        StateError : after `shutdown` or the end of the interpreter, and in a forked child
+        RuntimeError : the system gives no thread
+        """
+        job = Job(call, *args)
+        self.begin(job)
+        return job
+
+    def begin(self, job: Job[Any]) -> None:
+        """Have a thread run a job. Errors as of `submit`; after an interrupt the job may run or not."""
+        if self._pid != os.getpid():
+            raise StateError("these threads are of the parent of a forked process; the child makes its own")
+        self._check_open()
+        if len(self._threads) < self._count:
+            self._start()
+        job.crew = self._threads
+        self._queue.put(job)
+        if self._closed and job.cancel(StateError("this was submitted too late")):  # closed by another thread
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"no job can begin after {self._closed}")
+
+    def shutdown(self) -> None:
+        """Wait for all jobs, and end the threads. No job can be submitted any more."""
+        self._close("shutdown")
+
+    def _start(self) -> None:
+        """Have a thread start the threads: starting one takes a `Condition`, and interrupts come to the main thread."""
+        starting = self._starting
+        if starting is None or (starting.done() and starting.exception() is not None):
+            starting = Job(self._start_all)
+            start_new_thread(starting.run, ())  # twice, where an interrupt comes just now: the second finds them there
+            self._starting = starting
+        if not self._threads and (error := starting.exception()) is not None:
+            raise RuntimeError(str(error)) from error
+
+    def _start_all(self) -> None:
+        with self._start_lock:
+            while len(self._threads) < self._count:
+                number = len(self._threads)
+                thread = Thread(target=_work, args=(self._queue, self._end), name=f"{self._name}_{number}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not number:
+                        raise
+                    return  # fewer do
+                self._threads.append(thread)
+
+    def _cancel(self, why: str) -> None:
+        self._closed = self._closed or why
+        try:
+            while True:
+                job = self._queue.get_nowait()
+                if isinstance(job, Job):
+                    job.cancel(StateError(f"this had not begun at {why}"))
+        except Empty:
+            return
+
+    def _close(self, why: str) -> None:
+        self._closed = self._closed or why
+        if self._pid != os.getpid():  # they do not exist here
+            return
+        self._queue.put(None)
+        if self._starting is not None:
+            self._starting.exception()
+        for thread in self._threads:
+            thread.join()
+
+
+END = "interpreter shutdown"
+
+
+def _work(queue: SimpleQueue[Any], end: ref[Threads]) -> None:
+    """What each thread does. It keeps `end`, which tells it when its `Threads` are gone, and no job that is over."""
+    me = current_thread()
+    while isinstance(job := queue.get(), Job):
+        job.runner = me
+        job.run()
+        del job
+    queue.put(job)  # for the next thread
+
+
+_all: WeakSet[Threads] = WeakSet()
+
+
+def _end_all() -> None:
+    """The interpreter is about to end: cancel what has not begun, and wait for the rest, which uses its memory."""
+    for threads in list(_all):
+        threads._cancel(END)
+        threads._close(END)
+
+
+atexit.register(_end_all)

@@ -1,0 +1,46 @@
+"""Interrupts at each moment at which Python can raise one in the main thread.
+
+A signal handler runs when a Python function begins, when a function written in C has returned, and when a loop goes
+round. A profiler is called at the first two of these, and what it raises comes out where an interrupt would.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Moments:
+    """Counts the moments that `inside` accepts, and raises KeyboardInterrupt at number `at` (None: at none)."""
+
+    def __init__(self, inside: Callable[[FrameType], bool], at: int | None = None) -> None:
+        self.count = 0
+        self.where = ""
+        self._inside = inside
+        self._at = at
+
+    def __enter__(self) -> Moments:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in ("call", "c_return") or not self._inside(frame):
+            return
+        if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # may be its end, of which the profiler is told and where no signal handler runs
+        self.count += 1
+        if self.count == self._at:
+            sys.setprofile(None)
+            code = frame.f_code
+            self.where = f"{event} {getattr(arg, '__name__', '')} in {code.co_qualname}, line {frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def in_package(frame: FrameType) -> bool:
+    return "/actstore/" in frame.f_code.co_filename
