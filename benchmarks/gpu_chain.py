@@ -199,7 +199,7 @@ def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[s
 
 
 def _counters(store: ActivationStore, device: str) -> Iterator[tuple[str, int]]:
-    yield "engine buffers", sum(place.engine._buffers.allocated for place in store._store._places.values())
+    yield "engine buffers", sum(place.engine._traffic.buffers.allocated for place in store._store._places.values())
     yield "pinned segments", sum(map(len, _arenas(store)))
     if device != "cpu":
         stats = torch.cuda.memory_stats()

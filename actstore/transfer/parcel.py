@@ -53,6 +53,7 @@ class Parcel:
 
     Attributes
     ----------
+    alone : one payload has the buffer for itself
     buffer : the memory on the device, in the states that have one
     slot : the room in its tier
     home : the stream that encodes the payloads
@@ -67,8 +68,8 @@ class Parcel:
     """
 
     __slots__ = (
-        "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "loan", "motion", "reads",
-        "run", "slot", "state", "tier", "unread", "used", "users",
+        "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "loan", "motion",
+        "reads", "run", "slot", "state", "tier", "unread", "used", "users",
     )  # fmt: skip
 
     def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run) -> None:
@@ -89,6 +90,7 @@ class Parcel:
         self.users = 0
         self.loan: Loan | None = None
         self.closed = False
+        self.alone = False
         self.fetched = False
 
     def gone(self) -> bool:

@@ -83,7 +83,7 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
     """(tier, bytes in use) of every open tier."""
     for place in store._store._places.values():
         settle(place.engine)
-        yield "buffers", place.engine._buffers._used_nbytes
+        yield "buffers", place.engine._traffic.buffers._used_nbytes
         for name, tier in place._open.items():
             if isinstance(tier, Limited):
                 with tier._lock:
@@ -99,7 +99,7 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
 def settle(engine: Engine) -> None:
     """Wait until host threads have finished what they do for payloads that are gone."""
     engine.poll()
-    for ticket, *_ in list(engine._leaving):
+    for ticket, *_ in list(engine._traffic.leaving):
         ticket.result()
     engine.poll()
 

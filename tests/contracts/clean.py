@@ -58,12 +58,12 @@ def all_freed(monkeypatch):
 def traffic(engine):
     """What an engine still has on its way, by name; empty when all is at rest."""
     found = {
-        "open parcels": len(engine._open),
-        "bytes in windows": sum(window.nbytes for window in engine._windows.values()),
-        "flights": sum(len(window.flights) for window in engine._windows.values()),
-        "bytes fetched ahead": engine._lookahead.nbytes,
-        "parcels ready": len(engine._ready),
-        "buffers": engine._buffers._used_nbytes,
-        "buffers in other hands": len(engine._leaving),
+        "open parcels": len(engine._traffic.open),
+        "bytes in windows": sum(window.nbytes for window in engine._traffic.windows.values()),
+        "flights": sum(len(window.flights) for window in engine._traffic.windows.values()),
+        "bytes fetched ahead": engine._traffic.lookahead.nbytes,
+        "parcels ready": len(engine._traffic.ready),
+        "buffers": engine._traffic.buffers._used_nbytes,
+        "buffers in other hands": len(engine._traffic.leaving),
     }
     return {name: count for name, count in found.items() if count}

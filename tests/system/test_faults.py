@@ -279,7 +279,7 @@ def test_a_backward_that_is_the_first_to_hear_of_a_failed_write(make, monkeypatc
 def flights(store: ActivationStore) -> list[Any]:
     """What is on its way to a tier."""
     engines = [place.engine for place in store._store._places.values()]
-    return [parcel for engine in engines for window in engine._windows.values() for parcel in window.flights]
+    return [parcel for engine in engines for window in engine._traffic.windows.values() for parcel in window.flights]
 
 
 def damaged(kind: str) -> Callable:

@@ -10,12 +10,26 @@ PACKAGE = Path(__file__).parents[2] / "actstore"
 
 # From the ground up. A set is a room: its files may import each other and every lower floor, but no other room.
 FLOORS = (
-    ({"_version", "errors", "units", "spec", "layout", "reaper", "storage", "ticket", "job", "checksum", "generators"},),
+    (
+        {
+            "_version",
+            "errors",
+            "units",
+            "spec",
+            "layout",
+            "reaper",
+            "storage",
+            "ticket",
+            "job",
+            "checksum",
+            "generators",
+        },
+    ),
     ({"devices"},),
     ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}, {"ledger"}),
     ({"transfer"}, {"plan"}, {"encoded"}),
     ({"store", "tierset"},),
-    ({"hooks", "modules", "recompute", "protect", "handles", "composite", "regions", "census"},),
+    ({"hooks", "modules", "recompute", "protect", "handles", "composite", "regions", "census", "compiled"},),
     ({"session", "report", "advice"},),
     ({"check"},),
     ({"__init__"},),  # the public names, which the floor above uses as any user does

@@ -17,7 +17,7 @@ PLANTED = {
         "live bytes",
     ),
     "a buffer that is never given back": (
-        "from actstore.transfer.engine import Engine, Buffers\n"
+        "from actstore.transfer.buffers import Buffers\n"
         "give, lost = Buffers.give, []\n"
         "Buffers.give = lambda self, buffer, after: lost.append(buffer.memory.fill_(1))",
         "memory",
@@ -31,12 +31,12 @@ PLANTED = {
         "bytes on disk",
     ),
     "parcels that somebody remembers": (
-        "from actstore.transfer.engine import Engine\n"
-        "strand = Engine._evict\n"
+        "from actstore.transfer.traffic import Traffic\n"
+        "strand = Traffic.evict\n"
         "def evict(self, parcel):\n"
         "    kept.append(parcel)\n"
         "    strand(self, parcel)\n"
-        "Engine._evict = evict",
+        "Traffic.evict = evict",
         "objects",
     ),
 }

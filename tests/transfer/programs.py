@@ -186,8 +186,8 @@ class Program:
     def check_windows(self) -> None:
         others = self.lanes - 1 if self.threads else 0  # what they encode at this moment, nobody can wait for
         for place in self.store._places.values():
-            for tier, window in place.engine._windows.items():
-                waiting = [parcel for parcel in place.engine._open.values() if parcel.tier is tier]
+            for tier, window in place.engine._traffic.windows.items():
+                waiting = [parcel for parcel in place.engine._traffic.open.values() if parcel.tier is tier]
                 sizes = sorted(parcel.capacity for parcel in (*waiting, *window.flights))
                 sizes = sizes[: len(sizes) - others]
                 most = window.limit_nbytes

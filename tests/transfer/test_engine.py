@@ -153,7 +153,7 @@ def test_what_is_still_on_the_device_is_not_fetched(bench):
     assert bench.outcomes == (1, 0, 0)
     bench.drop(berth)
     assert berth.parcel.state is State.DROPPED
-    assert len(bench.engine._leaving) == 1  # the write may still read the buffer
+    assert len(bench.engine._traffic.leaving) == 1  # the write may still read the buffer
     bench.tier.copies[0].end()
 
 
@@ -328,7 +328,7 @@ def test_what_is_fetched_ahead_is_bounded():
     for copy in bench.tier.copies:
         copy.end()
     bench.engine.poll()
-    assert bench.engine._lookahead.limit_nbytes == 4 * MIB
+    assert bench.engine._traffic.lookahead.limit_nbytes == 4 * MIB
     bench.engine.arrive(berths[7])
     assert bench.figures[0] == 4 * MIB  # itself and the next
     bench.engine.leave(berths[7])
@@ -346,7 +346,7 @@ def test_a_late_fetch_is_told_and_widens_the_look_ahead():
     assert bench.get(berths[7]) == 7
     assert bench.get(berths[6]) == 6
     assert bench.outcomes == (0, 1, 1)
-    assert bench.engine._lookahead.limit_nbytes == 8 * MIB
+    assert bench.engine._traffic.lookahead.limit_nbytes == 8 * MIB
     bench.drop(*berths)
     for copy in bench.tier.copies:
         copy.end()
@@ -468,7 +468,7 @@ def test_memory_that_is_refused_leaves_nothing(bench, monkeypatch):
         copy.end()
     bench.engine.poll()
     with monkeypatch.context() as patch:  # ahead of time it is no error
-        bench.engine._buffers.close()
+        bench.engine._traffic.buffers.close()
         taken = []
         empty = Cpu.empty
         patch.setattr(Cpu, "empty", lambda *args: refuse() if taken else taken.append(1) or empty(*args))
@@ -521,7 +521,7 @@ def test_close_waits_for_host_threads_only(bench):
     bench.engine.close()
     assert bench.tier.waits == 0
     assert all(copy.done for copy in bench.tier.copies)
-    assert bench.engine._buffers._idle_nbytes == 0
+    assert bench.engine._traffic.buffers._idle_nbytes == 0
 
 
 def test_nothing_is_a_cycle(bench):
@@ -546,5 +546,5 @@ def test_steady_state_allocates_nothing():
     for i in range(6):
         step(bench, [7, 6, 5, 4, 3, 2, 1, 0])
         if i == 2:
-            allocated = bench.engine._buffers.allocated
-    assert bench.engine._buffers.allocated == allocated
+            allocated = bench.engine._traffic.buffers.allocated
+    assert bench.engine._traffic.buffers.allocated == allocated

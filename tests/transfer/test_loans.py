@@ -14,6 +14,7 @@ from actstore.spec import Site
 from actstore.store import Entry, Store
 from actstore.tierset import StoreOptions
 from actstore.transfer import engine, loan
+from actstore.transfer.traffic import Traffic
 from tests.autograd.checks import check_drained, gc_off, same_bits, settle
 from tests.contracts.clean import traffic
 
@@ -99,12 +100,12 @@ def test_the_buffer_goes_back_with_the_last_tensor_over_it(world):
     del tensor
     world.entries[1].free()
     world.engine.poll()
-    assert world.engine._buffers._used_nbytes >= 4096
+    assert world.engine._traffic.buffers._used_nbytes >= 4096
     assert same_bits(view, world.originals[1][3:])
-    used = world.engine._buffers._used_nbytes
+    used = world.engine._traffic.buffers._used_nbytes
     del view
     world.engine.poll()
-    assert world.engine._buffers._used_nbytes == used - 4096
+    assert world.engine._traffic.buffers._used_nbytes == used - 4096
 
 
 def test_the_second_reader_is_served_by_the_same_bytes():
@@ -149,7 +150,7 @@ def test_a_tensor_survives_the_store():
     assert same_bits(tensor, world.originals[1])
     del tensor
     world.engine.poll()
-    assert world.engine._buffers._used_nbytes == 0
+    assert world.engine._traffic.buffers._used_nbytes == 0
     assert traffic(world.engine) == {}
 
 
@@ -238,14 +239,14 @@ def never_spoiled(monkeypatch):
 
 def back_at_once(monkeypatch):
     """The buffer is used again while the tensor lives."""
-    lend = engine.Engine._lend
+    lend = Traffic.lend
 
-    def early(self, berth, dtype):
-        tensor = lend(self, berth, dtype)
-        self._returned.put(berth.parcel.loan)
+    def early(self, berth, dtype, returned):
+        tensor = lend(self, berth, dtype, returned)
+        returned(berth.parcel.loan)
         return tensor
 
-    monkeypatch.setattr(engine.Engine, "_lend", early)
+    monkeypatch.setattr(Traffic, "lend", early)
 
 
 def never_back(monkeypatch):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from actstore import store
 from actstore.errors import ActstoreError
 from actstore.store import Store
 from actstore.ticket import DONE
@@ -14,6 +15,7 @@ from actstore.tiers.arena import Arena
 from actstore.transfer.buffers import Buffers
 from actstore.transfer.engine import Engine
 from actstore.transfer.parcel import State
+from actstore.transfer.traffic import Traffic
 from actstore.transfer.window import Window
 from tests.simulation import SimDevice, here
 from tests.transfer.programs import PAGE, Options, check, small_memory
@@ -39,14 +41,14 @@ def all_freed():
 
 def resident_when_the_copy_is_enqueued(patch):
     """Not wrong by itself: what comes later waits for the copy."""
-    dispatch = Engine._dispatch
+    dispatch = Traffic.dispatch
 
     def at_once(self, parcel):
         dispatch(self, parcel)
         if parcel.state is State.OFFLOADING:
-            self._land(parcel)
+            self.land(parcel)
 
-    patch.setattr(Engine, "_dispatch", at_once)
+    patch.setattr(Traffic, "dispatch", at_once)
 
 
 def reload_before_its_own_offload(patch):
@@ -68,9 +70,9 @@ def source_freed_when_the_copy_is_enqueued(patch):
     def unload(self, parcel):
         buffer, parcel.buffer = parcel.buffer, None
         if buffer is not None:
-            self._buffers.give(buffer, parcel.reads)
+            self.buffers.give(buffer, parcel.reads)
 
-    patch.setattr(Engine, "_unload", unload)
+    patch.setattr(Traffic, "unload", unload)
 
 
 def source_used_again_before_its_copy(patch):
@@ -80,7 +82,7 @@ def source_used_again_before_its_copy(patch):
 
 
 def host_memory_returned_when_the_copy_is_enqueued(patch):
-    """FACTS 20: a finalizer frees at once while a copy runs."""
+    """A finalizer frees at once while a copy runs."""
     free = Arena.free
     patch.setattr(Arena, "free", lambda self, taken, after=(): free(self, taken))
 
@@ -135,7 +137,7 @@ def encoding_on_the_copy_stream(patch):
 
 def packed_and_never_unpacked(patch):
     """axolotl 3638: what nobody asks for is never freed."""
-    patch.setattr(Engine, "drop", lambda self, berth: None)
+    patch.setattr(store, "Last", lambda *_: None)
 
 
 def interleaved_graphs_share_state(patch):
@@ -205,15 +207,15 @@ def host_waits_for_the_copy(patch):
 
 def skipped_write_taken_for_an_order(patch):
     """Ours, once: a dropped write waits for nothing, and its buffer was used again as if it had."""
-    unload = Engine._unload
+    unload = Traffic.unload
 
     def trusting(self, parcel):
         unload(self, parcel)
-        if self._leaving:
-            ticket, buffer, _ = self._leaving.pop()
-            self._leaving.append((ticket, buffer, []))
+        if self.leaving:
+            ticket, buffer, _ = self.leaving.pop()
+            self.leaving.append((ticket, buffer, []))
 
-    patch.setattr(Engine, "_unload", trusting)
+    patch.setattr(Traffic, "unload", trusting)
 
 
 # Each: how many programs may run until it is found, their kind, and what the finding says

@@ -1,0 +1,373 @@
+"""The parcels of one compute device: what each change of their states does to memory, windows and books."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from actstore.devices import Device
+from actstore.errors import ActstoreError, StateError, TransferError
+from actstore.ledger import Account, Ledger
+from actstore.ticket import DONE, Ticket
+from actstore.tiers import Tier
+from actstore.transfer.buffers import Buffer, Buffers
+from actstore.transfer.loan import Loan, lend
+from actstore.transfer.order import Run
+from actstore.transfer.parcel import Berth, Parcel, State
+from actstore.transfer.timekeeper import Timekeeper
+from actstore.transfer.window import Lookahead, Window
+from actstore.units import round_up
+
+if TYPE_CHECKING:
+    from actstore.transfer.engine import Engine
+
+GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
+
+
+class Traffic:
+    """What is on its way, and what is on the device. Not thread-safe: the engine calls it under its lock.
+
+    Attributes
+    ----------
+    windows : by tier, what leaves for it
+    lookahead : how much may come back before it is asked for
+    open : the parcels that take more payloads
+    fetching : those on their way back, oldest first
+    ready : those on the device that can be dropped there, longest first
+    leaving : buffers of dropped parcels that a host thread may still use
+    troubles : writes that failed, to be told outside of the lock
+    """
+
+    def __init__(
+        self, device: Device, ledger: Ledger, window_nbytes: int, times: Timekeeper, *, poison: bool = False
+    ) -> None:
+        self.device = device
+        self.ledger = ledger
+        self.times = times
+        self.buffers = Buffers(device, poison=poison)
+        self.windows: dict[Tier, Window] = {}
+        self.window_nbytes = window_nbytes
+        self.lookahead = Lookahead(window_nbytes)
+        self.open: dict[tuple[Run, Tier, Any], Parcel] = {}
+        self.fetching: deque[Parcel] = deque()
+        self.ready: dict[Parcel, None] = {}
+        self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
+        self.troubles: deque[ActstoreError] = deque()
+
+    def window(self, tier: Tier) -> Window:
+        window = self.windows.get(tier)
+        if window is None:
+            window = self.windows[tier] = Window(self.window_nbytes)
+        return window
+
+    def load(self, run: Run, tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
+        """An empty parcel with room in `tier`, or None."""
+        slot = tier.reserve(capacity)
+        if slot is None:
+            return None
+        slot.tier = tier
+        try:
+            buffer = self.buffers.take(capacity)
+        except BaseException:
+            tier.free(slot)
+            raise
+        for ticket in buffer.after:  # 1
+            stall = self.device.wait(stream, ticket)
+            if stall is not None:
+                self.times.expect("stall", stall, tier.name, [(account, capacity)])
+        self.window(tier).nbytes += capacity
+        self.ledger.occupy(tier.name, capacity)
+        return Parcel(buffer, slot, stream, run)
+
+    def assign(self, engine: Engine, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
+        run = parcel.run
+        berth = Berth(
+            engine, parcel, parcel.used, nbytes, account, run.number(id(account), nbytes, self.lookahead.limit_nbytes)
+        )
+        parcel.used += size
+        parcel.filling += 1
+        parcel.berths.add(berth)
+        parcel.unread.add(berth)
+        run.berths[berth.serial] = berth
+        self.ledger.add(account, 0, 0, nbytes)
+        return berth
+
+    def seal(self, parcel: Parcel) -> None:
+        """No more payloads for this parcel."""
+        del self.open[parcel.run, parcel.tier, parcel.home]
+        parcel.closed = True
+        if not parcel.filling:
+            self.dispatch(parcel)
+
+    def dispatch(self, parcel: Parcel) -> None:
+        slot, buffer = parcel.slot, parcel.buffer
+        assert slot is not None
+        assert buffer is not None
+        parcel.used = round_up(parcel.used, GRAIN)
+        parcel.arrival = self.device.record(parcel.home)
+        parcel.turn(State.OFFLOADING)
+        self.window(parcel.tier).flights.append(parcel)
+        try:
+            parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
+        except BaseException as error:
+            parcel.motion = DONE
+            if not isinstance(error, ActstoreError | RuntimeError | OSError):
+                self.strand(parcel, None)
+                raise
+            self.strand(parcel, error if isinstance(error, ActstoreError) else TransferError(str(error)))
+            return
+        self.times.expect("offload", parcel.motion, parcel.tier.name, _shares(parcel))
+
+    def land(self, parcel: Parcel) -> None:
+        """The bytes have left the buffer, or the compute stream has been made to wait until they have."""
+        motion = parcel.motion
+        assert motion is not None
+        if motion.ready():
+            try:
+                motion.result()
+            except ActstoreError as error:
+                self.strand(parcel, error)
+                return
+        self.leave_window(parcel)
+        parcel.turn(State.READY)
+        stays = parcel.users or self.stays(parcel)
+        self.lookahead.nbytes += parcel.capacity
+        self.ready[parcel] = None
+        if not stays:
+            self.evict(parcel)
+
+    def stays(self, parcel: Parcel) -> bool:
+        """Whether a parcel that has left is to stay on the device too, because backward is about to ask for it.
+
+        In backward it always does: it takes up no more than it did on its way, and a fetch would cost time.
+        """
+        soon = any(berth.serial in parcel.run.soon for berth in parcel.unread)
+        return parcel.wanted() or (soon and self.lookahead.admits(parcel.capacity))
+
+    def strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
+        """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
+        self.leave_window(parcel)
+        self.free_slot(parcel)
+        parcel.turn(State.READY)
+        for berth in parcel.berths:
+            berth.account.note = f"kept: {parcel.tier.name} failed"
+        if error is not None and not isinstance(
+            error, StateError
+        ):  # else the tier was closed, or this is a forked child of who was to write
+            self.troubles.append(error)
+
+    def fetch(self, parcel: Parcel) -> None:
+        slot = parcel.slot
+        assert slot is not None
+        buffer = self.buffers.take(parcel.capacity)
+        try:
+            motion = parcel.tier.read(slot, buffer.memory[: parcel.used], buffer.after)  # 4
+        except BaseException:
+            self.buffers.forget(buffer)
+            raise
+        parcel.turn(State.FETCHING)
+        parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True
+        parcel.unread = set(parcel.berths)
+        for berth in parcel.berths:
+            berth.reads = 0
+        self.lookahead.nbytes += parcel.capacity
+        self.fetching.append(parcel)
+        self.book_held(parcel, 1)
+        self.times.expect("fetch", motion, parcel.tier.name, _shares(parcel))
+
+    def lendable(self, berth: Berth) -> bool:
+        parcel = berth.parcel
+        return (
+            self.device.on_host
+            and parcel.alone
+            and parcel.slot is not None
+            and parcel.state not in (State.OPEN, State.OFFLOADING)
+        )
+
+    def lend(self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan], None]) -> torch.Tensor:
+        parcel = berth.parcel
+        loan = parcel.loan
+        tensor = None if loan is None else loan.again()
+        if loan is None or tensor is None:
+            loan, tensor = lend(parcel, berth.nbytes, dtype, returned)
+            parcel.loan = loan
+        loan.users += 1
+        self.count_read(berth)
+        return tensor
+
+    def take_back(self, loan: Loan) -> None:
+        parcel = loan.parcel
+        if parcel is None:
+            return
+        if parcel.loan is loan:
+            if loan.spoiled() and not parcel.gone():
+                self.renounce(loan)
+                return
+            parcel.loan = None
+        self.release(parcel, loan.users)
+
+    def renounce(self, loan: Loan) -> None:
+        """Somebody has changed the bytes of a parcel that were lent: the tier has them still."""
+        parcel = loan.parcel
+        assert parcel is not None
+        assert parcel.buffer is not None
+        loan.parcel = parcel.loan = None
+        parcel.users -= loan.users
+        self.buffers.forget(parcel.buffer)
+        parcel.buffer = None
+        self.evict(parcel)
+
+    def count_read(self, berth: Berth) -> None:
+        berth.reads += 1
+        if berth.reads >= berth.readers:
+            berth.parcel.unread.discard(berth)
+
+    def release(self, parcel: Parcel, users: int) -> bool:
+        """Some users have done with a parcel; whether it was dropped from the device because nobody is left."""
+        parcel.users -= users
+        if parcel.users:
+            return False
+        if parcel.gone():
+            self.unload(parcel)
+        elif parcel in self.ready and not parcel.unread:
+            self.evict(parcel)
+            return True
+        return False
+
+    def turn_ready(self, parcel: Parcel) -> None:
+        parcel.turn(State.READY)
+        self.ready[parcel] = None
+
+    def evict(self, parcel: Parcel) -> None:
+        """Drop what is on the device; the tier has it too."""
+        del self.ready[parcel]
+        self.lookahead.nbytes -= parcel.capacity
+        self.book_held(parcel, -1)
+        parcel.turn(State.RESIDENT)
+        self.unload(parcel)
+
+    def give_up(self, parcel: Parcel) -> None:
+        """A fetch has failed; the next `arrive` tries again."""
+        if parcel.state is State.FETCHING:
+            self.lookahead.nbytes -= parcel.capacity
+            self.book_held(parcel, -1)
+            parcel.turn(State.RESIDENT)
+            self.unload(parcel)
+
+    def look_ahead(self, run: Run) -> None:
+        """Fetch what is expected next, while bytes last."""
+        while (berth := run.upcoming()) is not None:
+            parcel = berth.parcel
+            if parcel.state is State.RESIDENT:
+                if not self.lookahead.admits(parcel.capacity) and not self.make_room(parcel.capacity):
+                    return
+                try:
+                    self.fetch(parcel)
+                except (torch.OutOfMemoryError, MemoryError):
+                    self.lookahead.limit_nbytes //= 2  # it will be fetched when it is asked for
+                    return
+            run.passed()
+
+    def make_room(self, nbytes: int) -> bool:
+        """Drop fetched parcels that nobody is expected to ask for."""
+        for parcel in list(self.ready):
+            if not parcel.users and not parcel.wanted():
+                self.evict(parcel)
+                if self.lookahead.admits(nbytes):
+                    return True
+        return False
+
+    def forget(self, berth: Berth) -> None:
+        """Nobody needs a payload any more."""
+        parcel = berth.parcel
+        if berth not in parcel.berths:
+            return
+        parcel.berths.discard(berth)
+        parcel.unread.discard(berth)
+        parcel.run.forget(berth.serial)
+        on_device = parcel.buffer is not None
+        self.ledger.release(berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device))
+        if parcel.berths:
+            return
+        state = parcel.state
+        if state is State.OPEN:
+            if not parcel.closed:
+                del self.open[parcel.run, parcel.tier, parcel.home]
+            parcel.reads.append(self.device.record(parcel.home))
+            self.window(parcel.tier).nbytes -= parcel.capacity
+        elif state is State.OFFLOADING:
+            self.leave_window(parcel)
+        elif state in (State.READY, State.FETCHING) and parcel.slot is not None:
+            self.ready.pop(parcel, None)
+            self.lookahead.nbytes -= parcel.capacity
+        parcel.turn(State.DROPPED)
+        self.free_slot(parcel)
+        if not parcel.users:
+            self.unload(parcel)
+
+    def free_slot(self, parcel: Parcel) -> None:
+        slot, parcel.slot = parcel.slot, None
+        if slot is not None:
+            slot.tier.free(slot)
+            self.ledger.occupy(parcel.tier.name, -slot.nbytes)
+
+    def unload(self, parcel: Parcel) -> None:
+        """Let go of a parcel's buffer."""
+        buffer, parcel.buffer = parcel.buffer, None
+        if buffer is None:
+            return
+        motion = parcel.motion
+        # A copy by a host thread that had not begun when its slot was freed was skipped: it did not come after these.
+        before = buffer.after if parcel.fetched else (parcel.arrival,)
+        after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
+        parcel.reads = []
+        if motion is None or motion.ready():
+            self.buffers.give(buffer, after)  # 6
+        elif motion.on_stream:
+            self.buffers.give(buffer, [motion, *after])
+        else:
+            self.leaving.append((motion, buffer, after))
+
+    def leave_window(self, parcel: Parcel) -> None:
+        window = self.window(parcel.tier)
+        window.flights.remove(parcel)
+        window.nbytes -= parcel.capacity
+
+    def book_held(self, parcel: Parcel, sign: int) -> None:
+        """Book payloads as come to the device, or as gone from it. They count there while they are in both places."""
+        for berth in parcel.berths:
+            self.ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes)
+
+    def tidy(self) -> None:
+        """Take note of what has happened since the last time."""
+        for window in self.windows.values():
+            while window.flights and (motion := window.flights[0].motion) is not None and motion.ready():
+                self.land(window.flights[0])
+        while self.fetching:
+            parcel = self.fetching[0]
+            if parcel.state is State.FETCHING and parcel.motion is not None:
+                if not parcel.motion.ready():
+                    break
+                if not parcel.users:
+                    try:
+                        parcel.motion.result()
+                    except ActstoreError:
+                        self.give_up(parcel)  # who asks for it will be told
+                    else:
+                        self.turn_ready(parcel)
+            self.fetching.popleft()
+        while self.leaving and self.leaving[0][0].ready():
+            _, buffer, after = self.leaving.popleft()
+            self.buffers.give(buffer, after)
+        for late, nbytes in self.times.settle():
+            if late:
+                self.lookahead.late(nbytes)
+            else:
+                self.lookahead.in_time()
+
+
+def _shares(parcel: Parcel) -> list[tuple[Account, int]]:
+    return [(berth.account, berth.nbytes) for berth in parcel.berths]
