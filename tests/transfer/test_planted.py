@@ -178,7 +178,7 @@ def buffers_by_call_order(patch):
 
 
 def fetch_into_memory_still_in_use(patch):
-    """FACTS 18: the target was allocated on the compute stream, which may still be at work on it."""
+    """The target was allocated on the compute stream, which may still be at work on it."""
     read = HostTier.read
     patch.setattr(HostTier, "read", lambda self, slot, dst, after=(): read(self, slot, dst))
 
