@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from actstore.entry import Entry
 from actstore.errors import ActstoreError, MutationError
 from actstore.layout import layout_of
 from actstore.ledger import Account, Ledger
@@ -26,7 +27,6 @@ from actstore.reaper import Last
 from actstore.regions import Region
 from actstore.spec import Site, Spec
 from actstore.storage import free_weak, hold_weak, revive, whole_of
-from actstore.store import Entry
 
 Small = tuple[Tensor, int, Frame]
 

@@ -28,10 +28,11 @@ from actstore.spec import Site, Spec
 from actstore.storage import revive, storages_of
 
 if TYPE_CHECKING:
+    from actstore.entry import Forward
     from actstore.ledger import Account
     from actstore.modules import Frame, Target, Tracker
     from actstore.policy import Policy
-    from actstore.store import Forward, Store
+    from actstore.store import Store
 
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats

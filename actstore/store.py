@@ -13,84 +13,20 @@ from weakref import ref
 import torch
 
 from actstore import devices
-from actstore.checksum import checksum
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
-from actstore.errors import CapacityError, PayloadError, StateError
-from actstore.kernels.base import ALIGN, LENGTH_NBYTES
+from actstore.entry import Entry, Forward, Route
+from actstore.errors import CapacityError, StateError
+from actstore.kernels.base import ALIGN
 from actstore.ledger import Account, Circumstances, Ledger
 from actstore.reaper import Last
 from actstore.ticket import DONE, Between, Ticket
 from actstore.tiers import Slot
 from actstore.tierset import StoreOptions, TierSet
 from actstore.trace import Trace
-from actstore.transfer import Berth, Run
+from actstore.transfer import Berth
 from actstore.units import format_nbytes, round_up
-
-
-class Entry:
-    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies.
-
-    The slot gives its memory back when it dies with the entry; `last` books the bytes as gone, or drops the berth.
-    """
-
-    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "slot", "store")
-
-    store: Store
-    account: Account
-    codec: Codec
-    bound: Bound
-    key: int
-    slot: Slot | None
-    berth: Berth | None
-    last: Last | None
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.slot = self.berth = self.last = None
-
-    def free(self) -> None:
-        """Give the room back. What is asked of the entry later raises StateError."""
-        self.slot = self.berth = self.last = None
-
-
-class Forward:
-    """One forward pass: what its payloads have in common, on each device."""
-
-    def __init__(self) -> None:
-        self.runs: dict[TierSet, Run] = {}
-        self.ended = False
-        self.place: TierSet | None = None  # where the trace has its begin
-        self.mark: Ticket | None = None
-
-
-class _Route:
-    """Where the last tensor of a site went: the next one of its kind goes there without a search."""
-
-    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "on_device", "place", "shape", "tier", "tiers")
-
-    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
-        self.codec = codec
-        self.tiers = tiers
-        self.numel = src.numel()
-        self.dtype = src.dtype
-        self.device = src.device
-        self.keyed = codec.keyed
-        self.shape = (src.shape, src.stride()) if codec.shaped else None
-        self.bound = codec.bind(src)
-        self.place = place
-        self.tier = place.tier(tiers[0])
-        self.on_device = self.tier.on_device
-
-    def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
-        return (
-            self.codec is codec
-            and self.tiers is tiers
-            and self.numel == src.numel()
-            and self.dtype is src.dtype
-            and self.device == src.device
-            and (self.shape is None or self.shape == (src.shape, src.stride()))
-        )
+from actstore.verified import verified
 
 
 class Store:
@@ -147,13 +83,13 @@ class Store:
         device; it waits for the disk when more than a window of bytes is still to be written.
         """
         account = entry.account
-        route: _Route | None = account.route
+        route: Route | None = account.route
         if route is None or not route.fits(src, codec, tiers):
-            route = account.route = _Route(src, codec, tiers, self._place(src.device))
+            route = account.route = Route(src, codec, tiers, self._place(src.device))
         bound = route.bound
         key = self._next_key(account) if route.keyed else 0
         if self.options.verify:
-            bound = _verified(bound)
+            bound = verified(bound)
         if self.trace is not None:
             bound = self._traced(bound, route.place, account)
         if not bound.exact:
@@ -409,7 +345,7 @@ class Store:
         src: torch.Tensor,
         bound: Bound,
         codec: Codec,
-        route: _Route,
+        route: Route,
         key: int,
         saved: int,
         forward: Forward,
@@ -493,31 +429,6 @@ class Store:
         entry.slot, entry.berth = slot, berth
         stage.tier.free(stage)
         return True
-
-
-def _verified(bound: Bound) -> Bound:
-    """The same codec, which checks on each decoding that the bytes are those that were encoded. The host waits."""
-    sealed: list[tuple[int, torch.Tensor]] = []
-
-    def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
-        used = bound.encode(src, out, key)
-        nbytes = used if bound.exact else int(out[:LENGTH_NBYTES].view(torch.int64))
-        sealed[:] = [(nbytes, checksum(out[:nbytes]))]
-        return used
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
-        nbytes, expected = sealed[0]
-        found = checksum(buf[:nbytes])
-        if not torch.equal(found, expected):
-            raise PayloadError(
-                f"{nbytes} bytes came back with another checksum ({int(found)}) than they were encoded with "
-                f"({int(expected)}): something wrote to them while they waited. Please report this with the policy and "
-                "the devices, unless your own code or driver does so.",
-                nbytes=nbytes,
-            )
-        bound.decode(buf, out, key)
-
-    return Bound(bound.nbytes, bound.exact, encode, decode)  # not `as_is`: all is read
 
 
 def _roomy(nbytes: int) -> int:

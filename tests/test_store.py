@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from actstore.codecs import Int8, Raw
+from actstore.entry import Entry
 from actstore.errors import CapacityError, PayloadError, StateError, TransferError
 from actstore.spec import Site
-from actstore.store import Entry, Store
+from actstore.store import Store
 from actstore.tierset import StoreOptions
 from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from actstore.codecs import AtMost, Codec, Int8
+from actstore.entry import Entry
 from actstore.errors import CapacityError
 from actstore.spec import Site
-from actstore.store import Entry, Store
+from actstore.store import Store
 from actstore.tierset import StoreOptions
 from actstore.transfer.parcel import State
 from tests.contracts.clean import all_freed

@@ -28,7 +28,7 @@ FLOORS = (
     ({"devices"},),
     ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}, {"ledger"}),
     ({"transfer"}, {"plan"}, {"encoded"}),
-    ({"store", "tierset"},),
+    ({"store", "entry", "verified", "tierset"},),
     ({"hooks", "modules", "recompute", "protect", "handles", "composite", "regions", "census", "compiled"},),
     ({"session", "report", "advice"},),
     ({"check"},),

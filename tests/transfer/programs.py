@@ -26,8 +26,9 @@ import pytest
 import torch
 
 from actstore.codecs import AtMost, Codec, Raw
+from actstore.entry import Entry, Forward
 from actstore.spec import Site, Spec
-from actstore.store import Entry, Forward, Store
+from actstore.store import Store
 from actstore.tiers import arena, staging
 from actstore.tierset import StoreOptions
 from actstore.transfer import engine, length

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from actstore import ActivationStore
 from actstore.codecs import Int8, Raw
+from actstore.entry import Entry
 from actstore.errors import StateError
 from actstore.spec import Site
-from actstore.store import Entry, Store
+from actstore.store import Store
 from actstore.tierset import StoreOptions
 from actstore.transfer import engine, loan
 from actstore.transfer.traffic import Traffic

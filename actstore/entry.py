@@ -1,0 +1,85 @@
+"""What the store remembers of one payload, of one forward pass, and of one kind of tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.ledger import Account
+from actstore.reaper import Last
+from actstore.ticket import Ticket
+from actstore.tiers import Slot
+from actstore.tierset import TierSet
+from actstore.transfer import Berth, Run
+
+if TYPE_CHECKING:
+    from actstore.store import Store
+
+
+class Entry:
+    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies.
+
+    The slot gives its memory back when it dies with the entry; `last` books the bytes as gone, or drops the berth.
+    """
+
+    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "slot", "store")
+
+    store: Store
+    account: Account
+    codec: Codec
+    bound: Bound
+    key: int
+    slot: Slot | None
+    berth: Berth | None
+    last: Last | None
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.slot = self.berth = self.last = None
+
+    def free(self) -> None:
+        """Give the room back. What is asked of the entry later raises StateError."""
+        self.slot = self.berth = self.last = None
+
+
+class Forward:
+    """One forward pass: what its payloads have in common, on each device."""
+
+    def __init__(self) -> None:
+        self.runs: dict[TierSet, Run] = {}
+        self.ended = False
+        self.place: TierSet | None = None  # where the trace has its begin
+        self.mark: Ticket | None = None
+
+
+class Route:
+    """Where the last tensor of a site went: the next one of its kind goes there without a search."""
+
+    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "on_device", "place", "shape", "tier", "tiers")
+
+    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
+        self.codec = codec
+        self.tiers = tiers
+        self.numel = src.numel()
+        self.dtype = src.dtype
+        self.device = src.device
+        self.keyed = codec.keyed
+        self.shape = (src.shape, src.stride()) if codec.shaped else None
+        self.bound = codec.bind(src)
+        self.place = place
+        self.tier = place.tier(tiers[0])
+        self.on_device = self.tier.on_device
+
+    def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
+        return (
+            self.codec is codec
+            and self.tiers is tiers
+            and self.numel == src.numel()
+            and self.dtype is src.dtype
+            and self.device == src.device
+            and (self.shape is None or self.shape == (src.shape, src.stride()))
+        )
