@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-codecs test test-slow soak check format gpu clean
+.PHONY: help venv bench bench-codecs test test-slow test-ops test-debug soak check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,6 +35,12 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form; about an hour on two cores
+	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-debug: $(STAMP)  ## run the tests of autograd with checked memory and a collector that runs at every chance
+	PYTHONMALLOC=debug ACTSTORE_TEST_GC=1 $(BIN)/python -m pytest tests/autograd tests/transfer/test_loans.py -n auto --maxprocesses 4 $(ARGS)
 
 soak: $(STAMP)  ## train 2,000 steps that go wrong in many ways, and count what is left; ARGS="--steps 100000" for more
 	$(BIN)/python -m tests.system.soak $(ARGS)

@@ -25,6 +25,7 @@ from actstore.policy import Decision, Encode, Offload
 from actstore.reaper import Last
 from actstore.spec import Site
 from actstore.storage import storages_of
+from actstore.untraced import tell_compiler
 
 SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
 GROUP = 64  # small tensors that share one frame at most
@@ -206,7 +207,8 @@ _lock = Lock()
 _users = 0
 
 
-def _before(module: Module, _: Any) -> None:
+def before_call(module: Module, _: Any) -> None:
+    """A module starts to run on this thread."""
     if is_dynamo_compiling():  # what is compiled has no modules
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
@@ -217,6 +219,7 @@ def _before(module: Module, _: Any) -> None:
                 tracker.adopt(weight, computed=not weight.is_leaf)
         place = tracker.places.get(module)
         if place is None and (original := module._modules.get("_orig_mod")) is not None:
+            tell_compiler()
             place = tracker.places.get(original)  # the whole model is compiled, and its own hooks may not run
         if place is not None:
             if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
@@ -224,7 +227,8 @@ def _before(module: Module, _: Any) -> None:
             tracker.push(module, place)
 
 
-def _after(module: Module, _args: Any, output: Any) -> None:
+def after_call(module: Module, _args: Any, output: Any) -> None:
+    """A module has run, or failed."""
     if is_dynamo_compiling():
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
@@ -235,8 +239,8 @@ def _after(module: Module, _args: Any, output: Any) -> None:
 
 
 _hooks = (
-    GlobalHook(register_module_forward_pre_hook, _before),
-    GlobalHook(register_module_forward_hook, _after, always_call=True),
+    GlobalHook(register_module_forward_pre_hook, before_call),
+    GlobalHook(register_module_forward_hook, after_call, always_call=True),
 )
 
 

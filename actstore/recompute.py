@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, ModuleList, Sequential
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -143,7 +145,7 @@ class _Delegating:
         self.begin()
 
         def counting(tensor: Tensor) -> Any:
-            if not is_parameter(tensor):
+            if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
                 for storage in storages_of(tensor):
                     self.see(storage)
             return pack(tensor)
@@ -199,7 +201,8 @@ class _CountRecomputed(_Delegating):
     """Books the high-water of a recomputation: all that the region saved exists when it ends.
 
     Normalisations see copies of their buffers meanwhile, so that running statistics are updated once a step, and
-    random generators the states that they had before the first run.
+    random generators the states that they had before the first run. So do spectral norms, each of whose runs goes on
+    from the last one's estimate.
     """
 
     def __init__(self, scope: Scope, account: Account, module: Module) -> None:
@@ -207,7 +210,9 @@ class _CountRecomputed(_Delegating):
         modules = list(module.modules())
         self.generators = Generators(modules)
         self._norms = [norm for norm in modules if isinstance(norm, _NormBase)]
-        self._buffers: list[dict[str, Tensor | None]] = []
+        spectral = [norm for norm in modules if isinstance(norm, _SpectralNorm)]
+        self._estimates = [(norm, _copies(norm)) for norm in spectral if norm.training]
+        self._buffers: list[tuple[Module, dict[str, Tensor | None]]] = []
         self._ledger = scope.ledger
         self._parameters = scope.parameters
         self.ignored = set[int]()
@@ -216,10 +221,10 @@ class _CountRecomputed(_Delegating):
     def begin(self) -> None:
         self._seen.clear()
         self.generators.rewind()
-        self._buffers = [dict(norm._buffers) for norm in self._norms]
-        for norm in self._norms:
-            copies = {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
-            norm._buffers.update(copies)
+        copies = [*((norm, _copies(norm)) for norm in self._norms), *self._estimates]
+        self._buffers = [(norm, dict(norm._buffers)) for norm, _ in copies]
+        for norm, buffers in copies:
+            norm._buffers.update(buffers)
 
     def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -228,9 +233,13 @@ class _CountRecomputed(_Delegating):
 
     def end(self) -> None:
         self.generators.resume()
-        for norm, buffers in zip(self._norms, self._buffers, strict=True):
+        for norm, buffers in self._buffers:
             norm._buffers.update(buffers)
         self._ledger.touch_peak(self.account, sum(self._seen.values()))
+
+
+def _copies(module: Module) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
 
 
 def repeated_blocks(model: Module) -> list[str]:

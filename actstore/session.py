@@ -15,8 +15,9 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from actstore import modules
+from actstore import compiled, modules
 from actstore.census import Census
+from actstore.compiled import NamedCall
 from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
@@ -130,6 +131,7 @@ class ActivationStore:
         self._active = 0
         self._wrapped = self._fit_model()
         self._places: dict[Module, Place] = {}
+        self._compiled: list[NamedCall] = []
         self._top = self._place("")
         device = _device_of(model)
         if device is not None:  # what its first use waits for is waited for here
@@ -162,6 +164,8 @@ class ActivationStore:
             hooks = saved_tensors_hooks(scope.pack_hook(), unpack)
             hooks.__enter__()
             self._active += 1
+            if self._active == 1:
+                self._compiled = compiled.wrap(self._places)
             for wrapped in self._wrapped:
                 wrapped.enter()
         _entries().append(_Entry(self, scope, hooks, modules.start(tracker)))
@@ -193,6 +197,8 @@ class ActivationStore:
         finally:
             with self._lock:
                 self._active -= 1
+                if self._active == 0:
+                    compiled.unwrap(self._compiled)
                 for wrapped in self._wrapped:
                     wrapped.exit()
             self._store.poll()

@@ -28,6 +28,19 @@ class Save(torch.autograd.Function):
         return (None,) * len(ctx.saved_tensors)
 
 
+class SaveOnly(torch.autograd.Function):
+    """Saves `x` without a look at it."""
+
+    @staticmethod
+    def forward(ctx, anchor, x):
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 def saved(y):
     return y.grad_fn.saved_tensors
 
@@ -303,6 +316,21 @@ def test_a_storage_at_an_old_address_is_another_storage():
     assert len(set(addresses)) < 50
     for i, y in enumerate(outputs):
         check_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x * i).square().sum(), x))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_that_comes_back_before_backward(policy):
+    """Sharded training frees the storage of what it will gather again."""
+    anchor, x = torch.ones((), requires_grad=True), torch.randn(10)
+    wanted = x.clone()
+    x.untyped_storage().resize_(0)
+    with make(policy):
+        y = SaveOnly.apply(anchor, x)
+        z = y.exp()
+    x.untyped_storage().resize_(wanted.nbytes)
+    x.data.copy_(wanted)
+    assert same_bits(saved(y)[0], wanted)
+    del z
 
 
 # -- a lossy reader and an exact one ----------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Names for modules that were compiled by ``module.compile()``.
+
+Their hooks are compiled with them, where none may tell the name of a module. While a store is active, the compiled
+call is therefore wrapped. A copy or a pickle of a module leaves its compiled call out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.modules import after_call, before_call
+from actstore.untraced import tell_compiler
+
+_lock = Lock()
+
+
+class NamedCall:
+    """The compiled call of a module, which follows it like a hook of it. Shared by all stores that are active."""
+
+    def __init__(self, module: Module, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.module = module
+        self.users = 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before_call(self.module, args)
+        output = None
+        try:
+            output = self.call(*args, **kwargs)
+        finally:
+            after_call(self.module, args, output)
+        return output
+
+
+def wrap(modules: Iterable[Module]) -> list[NamedCall]:
+    """Wrap the calls of those modules that are compiled; `unwrap` takes the wrappers away."""
+    wrapped = []
+    with _lock:
+        tell_compiler()
+        for module in modules:
+            call: Any = module._compiled_call_impl
+            if call is None:
+                continue
+            if isinstance(call, NamedCall):
+                call.users += 1
+            else:
+                call = module.__dict__["_compiled_call_impl"] = NamedCall(module, call)
+            wrapped.append(call)
+    return wrapped
+
+
+def unwrap(wrapped: Iterable[NamedCall]) -> None:
+    """Give modules their own calls back, unless another store still needs the names or they were compiled anew."""
+    with _lock:
+        for named in wrapped:
+            named.users -= 1
+            if not named.users and named.module.__dict__.get("_compiled_call_impl") is named:
+                named.module.__dict__["_compiled_call_impl"] = named.call

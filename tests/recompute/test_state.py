@@ -1,0 +1,231 @@
+"""What a recomputed module draws, changes and refuses."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from actstore import ActivationStore, MutationError
+from tests.autograd.checks import check_drained, check_same, gc_off, train_step
+from tests.autograd.models import WIDTH
+
+RECOMPUTE = ["recompute", "recompute(raw)", "recompute(raw @ disk)"]
+
+
+def make(model, decision, **options):
+    return ActivationStore(model, f"* : {decision}", min_bytes=0, **options)
+
+
+class Draws(nn.Module):
+    """Multiplies by a random number from one of many generators."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.inner, self.draw = nn.Linear(WIDTH, WIDTH), draw
+        self.torch_own = torch.Generator().manual_seed(3)
+        self.python_own = random.Random(3)
+        self.numpy_own = np.random.default_rng(3)
+        self.numpy_legacy = np.random.RandomState(3)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) * (0.5 + self.draw(self)))
+
+
+DRAWS = {
+    "torch": lambda _: torch.rand(()),
+    "python": lambda _: random.random(),
+    "numpy": lambda _: float(np.random.rand()),  # noqa: NPY002
+    "numpy_normal": lambda _: float(np.random.randn()),  # noqa: NPY002  # every second one changes no key
+    "torch_own": lambda module: torch.rand((), generator=module.torch_own),
+    "python_own": lambda module: module.python_own.random(),
+    "numpy_own": lambda module: float(module.numpy_own.random()),
+    "numpy_legacy": lambda module: float(module.numpy_legacy.rand()),
+}
+
+
+def drawn(name, store_of):
+    """Gradients of two blocks, and what each generator gives next."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Draws(DRAWS[name]), Draws(DRAWS[name])), (torch.randn(3, WIDTH),)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    step = train_step(model, batch, store_of(model))
+    return step, [float(draw(model[1])) for draw in DRAWS.values()]
+
+
+@pytest.mark.parametrize("decision", RECOMPUTE)
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_was_drawn_is_drawn_again(name, decision):
+    (found, after), (wanted, then) = drawn(name, lambda model: make(model, decision)), drawn(name, lambda _: None)
+    check_same(found, wanted)
+    assert after == then
+
+
+def test_generators_that_forward_does_not_use_run_on():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), torch.randn(3, WIDTH)
+    with make(model, "recompute"):
+        y = model(x)
+    random.seed(5)
+    first = random.random()
+    y.sum().backward()
+    second = random.random()
+    random.seed(5)
+    assert [random.random(), random.random()] == [first, second]
+
+
+@pytest.mark.parametrize("decision", RECOMPUTE)
+def test_spectral_norm_goes_on_from_the_same_estimate(decision):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+    model, plain, batch = build(), build(), (torch.randn(3, WIDTH),)
+    store = ActivationStore(model, f"1 : {decision}", min_bytes=0)
+    for _ in range(2):
+        check_same(train_step(model, batch, store), train_step(plain, batch))
+        check_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.inner(x)))
+
+
+@pytest.mark.parametrize("decision", RECOMPUTE)
+def test_a_gradient_scaler_skips_and_scales_the_same_steps(decision):
+    def run(store_of):
+        torch.manual_seed(0)
+        model = nn.Sequential(Norms(), Norms())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
+        store, scales = store_of(model), []
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                if store is None:
+                    loss = model(torch.randn(8, WIDTH)).square().mean()
+                else:
+                    with store:
+                        loss = model(torch.randn(8, WIDTH)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return [*model.parameters(), *model.buffers()], scales
+
+    (found, scales), (wanted, others) = run(lambda model: make(model, decision)), run(lambda _: None)
+    check_same(found, wanted)
+    assert scales == others
+    assert len(set(scales)) > 2
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x.add_(1)))
+
+
+@pytest.mark.parametrize("decision", RECOMPUTE)
+def test_a_module_that_writes_to_its_input_is_refused_with_its_name(decision):
+    model, x = nn.Sequential(nn.Identity(), Writes()), torch.randn(3, WIDTH)
+    with ActivationStore(model, f"1 : {decision}", min_bytes=0):
+        y = model(x.clone())
+    with pytest.raises(MutationError, match=r"modified by an inplace operation.*float32 3x16.*saved at 1\[0\]"):
+        y.sum().backward()
+    if decision != "recompute":  # a copy was stored
+        with ActivationStore(model, f"1 : {decision}", min_bytes=0, allow_mutation=True):
+            y = model(x.clone())
+        leaves = list(model.parameters())
+        wanted = torch.autograd.grad(model(x.clone()).sum(), leaves)
+        check_same(torch.autograd.grad(y.sum(), leaves), wanted)
+
+
+class Changes(nn.Module):
+    """Computes something else in its second run."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.how, self.runs = nn.Parameter(torch.randn(WIDTH, WIDTH)), how, 0
+
+    def forward(self, x):
+        self.runs += 1
+        if self.runs == 2:
+            x = {"shape": lambda: x[:2], "dtype": x.double, "fails": lambda: 1 / 0}[self.how]()
+        return torch.tanh(x @ self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("shape", RuntimeError, r"different metadata.*\[3, 16\].*\[2, 16\]"),
+        ("dtype", RuntimeError, "different metadata.*float32.*float64"),
+        ("fails", ZeroDivisionError, "division"),
+    ],
+)
+def test_a_recomputation_that_goes_another_way_is_an_error_with_the_module_named(how, error, words):
+    model = nn.Sequential(nn.Sequential(Changes(how)))
+    store = ActivationStore(model, "0.0 : recompute(raw)", min_bytes=0)
+    with gc_off():
+        with store:
+            y = model(torch.randn(3, WIDTH))
+        with pytest.raises(error, match=f"(?s){words}") as info:
+            y.sum().backward()
+        assert info.value.__notes__ == ["while recomputing 0.0 (recompute(raw))"]
+    del y, info
+    model[0][0].runs = 2  # and the next step is a good one
+    batch = (torch.randn(3, WIDTH),)
+    check_same(train_step(model, batch, store), train_step(model, batch))
+
+
+def test_an_inference_tensor_is_refused_as_ever():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with torch.inference_mode():
+        x = torch.randn(3, WIDTH)
+    for decision in ("recompute", "recompute(raw)"):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"), make(model, decision):
+            model(x)
+        with torch.inference_mode(), make(model, decision) as store:
+            assert model(x).is_inference()
+        assert store.report().saved_bytes == 0
+
+
+# -- unusual inputs ---------------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Uses no input at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, anything, *, more=None):
+        return torch.tanh(self.weight.exp())
+
+
+@pytest.mark.parametrize("decision", RECOMPUTE)
+@pytest.mark.parametrize("given", [torch.ones(2), 3, "text", None, [1, {"a": None}]], ids=str)
+def test_inputs_that_nothing_depends_on(given, decision):
+    model = nn.Sequential(Constant())
+    store = make(model, decision)
+    with store:
+        y = model[0](given, more={"x": given})
+    check_same(torch.autograd.grad(y.sum(), model[0].weight), torch.autograd.grad(model(given).sum(), model[0].weight))
+    assert store.report().stored_bytes == (2 * 4 if torch.is_tensor(given) and decision != "recompute" else 0)
+    del y
+    check_drained(store)
