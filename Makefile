@@ -36,7 +36,7 @@ test: $(STAMP)  ## run the tests
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form; about an hour on two cores
+test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-debug: $(STAMP)  ## run the tests of autograd with checked memory and a collector that runs at every chance

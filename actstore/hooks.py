@@ -120,7 +120,7 @@ class Scope:
             if key in parameters:
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
-            if not nbytes or nbytes < frame.keep_below:  # without memory now: its owner may give it some later
+            if nbytes < frame.keep_below:
                 small = frame.small
                 small[key] = nbytes
                 if len(small) == GROUP:

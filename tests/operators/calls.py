@@ -67,6 +67,9 @@ def samples(op: Any, dtype: torch.dtype, limit: int | None, variant: str = "") -
         if variant == "in place" and (sample.broadcasts_input or not isinstance(sample.input, Tensor)):
             continue
         if variant == "not contiguous":
+            leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+            if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+                continue
             sample = sample.noncontiguous()
         call = _sampled(f"{op.full_name}, sample {i}", function, sample, in_place=variant == "in place")
         yield _lazily(call) if variant == "lazy" else call
