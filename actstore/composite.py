@@ -72,14 +72,18 @@ class Composite:
 
 
 def parts_of(alias: Tensor) -> dict[str, Tensor] | None:
-    """The parts of a detached wrapper by name; None for what is no wrapper, or one whose parts are not plain tensors.
+    """The parts of a detached wrapper by name; None for what is no wrapper, or one whose parts cannot be taken out of
+    it or are not plain tensors.
 
     A part that a collective still fills is waited for, as the operator that saves the wrapper is about to do.
     """
     if not _is_wrapper(alias):
         return None
     _arrived(alias)
-    parts = {name: _arrived(getattr(alias, name)) for name in _names(alias)}
+    names = _names(alias)
+    if any(_read_only(type(alias), name) for name in names):
+        return None
+    parts = {name: _arrived(getattr(alias, name)) for name in names}
     return parts if all(type(part) is Tensor and not part.requires_grad for part in parts.values()) else None
 
 
@@ -98,6 +102,11 @@ def _names(wrapper: Any) -> list[str]:
     if wrapper.is_nested:
         return ["_values"]
     return [name for name in wrapper.__tensor_flatten__()[0] if isinstance(getattr(wrapper, name), Tensor)]
+
+
+def _read_only(kind: type, name: str) -> bool:
+    attribute = getattr(kind, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
 
 
 def _arrived(part: Tensor) -> Tensor:

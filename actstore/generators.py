@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import random
 from collections.abc import Callable, Iterable
@@ -34,7 +33,7 @@ class Generators:
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        self._before = [(source, source.read()) for source in (*_SHARED, *_owned(modules))]
+        self._before = [(source, source.read()) for source in (*_SHARED, *owned(modules))]
         self._meanwhile: list[tuple[Source, Any]] = []
 
     def ended(self) -> None:
@@ -54,9 +53,10 @@ class Generators:
         self._meanwhile = []
 
 
-def _owned(modules: Iterable[Module]) -> list[Source]:
+def owned(modules: Iterable[Module]) -> list[Source]:
+    """The generators that are attributes of modules."""
     found = (value for module in modules for value in vars(module).values())
-    return [_source_of(value) for value in found if isinstance(value, _CLASSES)]
+    return [_source_of(value) for value in found if isinstance(value, _CLASSES) and not isinstance(value, _STATELESS)]
 
 
 def _source_of(generator: Any) -> Source:
@@ -85,34 +85,5 @@ def _tensor_of(state: bytes) -> Tensor:
 
 
 _CLASSES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_KEY_NBYTES = 625 * 4  # what changes with each draw from NumPy's global generator: 624 words and a position
-_known: tuple[bytes, bytes] = b"", b""  # a key, and the state that it belongs to
-
-
-def _read_numpy() -> bytes:
-    """The state of NumPy's global generator. NumPy takes 60 us to read it, and so it is read where the key is new.
-
-    A second normal number comes from the first one's draw, and changes no key: nothing is known while one waits.
-    """
-    global _known  # of the process, as the generator is
-    numpy: Any = np.random
-    generator = numpy.get_bit_generator()
-    plain = type(generator) is np.random.MT19937
-    key = ctypes.string_at(generator.ctypes.state_address, _KEY_NBYTES) if plain else b""
-    known, state = _known
-    if plain and key == known:
-        return state
-    found = numpy.get_state(legacy=False)
-    state = pickle.dumps(found)
-    if plain and not found["has_gauss"] and key == _key_of(found):
-        _known = key, state
-    return state
-
-
-def _key_of(found: Any) -> bytes:
-    """What must stand at the state's address, were NumPy to arrange it in another way one day."""
-    position = np.array([found["state"]["pos"]], dtype=np.int32)
-    return bytes(found["state"]["key"].astype(np.uint32).tobytes() + position.tobytes())
-
-
-_SHARED = (Source(random.getstate, random.setstate), Source(_read_numpy, _legacy(np.random).set))
+_STATELESS = random.SystemRandom  # draws from the operating system, and never the same again
+_SHARED = (Source(random.getstate, random.setstate), _legacy(np.random))

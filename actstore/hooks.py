@@ -93,7 +93,7 @@ class Scope:
 
     # -- pack ---------------------------------------------------------------------------------------------------------
 
-    def pack_hook(self) -> Callable[[Tensor], Handle]:
+    def pack_hook(self) -> Callable[..., Handle]:
         """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
 
@@ -108,7 +108,7 @@ class Scope:
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     parameters.add(tensor.untyped_storage()._cdata)
                     return tensor.detach(), tensor._version, frame
-                handle = self._of_class(tensor, frame, pack)
+                handle = self._of_class(tensor, frame)
                 if handle is not None:
                     return handle
             try:
@@ -139,7 +139,7 @@ class Scope:
 
         return pack
 
-    def _of_class(self, tensor: Tensor, frame: Frame, pack: Callable[[Tensor, Tensor], Handle]) -> Handle | None:
+    def _of_class(self, tensor: Tensor, frame: Frame) -> Handle | None:
         """The handle of a tensor whose class is its own; None for one that is no parameter and has no parts."""
         alias = tensor.detach()
         if isinstance(tensor, FakeTensor):  # no bytes, and nothing to count
@@ -150,6 +150,7 @@ class Scope:
         parts = parts_of(alias)
         if parts is None:
             return None
+        pack = self.pack_hook()  # a hook that knew itself would be a cycle
         handles = {name: pack(part, tensor) for name, part in parts.items()}
         return Composite(alias, handles, Site(frame.place.name, SMALL), self._allows())
 
@@ -385,8 +386,8 @@ class Scope:
         """Forget what is gone, so that a context without an end does not grow."""
         gone = self._census.prune()
         self.tracker.forget(gone)
+        self._store.remember([weak for key in gone for weak in self._stored.pop(key, ())])
         for key in gone:
-            self._stored.pop(key, None)
             self._kept.pop(key, None)
             self._tags.pop(key, None)
         self._prune_at = 1024 + 2 * len(self._census.met)

@@ -218,9 +218,10 @@ def before_call(module: Module, _: Any) -> None:
             if type(weight) is not Parameter and weight is not None and not isinstance(weight, Parameter):
                 tracker.adopt(weight, computed=not weight.is_leaf)
         place = tracker.places.get(module)
-        if place is None and (original := module._modules.get("_orig_mod")) is not None:
+        if place is None and "_orig_mod" in module._modules:  # the whole model is compiled: its own hooks may not run
             tell_compiler()
-            place = tracker.places.get(original)  # the whole model is compiled, and its own hooks may not run
+            original: Any = module._modules["_orig_mod"]
+            place = tracker.places.get(original)
         if place is not None:
             if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
                 tracker.unwind()

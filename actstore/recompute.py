@@ -14,8 +14,6 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, ModuleList, Sequential
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +23,7 @@ from actstore.generators import Generators
 from actstore.modules import named_modules
 from actstore.policy import Keep, Recompute
 from actstore.storage import storages_of
+from actstore.weights import Weights
 
 if TYPE_CHECKING:
     from actstore.hooks import Scope
@@ -200,19 +199,14 @@ class _CountSaved(_Delegating):
 class _CountRecomputed(_Delegating):
     """Books the high-water of a recomputation: all that the region saved exists when it ends.
 
-    Normalisations see copies of their buffers meanwhile, so that running statistics are updated once a step, and
-    random generators the states that they had before the first run. So do spectral norms, each of whose runs goes on
-    from the last one's estimate.
+    Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
     """
 
     def __init__(self, scope: Scope, account: Account, module: Module) -> None:
         super().__init__(scope, account)
         modules = list(module.modules())
         self.generators = Generators(modules)
-        self._norms = [norm for norm in modules if isinstance(norm, _NormBase)]
-        spectral = [norm for norm in modules if isinstance(norm, _SpectralNorm)]
-        self._estimates = [(norm, _copies(norm)) for norm in spectral if norm.training]
-        self._buffers: list[tuple[Module, dict[str, Tensor | None]]] = []
+        self._weights = Weights(modules)
         self._ledger = scope.ledger
         self._parameters = scope.parameters
         self.ignored = set[int]()
@@ -220,11 +214,8 @@ class _CountRecomputed(_Delegating):
 
     def begin(self) -> None:
         self._seen.clear()
+        self._weights.rewind()
         self.generators.rewind()
-        copies = [*((norm, _copies(norm)) for norm in self._norms), *self._estimates]
-        self._buffers = [(norm, dict(norm._buffers)) for norm, _ in copies]
-        for norm, buffers in copies:
-            norm._buffers.update(buffers)
 
     def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -233,13 +224,8 @@ class _CountRecomputed(_Delegating):
 
     def end(self) -> None:
         self.generators.resume()
-        for norm, buffers in self._buffers:
-            norm._buffers.update(buffers)
+        self._weights.resume()
         self._ledger.touch_peak(self.account, sum(self._seen.values()))
-
-
-def _copies(module: Module) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
 
 
 def repeated_blocks(model: Module) -> list[str]:

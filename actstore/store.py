@@ -110,13 +110,13 @@ class Store:
             self.ledger.add(account, saved, used, slot.nbytes)
             entry.last = Last(self._put_gone, (account, slot.nbytes, 0))
         elif berth is not None:
+            entry.last = Last(berth.engine.put_dropped, berth)
             try:
                 used = bound.encode(src, berth.memory, key)
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
             berth.engine.depart(berth)
-            entry.last = Last(berth.engine.put_dropped, berth)
             self.ledger.add(account, saved, used, 0)
         else:
             self._refuse(bound.nbytes, tiers)
@@ -421,8 +421,8 @@ class Store:
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
-            berth.engine.depart(berth)
             entry.last = Last(berth.engine.put_dropped, berth)
+            berth.engine.depart(berth)
             self.ledger.add(account, 0, used, 0)
         else:
             return False

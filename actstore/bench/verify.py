@@ -51,9 +51,17 @@ def verify(
         )
         with closing(store):
             result = check_gradients(target.step, store, tolerance=tolerance, steps=steps)
-    except ActstoreError:
+    except (ActstoreError, KeyboardInterrupt):
         raise
-    except Exception as error:  # of the user's own code: its traceback, and no verdict
+    except SystemExit as error:  # its own code may be 0, which is the answer "equal"
+        traceback.print_exc()
+        typer.echo(
+            f"actstore: {script} ended the program (SystemExit: {error.code}) before all was compared; put what it "
+            'runs by itself under: if __name__ == "__main__":',
+            err=True,
+        )
+        raise typer.Exit(2) from error
+    except BaseException as error:  # of the user's own code: its traceback, and no verdict
         traceback.print_exc()
         typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
         raise typer.Exit(2) from error

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from actstore.check.result import Difference, GradientCheck, Row, Verdict
 from actstore.check.run import Outcome, Runner, rows
@@ -38,7 +40,7 @@ def check_gradients(
     store : made with the model, whose parameters and buffers are compared: ``ActivationStore(model, policy)``
     inputs : more leaf tensors whose gradients to compare
     stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
-        Optimizers are found by themselves
+        Optimizers are found by themselves, but the gradients of their parameters outside of the model only here
     tolerance : the largest relative error (norm of the difference by norm) of a gradient, an output or a buffer that
         passes; 0: bit for bit. A gradient that is zero but for rounding is judged by the size of all gradients
     steps : how often to run with the store, each time from the same state. A store learns in the first run in which
@@ -50,13 +52,15 @@ def check_gradients(
 
     Raises
     ------
-    ConfigError : the step does not fit one of the forms, or computes no gradient
+    ConfigError : the step does not fit one of the forms, or computes no gradient, or the model has parameters that are
+        not initialized
     StateError : a store is active here, or the step entered one of its own
     Whatever the step raises, with a note where only the store's run raised it
 
     Notes
     -----
-    The model, gradients, optimizers and random generators are left as they were found, after an exception too. The step
+    The model, gradients, optimizers and random generators are left as they were found, after an exception too;
+    gradients of parameters outside of the model where they are in `inputs`, or their optimizer in `stateful`. The step
     runs three times plainly (the first one warms up), `steps` times with the store, and twice more where they differ.
     Activations are compared by checksums; parameters, gradients and optimizer states are copied to host memory. Every
     run waits for the device. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
@@ -69,6 +73,7 @@ def check_gradients(
         raise ConfigError(f"steps={steps!r}; give 1 or more")
     if is_active():
         raise StateError("check_gradients was called inside a store's context; call it outside, it enters the store")
+    _require_initialized(store.model)
     named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
     leaves = {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
     with State(store.model, named.values(), stateful) as state:
@@ -101,6 +106,15 @@ def check_gradients(
         if error.equal:
             return result
         return replace(result, first=replace(result.first, relative_error=error.relative, max_abs_error=error.max_abs))
+
+
+def _require_initialized(model: Module | None) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} is not initialized, as in LazyLinear before its first forward, and so cannot be put back; "
+                "run one forward first: model(batch)"
+            )
 
 
 class _Comparison:

@@ -61,6 +61,19 @@ def parts(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
+def components(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a sparse tensor, not copied; none of another one."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a strided tensor in the order of its elements: 1-d uint8, 8-byte aligned. May share its memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

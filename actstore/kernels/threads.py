@@ -26,7 +26,7 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
 
     Parameters
     ----------
-    run : releases the GIL and never raises
+    run : releases the GIL
     args : what every call gets first
     units : how many independent parts there are (groups of a codec, blocks of a copy)
 
@@ -47,6 +47,8 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
         raise
     finally:
         finish(jobs)  # an interrupt must not free the memory that a worker still uses
+    for job in jobs:
+        job.result()
 
 
 Ranges = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range

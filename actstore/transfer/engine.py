@@ -126,7 +126,7 @@ class Engine:
             self._tell()
             assert motion is not None
             stall = None
-            with suppress(ActstoreError):  # `_land` deals with writes that failed
+            with suppress(ActstoreError):  # `land` deals with writes that failed
                 stall = self._device.wait(stream, motion)
             with self._lock:
                 if stall is not None:
@@ -195,22 +195,20 @@ class Engine:
             try:
                 self._traffic.look_ahead(parcel.run)
             except BaseException:
-                parcel.users -= 1
+                self._traffic.release(parcel, 1)
                 raise
         try:
             self._tell()
             stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
         except BaseException as error:
             with self._lock:
-                parcel.users -= 1
+                self._traffic.release(parcel, 1)
                 if isinstance(error, ActstoreError) and parcel.motion is arrival:
                     self._traffic.give_up(parcel)
             raise
         with self._lock:
             if parcel.gone():  # by a close on another thread, which may have skipped the copy
-                parcel.users -= 1
-                if not parcel.users:
-                    self._traffic.unload(parcel)
+                self._traffic.release(parcel, 1)
                 raise StateError("this payload was given back; close the store after the last backward")
             if stall is not None:
                 self._traffic.times.expect("stall", stall, parcel.tier.name, [(account, berth.nbytes)], judged=begun)
@@ -219,7 +217,7 @@ class Engine:
                 self._traffic.lookahead.in_time()
             if parcel.state is State.FETCHING and parcel.motion is arrival:
                 self._traffic.turn_ready(parcel)
-        return berth.memory
+            return berth.memory
 
     def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None:
         """Like `arrive`, and the bytes become the memory of a 1-d tensor, which needs no `leave`: a copy less.
@@ -229,18 +227,20 @@ class Engine:
         Tensor : None where the bytes have to be copied: on an accelerator, of small payloads, and where the tier does
             not have them, so that nobody could tell what they were once the tensor was changed
         """
-        if not self._traffic.lendable(berth) or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():
             return None
-        self.arrive(berth)
-        lent = None
-        try:
+        while self._traffic.lendable(berth):
+            self.arrive(berth)
+            lent = None
             with self._lock:
-                if berth.parcel.state is State.READY and self._traffic.lendable(berth):
-                    lent = self._traffic.lend(berth, dtype, self._returned.put)
-            return berth.memory.clone().view(dtype) if lent is None else lent
-        finally:
-            if lent is None:
-                self.leave(berth)
+                try:
+                    if berth.parcel.state is State.READY and self._traffic.lendable(berth):
+                        lent = self._traffic.lend(berth, dtype, self._returned.put)
+                        return lent
+                finally:
+                    if lent is None:  # another thread has found the bytes changed: they are fetched anew
+                        self._traffic.release(berth.parcel, 1)
+        return None
 
     def leave(self, berth: Berth) -> None:
         """The decoding of a payload is queued on the current stream."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import torch
 
 from actstore.reaper import Last
 from actstore.storage import free_weak, hold_weak, revive, whole_of
-from actstore.transfer.buffers import Buffer
 from actstore.transfer.parcel import Parcel
 
 
@@ -21,15 +19,13 @@ class Loan:
 
     Attributes
     ----------
-    buffer : what is lent
     parcel : whose bytes they are; None once they are no longer, because somebody changed them
     users : how often the parcel was asked for and is in use by these tensors
     """
 
-    __slots__ = ("_key", "_last", "_version", "_witness", "buffer", "parcel", "users")
+    __slots__ = ("_key", "_last", "_version", "_witness", "parcel", "users")
 
-    def __init__(self, buffer: Buffer, parcel: Parcel, tensor: torch.Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
         self.parcel: Parcel | None = parcel
         self.users = 0
         self._key = hold_weak(tensor.untyped_storage())
@@ -52,15 +48,25 @@ class Loan:
         return self._witness._version != self._version
 
 
+class _Pages(np.ndarray):
+    """Memory that a storage holds, and that holds its buffer's. Not an array of ctypes: each size of one is a class."""
+
+    last: Last
+
+
 def lend(
     parcel: Parcel, nbytes: int, dtype: torch.dtype, returned: Callable[[Loan], None]
 ) -> tuple[Loan, torch.Tensor]:
-    """The first `nbytes` of a parcel as a 1-d tensor; `returned(loan)`, a function
-    written in C, is called when the last over them is gone."""
+    """The first `nbytes` of a parcel as a 1-d tensor.
+
+    Parameters
+    ----------
+    returned : a function written in C, called with the loan when the last tensor over them is gone
+    """
     buffer = parcel.buffer
     assert buffer is not None
-    pages: Any = (ctypes.c_char * nbytes).from_address(buffer.memory.data_ptr())
+    pages = buffer.memory[:nbytes].numpy().view(_Pages)
     tensor = torch.frombuffer(pages, dtype=dtype)
-    loan = Loan(buffer, parcel, tensor)
+    loan = Loan(parcel, tensor)
     pages.last = Last(returned, loan)  # dies with the pages
     return loan, tensor

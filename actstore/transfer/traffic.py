@@ -183,6 +183,7 @@ class Traffic:
         return (
             self.device.on_host
             and parcel.alone
+            and berth.nbytes > 0
             and parcel.slot is not None
             and parcel.state not in (State.OPEN, State.OFFLOADING)
         )

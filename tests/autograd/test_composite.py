@@ -1,6 +1,7 @@
 """Tensors that are made of others, such as DTensor: their parts wait like tensors of their own."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from actstore import ActivationStore, MutationError
 from tests.autograd.checks import check_drained, check_same, gc_off
@@ -219,3 +221,41 @@ def test_a_collective_that_still_runs_is_waited_for(monkeypatch, policy):
     assert store.report().saved_bytes == SIZE + 64
     assert store.report().stored_bytes == (SIZE + 64 if policy == "raw @ disk" else 0)
     check_drained(store)
+
+
+class Sealed(torch.Tensor):
+    """A wrapper whose part can be read, and not set."""
+
+    @staticmethod
+    def __new__(cls, part):
+        return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+
+    def __init__(self, part):
+        self._part = part
+
+    @property
+    def part(self):
+        return self._part
+
+    def __tensor_flatten__(self):
+        return ["part"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, form, shape, stride):
+        return Sealed(parts["part"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        inner = [each._part if isinstance(each, Sealed) else each for each in args]
+        return return_and_correct_aliasing(function, args, kwargs or {}, Sealed(function(*inner, **(kwargs or {}))))
+
+
+def test_a_wrapper_that_cannot_be_taken_apart_is_kept():
+    def gradient(store):
+        x = Sealed(values(0)).requires_grad_()
+        with store or nullcontext():
+            y = x.sin()
+        y.backward(Sealed(values(1)))
+        return (x.grad._part,)
+
+    check_same(gradient(ActivationStore(policy="raw", min_bytes=0)), gradient(None))

@@ -245,3 +245,13 @@ def test_a_note_is_that_of_the_last_forward():
             y = torch.cat([x] * (size // 2048)).exp()
         assert notes(store) == {word}
         del y
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_traced_module_inside_the_context():
+    layer = nn.Linear(8, 8)
+    traced = torch.jit.trace(layer, torch.ones(2, 8))
+    x = torch.ones(2, 8, requires_grad=True)
+    with ActivationStore(policy="raw", min_bytes=0):
+        y = traced(x)
+    check_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(layer(x).sum(), x))

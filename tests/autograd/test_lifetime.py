@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore, StateError
+from actstore.hooks import Scope
 from tests.autograd.checks import check_drained, check_same, gc_off, pools, train_step
 from tests.autograd.models import LOSSLESS, build, policy_of
 
@@ -369,3 +370,16 @@ def test_handles_may_die_on_another_thread():
     thread.join()
     check_drained(store)
     assert dict(pools(store))
+
+
+def test_an_entry_leaves_no_cycle():
+    """With gc off, what a forward remembers dies with its graph."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    store = ActivationStore(model, "raw", min_bytes=0)
+    with gc_off():
+        for _ in range(3):
+            with store:
+                y = model(torch.ones(2, 4))
+            y.sum().backward()
+            del y
+        assert [each for each in gc.get_objects() if isinstance(each, Scope)] == []

@@ -34,6 +34,15 @@ def in_a_row(*layers):
     return model, step
 
 
+def test_a_lazy_model_is_refused_until_its_first_forward():
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), torch.randn(3, 2)
+    store = ActivationStore(model, "raw", min_bytes=0)
+    with pytest.raises(ConfigError, match=r"'0\.weight' is not initialized.*one forward first"):
+        check_gradients(lambda: model(x).square().sum(), store)
+    model(x)
+    assert check_gradients(lambda: model(x).square().sum(), store).equal
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("policy", ["raw @ host", "recompute"])
 def test_a_lossless_store_is_equal(name, policy):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, check_gradients
+from actstore.check.state import State
 from actstore.session import is_active
 from tests.check.planted import Chatty
 
@@ -123,3 +124,107 @@ def test_hooks_of_all_modules_are_gone():
         check_gradients(training, ActivationStore(training.model))
     assert [len(table) for table in tables] == [0, 0, 0]
     assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
+
+
+class Owner(nn.Module):
+    """A module with generators of its own, and a dict that refuses to be cleared."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.torch, self.python, self.numpy = torch.Generator(), random.Random(0), np.random.default_rng(0)
+        self.fixed = Fixed(a=torch.zeros(2))
+
+    def forward(self, x):
+        return self.linear(x) * (torch.rand((), generator=self.torch) + self.python.random() + self.numpy.random())
+
+    def states(self):
+        return self.torch.get_state().tolist(), self.python.getstate(), str(self.numpy.bit_generator.state)
+
+
+class Fixed(dict):
+    def clear(self):
+        raise TypeError("fixed")
+
+
+def test_generators_of_modules_are_put_back():
+    model, x = Owner(), torch.randn(3, 4)
+    before = model.states()
+    result = check_gradients(lambda: model(x).sum(), ActivationStore(model, "recompute", min_bytes=0))
+    assert result.equal, str(result)
+    assert model.states() == before
+
+
+@pytest.mark.parametrize("had", [False, True], ids=["none", "some"])
+@pytest.mark.parametrize("how", ["stateful", "inputs"])
+def test_gradients_outside_of_the_model_are_put_back(how, had):
+    torch.manual_seed(0)
+    model, head, x = nn.Linear(4, 4), nn.Linear(4, 1), torch.randn(3, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+
+    def step():
+        loss = head(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach() + head.weight.grad.sum()
+
+    if had:
+        step()
+    before = list(found(nn.Sequential(model, head), optimizer))[:-1]
+    given = {"stateful": [optimizer]} if how == "stateful" else {"inputs": head.parameters()}
+    result = check_gradients(step, ActivationStore(model, "raw", min_bytes=0), **given)
+    assert result.equal, str(result)
+    after = list(found(nn.Sequential(model, head), optimizer))[:-1]
+    assert after == before
+
+
+class Stuck:
+    """It cannot be put back more than a few times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.times -= 1
+        if self.times < 0:
+            raise ValueError("stuck")
+
+
+@pytest.mark.parametrize(
+    ("raises", "times", "error", "notes"),
+    [("plain", 1, KeyError, 1), (None, 5, ValueError, 0), (None, 1, ValueError, 1)],
+    ids=["step", "at the end", "in between"],
+)
+def test_what_cannot_be_put_back_leaves_nothing_else_behind(raises, times, error, notes):
+    training = Training(raises)
+    before = training.found()
+    store, stateful = ActivationStore(training.model, "raw", min_bytes=0), [Stuck(times), training.schedule]
+    with pytest.raises(error) as info:
+        check_gradients(training, store, stateful=stateful)
+    assert training.found() == before
+    note = "Afterwards not all could be put back as it was: ValueError: stuck"
+    assert getattr(info.value, "__notes__", []) == [note] * notes
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_tensors_are_put_back(layout):
+    blocks = {"blocksize": (2, 2)} if layout == torch.sparse_bsr else {}
+    model = nn.Module()
+    model.parameter = nn.Parameter(torch.eye(4).to_sparse(layout=layout, **blocks))
+    model.register_buffer("buffer", torch.eye(4).to_sparse(layout=layout, **blocks))
+    kept = model.buffer.values()
+    with State(model, (), ()), torch.no_grad():
+        model.parameter.mul_(2)
+        kept.mul_(3)
+        if layout == torch.sparse_coo:
+            model.parameter.add_(torch.ones(4, 4).to_sparse())  # other indices
+        assert not torch.equal(model.parameter.to_dense(), torch.eye(4))
+        assert not torch.equal(model.buffer.to_dense(), torch.eye(4))
+    assert torch.equal(model.parameter.to_dense(), torch.eye(4))
+    assert torch.equal(model.buffer.to_dense(), torch.eye(4))
+    assert model.buffer.values().data_ptr() == kept.data_ptr()
+    assert model.parameter.layout == layout

@@ -13,6 +13,7 @@ from actstore.bench.target import EXAMPLE, load
 from actstore.errors import ConfigError
 
 SCRIPT = """
+import asyncio
 import sys
 import torch
 from torch import nn
@@ -43,6 +44,24 @@ def make_random():
     return model, lambda: model(torch.randn(3, 4, generator=BATCHES)).sum()
 
 
+def make_exiting():
+    sys.exit(0)
+
+
+def make_step_that_exits():
+    model, _ = make_step()
+    return model, lambda: sys.exit(0)
+
+
+def make_cancelled():
+    model, _ = make_step()
+
+    def step():
+        raise asyncio.CancelledError
+
+    return model, step
+
+
 def make_raising():
     model, _ = make_step()
     return model, lambda: model(torch.zeros(3, 5))
@@ -61,11 +80,12 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a script; imports and arguments are as before at the end."""
     (tmp_path / "scripted.py").write_text(SCRIPT)
     (tmp_path / "plain_script.py").write_text("raise AssertionError('was run')\n")
+    (tmp_path / "unguarded.py").write_text("def make_step(): ...\nprint('trained')\nraise SystemExit\n")
     (tmp_path / "broken_script.py").write_text("import no_such_package_at_all\nmake_step = 1\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["actstore"])
-    for name in ("scripted", "plain_script", "broken_script"):
+    for name in ("scripted", "plain_script", "unguarded", "broken_script"):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
 
@@ -137,13 +157,29 @@ def test_bad_input_is_said_in_a_few_words(
 
 
 @pytest.mark.parametrize(
-    ("script", "error"), [("scripted.py:make_raising", "RuntimeError"), ("broken_script.py", "ModuleNotFoundError")]
+    ("script", "error"),
+    [
+        ("scripted.py:make_raising", "RuntimeError"),
+        ("scripted.py:make_cancelled", "CancelledError"),
+        ("broken_script.py", "ModuleNotFoundError"),
+    ],
 )
 def test_an_error_of_the_script_is_shown_whole(script: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(script) == 2
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert f"actstore: {script} raised {error}" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_"),
+    [("scripted.py:make_exiting", "0"), ("scripted.py:make_step_that_exits", "0"), ("unguarded.py", "None")],
+)
+def test_a_script_that_exits_is_not_equal(script: str, exit_: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(script) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert f"actstore: {script} ended the program (SystemExit: {exit_}) before all was compared" in said
 
 
 def test_the_example_of_the_message_runs(tmp_path: Path) -> None:

@@ -64,6 +64,27 @@ def test_what_was_drawn_is_drawn_again(name, decision):
     assert after == then
 
 
+def test_a_normal_number_that_numpy_has_in_hand_is_drawn_again():
+    """Normal numbers come in pairs: the second one is in the state, and the rest of it is the same with and without."""
+    np.random.seed(0)  # noqa: NPY002
+    np.random.randn()  # noqa: NPY002
+    state = np.random.get_state()  # noqa: NPY002
+    model, batch = nn.Sequential(Draws(DRAWS["numpy_normal"])), (torch.randn(3, WIDTH),)
+    store = make(model, "recompute")
+    for _ in range(3):
+        np.random.set_state(state)  # noqa: NPY002
+        found = train_step(model, batch, store)
+        np.random.set_state(state)  # noqa: NPY002
+        wanted = train_step(model, batch)
+        check_same(found, wanted)
+
+
+def test_a_generator_without_a_state_is_left_out():
+    model, batch = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), (torch.randn(3, WIDTH),)
+    model[0].system = random.SystemRandom()
+    check_same(train_step(model, batch, make(model, "recompute")), train_step(model, batch))
+
+
 def test_generators_that_forward_does_not_use_run_on():
     model, x = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), torch.randn(3, WIDTH)
     with make(model, "recompute"):

@@ -23,6 +23,7 @@ FLOORS = (
             "job",
             "checksum",
             "generators",
+            "weights",
             "untraced",
         },
     ),
