@@ -42,7 +42,7 @@ def no_resume(patch):
 
 
 def a_new_estimate(patch):
-    patch.setattr("actstore.recompute._SpectralNorm", type(None))
+    patch.setattr("actstore.weights._SpectralNorm", type(None))
 
 
 def no_names_in_errors(patch):

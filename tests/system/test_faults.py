@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -563,10 +565,11 @@ def test_a_store_that_is_forgotten_with_writes_under_way(disk_folder, monkeypatc
             check_same({name: p.grad for name, p in model.named_parameters()}, wanted.grads)
         del loss
         gc.collect()
-    gc.collect()
-    for worker in workers:
-        worker.join(60)
-    gc.collect()
+    end = monotonic() + 60
+    while any(worker.is_alive() for worker in workers) and monotonic() < end:
+        gc.collect()  # again: what a worker held until its write was over, or while it was collecting itself
+        workers[0].join(0.1)
+        workers.sort(key=Thread.is_alive, reverse=True)
     assert threading.active_count() == threads
     assert files_in(disk_folder) == []
 
