@@ -41,7 +41,7 @@ class Kept:
         self.version = tensor._version
         self.account = account
         self.first = first
-        self.last = Last(ledger.put_gone, (account, nbytes, 0)) if nbytes else None  # `first` accounts for its storage
+        self.last = Last(ledger.release, (account, nbytes, 0)) if nbytes else None  # `first` accounts for its storage
 
     def get(self) -> Tensor:
         if self.alias._version != self.version:

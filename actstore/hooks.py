@@ -270,7 +270,7 @@ class Scope:
             return ""
         if self._has_model and frame.module is None and frame.inputs is None:
             return "saved outside of the model: part of the loss"
-        if key in self.tracker.computed or self.tracker.computes_weights:
+        if key in self.tracker.computed or frame.computes_weights:
             return "a weight that is computed from parameters"
         return lossy_reason(known, producer)
 

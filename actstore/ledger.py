@@ -81,7 +81,7 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = Lock()
         self._gone: deque[tuple[Account, int, int]] = deque()  # appended to by finalizers at any moment
-        self.put_gone = self._gone.append  # `release` of (account, held, away) in one call of a C function
+        self.release = self._gone.append  # books (account, held, away) as gone: one call in C, for finalizers
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
@@ -117,10 +117,6 @@ class Ledger:
             self._held = now = self._held + held
             if now > self.peak:
                 self.peak = now
-
-    def release(self, account: Account, held: int, away: int) -> None:
-        """Book bytes as gone. Called by finalizers."""
-        self._gone.append((account, held, away))
 
     def touch_peak(self, account: Account, transient: int) -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment."""

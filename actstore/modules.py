@@ -72,7 +72,7 @@ class Place:
         self._small.note = "" if self.target is None else "small"
         self._small.count += count
         self._ledger.add(self._small, nbytes, 0, nbytes)
-        return Last(self._ledger.put_gone, (self._small, nbytes, 0))
+        return Last(self._ledger.release, (self._small, nbytes, 0))
 
 
 class Frame:
@@ -82,10 +82,21 @@ class Frame:
     the call ends, and released once. That is what makes a kept tensor cheap.
     """
 
-    __slots__ = ("index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target")
+    __slots__ = (
+        "computes_weights", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target",
+    )  # fmt: skip
 
-    def __init__(self, module: Module | None, place: Place, owned: set[int], inputs: Decision | None = None) -> None:
+    def __init__(
+        self,
+        module: Module | None,
+        place: Place,
+        owned: set[int],
+        inputs: Decision | None = None,
+        *,
+        computes_weights: bool = False,
+    ) -> None:
         self.module = module
+        self.computes_weights = computes_weights or isinstance(module, ParametrizationList)  # or runs inside of one
         self.place = place
         self.inputs = inputs
         self.target = place.target if inputs is None else target_of(inputs)
@@ -125,7 +136,7 @@ class Tracker:
 
     def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
-        self.frame = Frame(module, place, self.owned, inputs)
+        self.frame = Frame(module, place, self.owned, inputs, computes_weights=self.frame.computes_weights)
 
     def pop(self) -> None:
         self.frame.end(self.counted)
@@ -142,11 +153,6 @@ class Tracker:
         """Forget weights whose storages are gone."""
         self.parameters -= gone
         self.computed -= gone
-
-    @property
-    def computes_weights(self) -> bool:
-        """Whether a parametrization is running."""
-        return any(isinstance(frame.module, ParametrizationList) for frame in (self.frame, *self.stack))
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
@@ -165,7 +171,7 @@ class Tracker:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
         old.end(self.counted)
-        self.frame = Frame(old.module, old.place, self.owned, old.inputs)
+        self.frame = Frame(old.module, old.place, self.owned, old.inputs, computes_weights=old.computes_weights)
         self.frame.index = old.index
 
     def end(self) -> None:

@@ -35,7 +35,6 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
-        self._put_gone = self.ledger.put_gone
         self.trace: Trace | None = None
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
@@ -108,9 +107,9 @@ class Store:
                 slot.tier.free(slot)
                 raise
             self.ledger.add(account, saved, used, slot.nbytes)
-            entry.last = Last(self._put_gone, (account, slot.nbytes, 0))
+            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
         elif berth is not None:
-            entry.last = Last(berth.engine.put_dropped, berth)
+            entry.last = Last(berth.engine.drop, berth)
             try:
                 used = bound.encode(src, berth.memory, key)
             except BaseException:
@@ -365,7 +364,7 @@ class Store:
             raise
         entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, stage
         self.ledger.add(account, saved, 0, stage.nbytes)
-        entry.last = Last(self._put_gone, (account, stage.nbytes, 0))
+        entry.last = Last(self.ledger.release, (account, stage.nbytes, 0))
         if late is not None:
             with place.late_lock:
                 place.late.append((ref(entry), late, tiers, forward))
@@ -414,14 +413,14 @@ class Store:
                 raise
             entry.last = None
             self.ledger.add(account, 0, used, slot.nbytes)
-            entry.last = Last(self._put_gone, (account, slot.nbytes, 0))
+            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
         elif berth is not None:
             try:
                 place.device.copy(berth.memory, stage.memory[:room], place.device.current())
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
-            entry.last = Last(berth.engine.put_dropped, berth)
+            entry.last = Last(berth.engine.drop, berth)
             berth.engine.depart(berth)
             self.ledger.add(account, 0, used, 0)
         else:

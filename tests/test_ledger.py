@@ -73,7 +73,7 @@ def test_random_orders(commands):
             naive.touch(0, site)
         elif what == "release" and naive.items:
             site, held, away = naive.items.pop(args[0] % len(naive.items))
-            ledger.release(ledger.account(site), held, away)
+            ledger.release((ledger.account(site), held, away))
         elif what == "move" and naive.items:
             site, held, away = naive.items.pop(args[0] % len(naive.items))
             ledger.add(ledger.account(site), 0, 0, -held, held)
@@ -97,10 +97,10 @@ def test_the_peak_does_not_count_what_was_released_before():
     ledger = Ledger()
     account = ledger.account(SITES[0])
     ledger.add(account, 0, 0, 100)
-    ledger.release(account, 100, 0)
+    ledger.release((account, 100, 0))
     ledger.add(account, 0, 0, 60)
     assert (ledger.peak, account.peak) == (100, 100)
-    ledger.release(account, 60, 0)
+    ledger.release((account, 60, 0))
     ledger.touch_peak(account, 101)
     assert (ledger.peak, account.peak) == (101, 101)
 
@@ -115,7 +115,7 @@ def test_threads_and_finalizers():
             self.me = self if cycle else None
 
         def __del__(self):
-            ledger.release(self.account, self.nbytes, 0)
+            ledger.release((self.account, self.nbytes, 0))
 
     def work(number):
         account = ledger.account(Site(f"thread {number}", 0))

@@ -39,7 +39,7 @@ class DeviceTier(Tier):
         if self._pool is not None:
             memory = self._pool.take(nbytes)
             slot = Slot(nbytes, memory)
-            slot.last = Last(self._pool.put_back, memory)
+            slot.last = Last(self._pool.give, memory)
             return slot
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")

@@ -18,18 +18,13 @@ class BufferPool:
 
     In use and idle together never exceed the most that was in use in this step or the last one (`trim` begins a step),
     so that variable shapes cannot make it grow. Thread-safe; `give` is safe in finalizers.
-
-    Attributes
-    ----------
-    pinned : whether buffers are in pinned memory; no longer so once the system has refused it
     """
 
-    def __init__(self, *, pin: bool = False) -> None:
-        self.pinned = pin
+    def __init__(self) -> None:
         self._closed = False
         self._lock = Lock()
         self._back = Reaper[torch.Tensor](self._lock, self._receive)
-        self.put_back = self._back.put  # `give` in one call of a C function; after `close`, `drain` comes next
+        self.give = self._back.put  # takes a buffer back: one call in C, for finalizers; after `close`, `drain` it
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._idle_nbytes = 0
         self._used_nbytes = 0
@@ -72,12 +67,6 @@ class BufferPool:
             with self._lock:
                 self._used_nbytes -= nbytes
             raise
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
-        self._back.put(buffer)
-        if self._closed:
-            self._back.try_drain()
 
     def drain(self) -> None:
         """Take note of what came back, unless another thread is about to."""

@@ -70,11 +70,10 @@ class Engine:
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)
         self._lock = Lock()
         self._dropped = Reaper[Berth](self._lock, traffic.forget)
-        self.put_dropped = self._dropped.put  # `drop` in one call of a C function
+        self.drop = self._dropped.put  # nobody needs a payload any more: one call in C, for finalizers
         self._returned = Reaper[Loan](self._lock, traffic.take_back)
         self._lessons = Lessons()
         self._told = False
-        self._closed = False
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -261,12 +260,6 @@ class Engine:
             self._tidy()
         self._tell()
 
-    def drop(self, berth: Berth) -> None:
-        """Nobody needs a payload any more; takes effect at the next call of another method. Safe in finalizers."""
-        self._dropped.put(berth)
-        if self._closed:
-            self._dropped.try_drain()
-
     def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
         """Have the trace tell what else the device did."""
         with self._lock:
@@ -289,7 +282,6 @@ class Engine:
                     ticket.result()
                 self._traffic.buffers.give(buffer, after)
             self._traffic.buffers.close()
-            self._closed = True
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from weakref import WeakSet
 
 import pytest
@@ -10,14 +9,6 @@ import pytest
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, train_step
 from tests.autograd.models import build, policy_of
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"))
 
 
 @pytest.fixture(scope="module", autouse=True)

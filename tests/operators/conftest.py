@@ -1,18 +1,8 @@
-"""What samples of a database warn of is not about a store; the database itself needs a package for tests."""
-
-from pathlib import Path
+"""PyTorch's database of operators needs a package for tests; what a sweep of it must find."""
 
 import pytest
 
 from tests.operators.sweep import LENT
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
 @pytest.fixture(scope="session", autouse=True)

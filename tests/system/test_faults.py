@@ -29,6 +29,8 @@ from tests.tiers.conftest import disk_folder
 
 __all__ = ["disk_folder"]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH = 64
 ROWS = 4096  # activations of 1 MiB: each travels by itself
 RAW = "raw @ disk"
@@ -60,15 +62,6 @@ def build(depth: int = 3) -> tuple[nn.Sequential, tuple[Tensor]]:
 
 def point_of(model: nn.Sequential) -> Point:
     return next(layer for layer in model if isinstance(layer, Point))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work on a machine that others use too is faster so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

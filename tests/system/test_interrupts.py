@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,9 @@ from actstore.reaper import Last
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Moments, in_package
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 POLICIES = ["raw @ device", "raw @ host", "raw @ disk"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
