@@ -26,6 +26,9 @@ from actstore.errors import (
     TransferError,
     UnknownCodecError,
 )
+from actstore.plan.plan import Plan
+from actstore.plan.profile import Profile
+from actstore.planning import make_plan
 from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
 from actstore.report import Report, SiteReport
 from actstore.session import ActivationStore, tag
@@ -51,8 +54,10 @@ __all__ = [
     "MutationError",
     "Offload",
     "PayloadError",
+    "Plan",
     "Policy",
     "PolicyError",
+    "Profile",
     "Raw",
     "Recompute",
     "Report",
@@ -67,5 +72,6 @@ __all__ = [
     "__version__",
     "check_gradients",
     "encode",
+    "make_plan",
     "tag",
 ]

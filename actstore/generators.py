@@ -1,89 +1,211 @@
-"""The random generators that a recomputed forward draws from, beside those of torch that a checkpoint restores."""
+"""The random generators that a recomputed forward draws from."""
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module
 
 
 class Source(NamedTuple):
-    """How the state of one generator is read and set. States compare with ``==``."""
+    """How the state of one generator is read and set. States compare with ``==``.
+
+    `look` reads it faster: whoever has set it since the last reading is taken to have set a different one.
+    """
 
     read: Callable[[], Any]
     set: Callable[[Any], object]
+    look: Callable[[], Any]
 
 
 class Generators:
     """The states of generators before a forward, so that it can draw the same numbers again.
 
-    Known are Python's, NumPy's global one, and generators that are attributes of modules, of `torch.Generator`,
-    `random.Random`, `numpy.random.Generator` or `numpy.random.RandomState`. Those that the forward did not draw from
-    are forgotten when it `ended`.
+    Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
+    attributes of modules, of `torch.Generator`, `random.Random`, `numpy.random.Generator` or
+    `numpy.random.RandomState`. Those that the forward did not draw from are forgotten: a module's own when it `ended`,
+    the others when the next forward begins, which reads the same state. Equal states are one object.
+
+    Parameters
+    ----------
+    modules : whose attributes are looked through
+    devices : accelerators, by device
+    last : of the forward before this one on this thread, if any
 
     Notes
     -----
-    Not thread-safe: what other threads draw from the same generators during a recomputation is drawn again.
+    Not thread-safe: what other threads draw from the same generators during a recomputation is drawn again. Several
+    threads may rewind the same forward, each with what `again` returns.
     """
 
-    def __init__(self, modules: Iterable[Module]) -> None:
-        self._before = [(source, source.read()) for source in (*_SHARED, *owned(modules))]
+    def __init__(
+        self, modules: Iterable[Module], devices: Iterable[torch.device] = (), last: Generators | None = None
+    ) -> None:
         self._meanwhile: list[tuple[Source, Any]] = []
+        self._ended = False
+        sources = (*_SHARED, *map(_device_source, devices))
+        self._before = {source: source.read() if last is None else source.look() for source in sources}
+        if last is not None and last._ended:
+            for source, state in self._before.items():
+                if last._before.get(source, last) is state:
+                    del last._before[source]
+        self._own = [(source, source.read()) for source in owned(modules)]
 
     def ended(self) -> None:
         """The forward is over."""
-        self._before = [(source, state) for source, state in self._before if source.read() != state]
+        self._own = [(source, state) for source, state in self._own if source.read() != state]
+        self._ended = True
+
+    def again(self) -> Generators:
+        """The same states, to `rewind` and `resume` by itself."""
+        twin = copy(self)
+        twin._meanwhile = []
+        return twin
 
     def rewind(self) -> None:
         """Set the states from before the forward, until `resume`."""
-        self._meanwhile = [(source, source.read()) for source, _ in self._before]
-        for source, state in self._before:
-            source.set(state)
+        states = [*self._before.copy().items(), *self._own]
+        self._meanwhile = [(source, source.read()) for source, _ in states]
+        for (source, state), (_, now) in zip(states, self._meanwhile, strict=True):
+            if now is not state:
+                source.set(state)
 
     def resume(self) -> None:
         """Set the states from before `rewind`."""
         for source, state in self._meanwhile:
-            source.set(state)
+            if source.read() is not state:
+                source.set(state)
         self._meanwhile = []
 
 
 def owned(modules: Iterable[Module]) -> list[Source]:
     """The generators that are attributes of modules."""
     found = (value for module in modules for value in vars(module).values())
-    return [_source_of(value) for value in found if isinstance(value, _CLASSES) and not isinstance(value, _STATELESS)]
+    return [_source_of(value) for value in found if _has_state(value.__class__)]
+
+
+@lru_cache(maxsize=4096)
+def _has_state(kind: Hashable) -> bool:
+    """Whether objects of a class are generators that draw the same again from the same state."""
+    asks_system = isinstance(kind, type) and issubclass(kind, random.SystemRandom)
+    return isinstance(kind, type) and issubclass(kind, _CLASSES) and not asks_system
 
 
 def _source_of(generator: Any) -> Source:
     if isinstance(generator, torch.Generator):
-        return Source(
-            lambda: generator.get_state().numpy().tobytes(),
-            lambda state: generator.set_state(_tensor_of(state)),
+        return _source(
+            lambda: _state_of(generator),
+            lambda state: _set_state(generator, state),
         )
     if isinstance(generator, random.Random):
-        return Source(generator.getstate, generator.setstate)
+        return _source(generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
-        return _legacy(generator)
+        return _source(
+            lambda: pickle.dumps(generator.get_state(legacy=False)),
+            lambda state: generator.set_state(pickle.loads(state)),
+        )
     bits = generator.bit_generator
-    return Source(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+    return _source(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
 
-def _legacy(generator: Any) -> Source:
-    return Source(
-        lambda: pickle.dumps(generator.get_state(legacy=False)),
-        lambda state: generator.set_state(pickle.loads(state)),
-    )
+def _source(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:
+    return Source(read, put, read)
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    with unset_fake_temporarily():  # a mode that makes all new tensors fake leaves generators real
+        return generator.get_state().numpy().tobytes()
+
+
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    with unset_fake_temporarily():
+        generator.set_state(_tensor_of(state))
 
 
 def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
+def _shared(source: Source) -> Source:
+    """The same source, whose states are one object while they are equal."""
+    known: Any = None
+
+    def same(read: Callable[[], Any]) -> Any:
+        nonlocal known
+        before, state = known, read()
+        if state == before:
+            return before
+        known = state
+        return state
+
+    return Source(partial(same, source.read), source.set, partial(same, source.look))
+
+
+class _NumpyGlobal:
+    """NumPy's global generator, whose state takes 30 us to read, and 1 us to look at where it has not changed.
+
+    A state has the words of its bit generator, and at times a normal number that waits, because they are drawn in
+    pairs. By drawing, none can come to wait while the words stay the same; where one waits, all is read.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, bytes] | None = None
+
+    def read(self) -> bytes:
+        words = self._words()
+        full: Any = _numpy_random.get_state(legacy=False)
+        state = pickle.dumps(full)
+        self._known = (words, state) if words and not full["has_gauss"] and self._words() == words else None
+        return state
+
+    def look(self) -> bytes:
+        known = self._known
+        return known[1] if known is not None and known[0] == self._words() else self.read()
+
+    def set(self, state: bytes) -> None:
+        self._known = None
+        _numpy_random.set_state(pickle.loads(state))
+
+    @staticmethod
+    def _words() -> bytes:
+        """The words of a Mersenne twister, how many are used, and where they are; empty for another generator."""
+        bits = _numpy_random.get_bit_generator()
+        if type(bits) is not np.random.MT19937:
+            return b""
+        address: int = bits.ctypes.state_address
+        return ctypes.string_at(address, _MT19937_NBYTES) + address.to_bytes(8, "little")
+
+
+@cache
+def _device_source(device: torch.device) -> Source:
+    module: Any = torch.get_device_module(device)
+    generators: Any = getattr(module, "default_generators", None)  # CUDA and XPU; one for each device
+    if generators:
+        return _shared(_source_of(generators[device.index]))
+    return _shared(
+        _source(
+            lambda: module.get_rng_state().cpu().numpy().tobytes(),
+            lambda state: module.set_rng_state(_tensor_of(state)),
+        )
+    )
+
+
+_numpy_random: Any = np.random
 _CLASSES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_STATELESS = random.SystemRandom  # draws from the operating system, and never the same again
-_SHARED = (Source(random.getstate, random.setstate), _legacy(np.random))
+_MT19937_NBYTES = 625 * 4  # of its struct: 624 words and the position in them
+_numpy = _NumpyGlobal()
+_SHARED = (
+    _shared(_source_of(torch.default_generator)),
+    _shared(_source(random.getstate, random.setstate)),
+    _shared(Source(_numpy.read, _numpy.set, _numpy.look)),
+)

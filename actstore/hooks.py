@@ -24,6 +24,7 @@ from actstore.layout import layout_of
 from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
 from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
+from actstore.replay import Calls
 from actstore.spec import Site, Spec
 from actstore.storage import revive, storages_of
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # bytes would be lost to a trace
 
 Handle = Small | Kept | Stored | Composite
 
@@ -76,6 +77,8 @@ class Scope:
         self.tracker = tracker
         self.parameters = parameters  # identities of the storages that are never counted nor moved
         self.ledger = store.ledger
+        self.gauge = store.gauge
+        self.calls = Calls()
         self._store = store
         self._forward = forward
         self._policy = policy
@@ -98,7 +101,7 @@ class Scope:
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
 
         def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
-            if _len_torch_dispatch_stack() and _get_dispatch_mode(_FAKE) is not None:
+            if _len_torch_dispatch_stack() and any(_get_dispatch_mode(mode) is not None for mode in _TRACING):
                 return _alias_of(tensor), tensor._version, tracker.frame
             if unsettled and _get_sequence_nr() != self._unsettled_nr:
                 self.settle()
@@ -107,7 +110,8 @@ class Scope:
             if kind is not Tensor or (base is not None and type(base) is not Tensor):
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     parameters.add(tensor.untyped_storage()._cdata)
-                    return tensor.detach(), tensor._version, frame
+                    # As autograd does: who shares weights out gives a Parameter new data, and means them here too.
+                    return tensor if kind is Parameter and tensor.is_leaf else tensor.detach(), tensor._version, frame
                 handle = self._of_class(tensor, frame)
                 if handle is not None:
                     return handle
@@ -146,15 +150,15 @@ class Scope:
             return alias, tensor._version, frame
         if is_parameter(tensor):
             self.parameters.update(storage._cdata for storage in storages_of(tensor))
-            return alias, tensor._version, frame
+            return tensor if isinstance(tensor, Parameter) and tensor.is_leaf else alias, tensor._version, frame
         parts = parts_of(alias)
         if parts is None:
             return None
         pack = self.pack_hook()  # a hook that knew itself would be a cycle
         handles = {name: pack(part, tensor) for name, part in parts.items()}
-        return Composite(alias, handles, Site(frame.place.name, SMALL), self._allows())
+        return Composite(alias, handles, Site(frame.place.name, SMALL), self.allows_mutation())
 
-    def _allows(self) -> bool:
+    def allows_mutation(self) -> bool:
         """Whether a saved tensor may change before backward."""
         return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
@@ -219,7 +223,7 @@ class Scope:
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._kept[key]() is not None:  # alive as it is: a second form would only add bytes
             return self._keep(tensor, account, key, storage)
-        allow = self._allows()
+        allow = self.allows_mutation()
         if outer is None:
             handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
         elif allow and not outer.requires_grad:

@@ -162,9 +162,9 @@ class Tracker:
             self.pop()
         self.pop()
 
-    def unwind(self) -> None:
-        """End all calls."""
-        while self.stack:
+    def unwind(self, depth: int = 0) -> None:
+        """End all calls but the outermost `depth`."""
+        while len(self.stack) > depth:
             self.pop()
 
     def renew(self) -> None:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from threading import Lock
+from contextlib import AbstractContextManager
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList, Sequential
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from actstore.composite import is_parameter
-from actstore.errors import PolicyError
+from actstore.errors import PolicyError, StateError
 from actstore.generators import Generators
 from actstore.modules import named_modules
-from actstore.policy import Keep, Recompute
+from actstore.policy import Recompute
+from actstore.replay import Call, Carry, Chain, Source
+from actstore.schedule import schedule_of
 from actstore.storage import storages_of
 from actstore.weights import Weights
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _wrapping = Lock()
+_STATELESS = {torch.device("cpu"), torch.device("meta")}  # or with a generator that is always known
 
 
 class Wrapped:
@@ -38,9 +44,33 @@ class Wrapped:
 
     The wrapper is an attribute of the instance, put there at entry and taken away at exit, so that the model can be
     copied and pickled in between. It acts on the threads that have entered the store, and calls through on others.
+
+    Parameters
+    ----------
+    scope_of : the entry of the store on this thread, if it is the innermost one
+    alike : modules that the same rule matches: the first guess at the length of a chain
+
+    Raises
+    ------
+    PolicyError : the module has no forward that could run again
     """
 
-    def __init__(self, name: str, module: Module, decision: Recompute, scope_of: Callable[[], Scope | None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Module,
+        decision: Recompute,
+        scope_of: Callable[[], Scope | None],
+        alike: int = 1,
+    ) -> None:
+        scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
+        if scripted is not None:  # a recomputation is ended by an exception, and its interpreter makes another of that
+            where = ".".join(filter(None, (name, scripted)))
+            raise PolicyError(
+                f"'{name} : {decision}' recomputes {where!r}, which is TorchScript: PyTorch's checkpoint fails there. "
+                f"Put a rule such as '{name} : raw' before, or use the module from before torch.jit.script or trace",
+                module=where,
+            )
         if type(module).forward is Module.forward:
             raise PolicyError(
                 f"'{name} : {decision}' recomputes a {type(module).__name__}, which has no forward of its own; "
@@ -51,6 +81,8 @@ class Wrapped:
         self._module = module
         self._decision = decision
         self._scope_of = scope_of
+        self._alike = alike
+        self._lengths: dict[int, int] = {}
         self.users = 0
 
     def enter(self) -> None:
@@ -77,34 +109,113 @@ class Wrapped:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scope = self._scope_of()
-        if scope is None or not torch.is_grad_enabled():
+        if scope is None or not torch.is_grad_enabled() or _in_region():
+            return forward(*args, **kwargs)
+        first = self._decision.first
+        if first is not None and scope.calls.begin(self) >= first:
             return forward(*args, **kwargs)
         tracker = scope.tracker
-        tracker.push(None, tracker.frame.place, self._decision.inputs)
+        depth = len(tracker.stack)
+        call, counter = self._take(scope, forward, *tree_flatten((args, kwargs)))
+        saved = _CountSaved(scope, counter.account, call.region)
+        if call.chain is not None:
+            tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
+            saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
+        given = True
+
+        def run() -> Any:
+            nonlocal given
+            if given:
+                given = False
+                return call.first_run()
+            again, booked = call.again()
+            counter.ignore(booked)
+            return again()
+
         try:
-            # Tensors go in by position, also those of keyword arguments and containers: only they reach the store.
-            leaves, form = tree_flatten((args, kwargs))
-            where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-            def run(*tensors: Tensor) -> Any:
-                full = list(rest)
-                for i, tensor in zip(where, tensors, strict=True):
-                    full[i] = tensor
-                call_args, call_kwargs = tree_unflatten(full, form)
-                return forward(*call_args, **call_kwargs)
-
-            counter = _CountRecomputed(scope, tracker.frame.place.account(0), self._module)
-            if isinstance(self._decision.inputs, Keep):  # these are held already
-                counter.ignored = {storage._cdata for i in where for storage in storages_of(leaves[i])}
-            saved = _CountSaved(scope, counter.account, f"{self._name} ({self._decision})")
             output = checkpoint(
-                run, *(leaves[i] for i in where), use_reentrant=False, context_fn=lambda: (saved, counter), **_RESPECT
+                run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (saved, counter), **_RESPECT
             )
-            counter.generators.ended()
-            return output
+        finally:
+            call.given = None
+            tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
+        call.generators.ended()
+        if call.chain is not None:
+            call.saved_nbytes = saved.nbytes
+            scope.calls.put_out(call, tree_leaves(output))
+        return output
+
+    def _take(
+        self, scope: Scope, forward: Callable[..., Any], leaves: list[Any], form: TreeSpec
+    ) -> tuple[Call, _CountRecomputed]:
+        """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
+        pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
+        tracker, calls, place = scope.tracker, scope.calls, scope.tracker.frame.place
+        modules = list(self._module.modules())
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
+        generators = calls.generators = Generators(modules, devices, calls.generators)
+        call = Call(
+            f"{self._name} ({self._decision})",
+            place.account(0),
+            forward,
+            leaves,
+            form,
+            unpack,
+            Weights(modules),
+            generators,
+        )
+        carries = self._join(scope, call, leaves) if self._decision.replays else {}
+        tracker.push(None, place, self._decision.inputs)
+        try:
+            frame = tracker.frame
+            stored = frame.target
+            for i, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor):
+                    continue
+                if leaf.is_inference():
+                    raise StateError(
+                        f"Inference tensors cannot be saved for backward: an input of {call.region} is one"
+                    )
+                carry = carries.get(i)
+                if carry is None:
+                    call.sources[i] = Source(None, pack(leaf), leaf.requires_grad)
+                    continue
+                if carry.handle is None or carry.live:
+                    frame.target = None if carry.live else stored
+                    carry.handle = pack(leaf)
+                    frame.target = stored
+                call.sources[i] = Source(carry, None, leaf.requires_grad)
         finally:
             tracker.pop()
+        return call, _CountRecomputed(scope, call)
+
+    def _join(self, scope: Scope, call: Call, leaves: list[Any]) -> dict[int, Carry]:
+        """Have a call take its place in a chain. Returns those of its inputs that the chain has put out, by leaf."""
+        calls, decision = scope.calls, self._decision
+        found = {i: made for i, leaf in enumerate(leaves) if (made := calls.find(leaf, decision)) is not None}
+        chain = max(found.values(), key=lambda made: made[0].number)[0].chain if found else None
+        if chain is None:
+            nth = calls.begin((self, Chain))
+            expected = self._lengths.get(nth, self._alike)
+            chain = Chain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
+            if calls.begin(Chain):
+                call.account.note = "begins another chain: its inputs are no outputs of a recomputed call"
+        last = chain.arrive(call)
+        carries = {}
+        for i, (producer, index) in found.items():
+            if producer.chain is not chain:
+                continue
+            weak = producer.made.get(index)
+            carry = weak() if weak is not None else None
+            if carry is None:
+                carry = Carry(producer, index, call.number, leaves[i], any_version=scope.allows_mutation())
+                producer.made[index] = ref(carry)
+            if carry.handle is None:
+                carry.live = producer.number >= last  # otherwise what replays the calls after `last` needs it, too
+                if carry.live:
+                    chain.hold(carry)
+            carries[i] = carry
+        return carries
 
 
 class _Forward:
@@ -124,6 +235,14 @@ class _Forward:
         return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward
 
 
+def _in_region() -> bool:
+    """Whether a checkpoint or another region is to run this again as a whole, then perhaps without a store."""
+    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
+    return hooks is not None and getattr(hooks[0], "__module__", "") in REGIONS
+
+
+REGIONS = ("torch.utils.checkpoint", __name__)  # whose hooks save nothing
+
 # Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
 _RESPECT: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
@@ -135,32 +254,34 @@ _RESPECT: dict[str, Any] = (
 class _Delegating:
     """Sees what the checkpoint's own hooks pack, and leaves it to them. Enters again for each recomputation."""
 
-    def __init__(self, scope: Scope, account: Account) -> None:
+    def __init__(self, account: Account) -> None:
         self.account = account
-        self._hooks: list[saved_tensors_hooks] = []
+        self._entered: dict[int, tuple[saved_tensors_hooks, _Seen]] = {}  # by thread
 
     def __enter__(self) -> None:
         pack, unpack = _top_saved_tensors_default_hooks(False)
-        self.begin()
+        seen = self.begin()
 
         def counting(tensor: Tensor) -> Any:
             if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
                 for storage in storages_of(tensor):
-                    self.see(storage)
+                    self.see(storage, seen)
             return pack(tensor)
 
         hooks = saved_tensors_hooks(counting, self.reading(unpack))
         hooks.__enter__()
-        self._hooks.append(hooks)
+        self._entered[get_ident()] = hooks, seen
 
     def __exit__(self, *exc: object) -> None:
-        self._hooks.pop().__exit__(*exc)
-        self.end()
+        hooks, seen = self._entered.pop(get_ident())
+        hooks.__exit__(*exc)
+        self.end(seen)
 
-    def begin(self) -> None:
+    def begin(self) -> _Seen:
         """The region starts to run."""
+        return _Seen()
 
-    def see(self, storage: torch.UntypedStorage) -> None:
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
         """The region saved something in this storage."""
         raise AssertionError
 
@@ -168,20 +289,37 @@ class _Delegating:
         """What reads back what the region saved."""
         return unpack
 
-    def end(self) -> None:
+    def end(self, seen: _Seen) -> None:
         """The region has run, or stopped early."""
+
+
+class _Seen:
+    """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
+
+    __slots__ = ("booked", "done", "last", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.booked = set[int]()  # elsewhere
+        self.last: AbstractContextManager[None] | None = None
+        self.done: Callable[[], None] | None = None  # tells who measures
 
 
 class _CountSaved(_Delegating):
     """Books what plain autograd would have saved inside the region."""
 
     def __init__(self, scope: Scope, account: Account, region: str) -> None:
-        super().__init__(scope, account)
+        super().__init__(account)
         self._scope = scope
         self._region = region
+        self.inputs = set[int]()  # storages that the region was given
+        self.nbytes = 0  # of all others
 
-    def see(self, storage: torch.UntypedStorage) -> None:
-        self._scope.count(storage._cdata, storage, self.account)
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        key = storage._cdata
+        self._scope.count(key, storage, self.account)
+        if key not in self._scope.parameters:
+            seen.nbytes[key] = storage.nbytes()
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         region = self._region
@@ -195,6 +333,9 @@ class _CountSaved(_Delegating):
 
         return naming
 
+    def end(self, seen: _Seen) -> None:
+        self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
+
 
 class _CountRecomputed(_Delegating):
     """Books the high-water of a recomputation: all that the region saved exists when it ends.
@@ -202,30 +343,36 @@ class _CountRecomputed(_Delegating):
     Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
     """
 
-    def __init__(self, scope: Scope, account: Account, module: Module) -> None:
-        super().__init__(scope, account)
-        modules = list(module.modules())
-        self.generators = Generators(modules)
-        self._weights = Weights(modules)
+    def __init__(self, scope: Scope, call: Call) -> None:
+        super().__init__(call.account)
+        self._call = call
         self._ledger = scope.ledger
         self._parameters = scope.parameters
-        self.ignored = set[int]()
-        self._seen: dict[int, int] = {}
+        self._gauge = scope.gauge
 
-    def begin(self) -> None:
-        self._seen.clear()
-        self._weights.rewind()
-        self.generators.rewind()
+    def begin(self) -> _Seen:
+        seen = _Seen()
+        if self._gauge is not None:
+            seen.done = self._gauge.recomputing(self.account)
+        seen.last = self._call.rewound()
+        seen.last.__enter__()
+        return seen
 
-    def see(self, storage: torch.UntypedStorage) -> None:
+    def ignore(self, booked: set[int]) -> None:
+        """Leave out these storages in the recomputation that runs on this thread."""
+        self._entered[get_ident()][1].booked = booked
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
         key = storage._cdata
-        if key not in self._parameters and key not in self.ignored:
-            self._seen[key] = storage.nbytes()
+        if key not in self._parameters and key not in seen.booked:
+            seen.nbytes[key] = storage.nbytes()
 
-    def end(self) -> None:
-        self.generators.resume()
-        self._weights.resume()
-        self._ledger.touch_peak(self.account, sum(self._seen.values()))
+    def end(self, seen: _Seen) -> None:
+        if seen.last is not None:
+            seen.last.__exit__(None, None, None)
+        if seen.done is not None:
+            seen.done()
+        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()))
 
 
 def repeated_blocks(model: Module) -> list[str]:

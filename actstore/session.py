@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from os import PathLike
 from threading import Lock, local
@@ -16,15 +17,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from actstore import compiled, modules
+from actstore.auto import Auto, check_plan
 from actstore.census import Census
 from actstore.compiled import NamedCall
 from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
+from actstore.plan.plan import Plan
 from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.probes import Wish
 from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
+from actstore.retry import Attempt
 from actstore.spec import Site, Spec
 from actstore.store import Store
 from actstore.tierset import StoreOptions
@@ -52,7 +57,11 @@ class ActivationStore:
     model : Module, optional; names in `policy` are the names of its modules. Without a model one decision holds for
         everything.
     policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
-        function ``(Site, Spec) -> Decision``
+        function ``(Site, Spec) -> Decision``; or "auto", or a Plan that "auto" has made
+    budget : with "auto", most bytes of activations on the compute device (`peak_held_bytes`), as an int or text such as
+        ``"20GiB"``. The first steps measure what each decision costs, the next ones run the fastest that fits; all have
+        exact gradients. Host memory is used as far as `host_budget` goes, a disk only where `disk_budget` is given
+    max_error : with "auto", the relative error that payloads may have, in all; 0 for lossless decisions only
     min_bytes : smaller tensors are kept as they are; 0 sends all through
     host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``; with
         ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
@@ -89,8 +98,10 @@ class ActivationStore:
     def __init__(
         self,
         model: Module | None = None,
-        policy: str | Rules | Decision | Policy = "keep",
+        policy: str | Rules | Decision | Policy | Plan = "keep",
         *,
+        budget: int | str | None = None,
+        max_error: float = 0.0,
         min_bytes: int | str = MIN_NBYTES,
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
@@ -110,7 +121,11 @@ class ActivationStore:
                 "policy= alone for code without a model"
             )
         self._model = model
-        self._policy = _read_policy(policy)
+        wish = _read_wish(model, policy, budget, max_error, host_budget, disk_budget)
+        self._given_plan = policy if isinstance(policy, Plan) else None
+        if self._given_plan is not None:
+            check_plan(self._given_plan, model)
+        self._policy = _read_policy("keep" if wish else policy)
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._store = Store(
@@ -119,7 +134,7 @@ class ActivationStore:
                 disk_budget_nbytes=None if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
                 disk_path=disk_path,
                 gpu_direct=gpu_direct,
-                window_nbytes=None if window is None else _read_window(window),
+                window_nbytes=_window_under(wish, self._given_plan) if window is None else _read_window(window),
                 when_full=_read_when_full(when_full),
                 strict=strict,
                 seed=seed,
@@ -133,6 +148,9 @@ class ActivationStore:
         self._places: dict[Module, Place] = {}
         self._compiled: list[NamedCall] = []
         self._top = self._place("")
+        self._auto = None if wish is None or model is None else Auto(model, self._store.ledger, wish, sets_window=window is None)
+        if self._auto is not None:
+            self._store.gauge = self._auto.profiler
         device = _device_of(model)
         if device is not None:  # what its first use waits for is waited for here
             self._store.open(device, "device")
@@ -144,6 +162,9 @@ class ActivationStore:
     def __enter__(self) -> ActivationStore:
         _refuse_checkpointed_region()
         with self._lock:
+            planned = self._auto if self._active == 0 else None
+            if planned is not None:
+                self._follow(planned.next(self._store.place(_device_of(self._model) or torch.device("cpu"))))
             if self._active == 0:
                 self._store.start()
                 self._name_modules()
@@ -168,6 +189,8 @@ class ActivationStore:
                 self._compiled = compiled.wrap(self._places)
             for wrapped in self._wrapped:
                 wrapped.enter()
+            if planned is not None:
+                planned.begin()
         _entries().append(_Entry(self, scope, hooks, modules.start(tracker)))
         return self
 
@@ -201,14 +224,35 @@ class ActivationStore:
                     compiled.unwrap(self._compiled)
                 for wrapped in self._wrapped:
                     wrapped.exit()
+                if self._auto is not None:
+                    self._auto.end_forward(error)
             self._store.poll()
             self._store.ledger.mark_exit()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate `function`: each call runs inside this store's context."""
+        """Decorate `function`: each call runs inside this store's context.
+
+        With "auto", a call that runs out of memory is run once more with a tighter plan, if it has changed nothing that
+        cannot be put back; a warning tells.
+        """
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            auto, model = self._auto, self._model
+            if auto is None or model is None:
+                with self:
+                    return function(*args, **kwargs)
+            attempt = Attempt(model)
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            except BaseException as error:
+                if not auto.tightened(error):
+                    raise
+                why = attempt.undo()
+                if why:
+                    error.add_note(f"actstore: the step was not run again, because {why}")
+                    raise
             with self:
                 return function(*args, **kwargs)
 
@@ -225,6 +269,11 @@ class ActivationStore:
     def policy(self) -> Policy:
         """The policy as a value."""
         return self._policy
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that runs; None for other policies, and while "auto" measures."""
+        return self._given_plan if self._auto is None else self._auto.plan
 
     def report(self) -> Report:
         """What the last forward saved, stored and held, per site and in all."""
@@ -271,7 +320,18 @@ class ActivationStore:
         named = dict(named_modules(model))
         policy.check(named)
         roots = policy.recompute_roots(list(named), repeated_blocks(model) if _recomputes(policy) else [])
-        return [Wrapped(name, named[name], decision, self._scope_here) for name, decision in roots.items()]
+        alike = Counter(roots.values())
+        return [
+            Wrapped(name, named[name], decision, self._scope_here, alike[decision]) for name, decision in roots.items()
+        ]
+
+    def _follow(self, policy: Policy) -> None:
+        """Run another policy from the next entry on."""
+        if policy is not self._policy:
+            self._policy = policy
+            self._wrapped = self._fit_model()
+            self._places = {}
+            self._top = self._place("")
 
     def _name_modules(self) -> None:
         """Look at the model's modules again: users replace them between steps."""
@@ -349,6 +409,8 @@ def _read_policy(policy: Any) -> Policy:
         return Rules([], default=policy)
     if isinstance(policy, Rules):
         return policy
+    if isinstance(policy, Plan):
+        return Rules.parse(policy.text)
     if callable(policy):
         return _checked(policy)
     raise PolicyError(
@@ -373,6 +435,31 @@ def _checked(policy: Policy) -> Policy:
         return decision
 
     return decide
+
+
+def _read_wish(
+    model: Module | None,
+    policy: Any,
+    budget: int | str | None,
+    max_error: float,
+    host_budget: int | str | None,
+    disk_budget: int | str | None,
+) -> Wish | None:
+    """What "auto" may use; None for another policy."""
+    if policy != "auto":
+        if budget is not None or max_error:
+            raise ConfigError('budget= and max_error= are for policy "auto", which plans; other policies say it all')
+        return None
+    if model is None or budget is None:
+        raise ConfigError('"auto" plans for a model and a budget: ActivationStore(model, "auto", budget="20GiB")')
+    return Wish.read(budget, max_error, host_budget, disk_budget)
+
+
+def _window_under(wish: Wish | None, plan: Plan | None) -> int | None:
+    """That of a plan; an eighth of a budget at most, while it is measured; None for the default."""
+    if plan is not None:
+        return plan.window
+    return None if wish is None else max(2**20, min(wish.device // 8, 32 * 2**20))
 
 
 def _read_window(window: int | str) -> int:

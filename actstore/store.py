@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from threading import Lock
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -29,6 +29,16 @@ from actstore.units import format_nbytes, round_up
 from actstore.verified import verified
 
 
+class Gauge(Protocol):
+    """Measures what the store's own work takes."""
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """The same codec, measured."""
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """A recomputation begins; what this returns is called at its end."""
+
+
 class Store:
     """Encodes, places, fetches and decodes payloads, and keeps account of them. Thread-safe."""
 
@@ -36,6 +46,7 @@ class Store:
         self.options = options
         self.ledger = Ledger()
         self.trace: Trace | None = None
+        self.gauge: Gauge | None = None
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
         self._left: list[TierSet] = []  # by `close`; graphs may still hold payloads of theirs
@@ -53,7 +64,7 @@ class Store:
         ------
         ConfigError : the disk tier's folder is missing or cannot be written
         """
-        self._place(device).tier(tier)
+        self.place(device).tier(tier)
 
     def put(
         self, entry: Entry, src: torch.Tensor, codec: Codec, tiers: Sequence[str], saved: int, forward: Forward
@@ -84,11 +95,13 @@ class Store:
         account = entry.account
         route: Route | None = account.route
         if route is None or not route.fits(src, codec, tiers):
-            route = account.route = Route(src, codec, tiers, self._place(src.device))
+            route = account.route = Route(src, codec, tiers, self.place(src.device))
         bound = route.bound
         key = self._next_key(account) if route.keyed else 0
         if self.options.verify:
             bound = verified(bound)
+        if self.gauge is not None:
+            bound = self.gauge.codec(bound, codec, account)
         if self.trace is not None:
             bound = self._traced(bound, route.place, account)
         if not bound.exact:
@@ -169,7 +182,7 @@ class Store:
             return None
         tensor = berth.engine.lend(berth, dtype)
         if tensor is not None and self.trace is not None:
-            place = self._place(tensor.device)
+            place = self.place(tensor.device)
             now = place.device.mark(place.device.current())
             self._note_backward(place, now, now)
         return tensor
@@ -184,7 +197,7 @@ class Store:
         """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
         forward = Forward()
         if self.options.trace:
-            forward.place = place = self._place(device)
+            forward.place = place = self.place(device)
             forward.mark = place.device.mark(place.device.current())
         return forward
 
@@ -251,7 +264,8 @@ class Store:
             for place in places.values():
                 stack.callback(place.close)
 
-    def _place(self, device: torch.device) -> TierSet:
+    def place(self, device: torch.device) -> TierSet:
+        """The tiers of a compute device."""
         with self._lock:
             if self._closed:
                 raise StateError("this store is closed; make a new ActivationStore")

@@ -9,7 +9,7 @@ from typing import Any
 _OURS = (
     *("session", "recompute", "hooks", "handles", "composite", "generators", "census", "protect", "regions", "layout"),
     *("storage", "spec", "ledger", "reaper", "entry", "store", "verified", "tierset", "transfer", "tiers", "codecs"),
-    *("kernels", "devices", "ticket", "job"),
+    *("kernels", "devices", "ticket", "job", "replay", "schedule", "surroundings", "weights"),
 )
 _told = set[str]()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from threading import Lock
 from typing import Any
 
@@ -48,6 +49,13 @@ class Weights:
                 self._seen.append((buffers, dict(buffers)))
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
+
+    def again(self) -> Weights:
+        """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
+        twin = copy(self)
+        twin._meanwhile = []
+        twin._borrowers = []
+        return twin
 
     def rewind(self) -> None:
         """Give the modules what they had before the forward, until `resume`. Nothing has changed where this fails."""

@@ -1,4 +1,5 @@
-"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``."""
+"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
+``actstore plan``."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from actstore._version import __version__
 from actstore.bench import rows as bench_rows
 from actstore.bench.codecs.command import codecs
 from actstore.bench.files import check_plot, check_writable
+from actstore.bench.plan import plan
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
 from actstore.bench.show import show
@@ -31,6 +33,7 @@ app.add_typer(bench_app, name="bench")
 bench_app.command()(codecs)
 app.command()(show)
 app.command()(verify)
+app.command()(plan)
 WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 

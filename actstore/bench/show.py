@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actstore import Plan, Profile
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
@@ -27,12 +29,14 @@ _STEP_COLUMNS = ("ms", "compute ms", "stall ms", "stalls", "hidden", "offloaded"
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A trace (NDJSON), or the result of a benchmark (JSON).")],
+    file: Annotated[
+        Path, typer.Argument(help="A trace (NDJSON), a result of a benchmark, a plan or a profile (JSON).")
+    ],
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write the trace for ui.perfetto.dev into this file.")] = None,
     step: Annotated[int | None, typer.Option(help="Of the trace; the last whole one by default.")] = None,
 ) -> None:
-    """Show a trace, or a result of `actstore bench`, as tables and pictures."""
+    """Show a trace, a result of `actstore bench`, a plan or a profile, as tables and pictures."""
     for path, option in ((plot, "--plot"), (chrome, "--chrome")):
         check_writable(path, option)
         if path is not None and path.exists() and file.exists() and path.samefile(file):
@@ -41,11 +45,44 @@ def show(
     if is_trace(_first_line(file)):
         _show_trace(Trace.read(file), plot, chrome, step)
         return
-    result = _read_result(file)
+    planned = _read_planned(file)
+    result = planned or _read_result(file)
+    kind = "result" if planned is None else "plan" if isinstance(planned, Plan) else "profile"
     for option, value in (("--chrome", chrome), ("--step", step)):
         if value is not None:
-            raise ConfigError(f"{option} does nothing to {file}, which is a result and not a trace; leave it out")
-    _show_result(result, plot)
+            raise ConfigError(f"{option} does nothing to {file}, which is a {kind} and not a trace; leave it out")
+    if isinstance(result, Plan | Profile):
+        _show_planned(result, plot)
+    else:
+        _show_result(result, plot)
+
+
+def _read_planned(file: Path) -> Plan | Profile | None:
+    """A plan or a profile, which say so in the field "format"; None for another file."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    said = str(values.get("format", "")) if isinstance(values, dict) else ""
+    for name, kind in (("actstore plan ", Plan), ("actstore profile ", Profile)):
+        if said.startswith(name):
+            return kind.read(file)
+    return None
+
+
+def _show_planned(planned: Plan | Profile, plot: Path | None) -> None:
+    if isinstance(planned, Profile):
+        if plot is not None:
+            raise ConfigError(
+                "--plot draws plans, and this is a profile: actstore plan PROFILE --budget 20GiB --plot FILE"
+            )
+        typer.echo(str(planned))
+        return
+    typer.echo(planned.explain())
+    if plot is not None:
+        from actstore.bench.plan_plot import save
+
+        save(planned, plot)
 
 
 def _first_line(file: Path) -> str:
@@ -153,8 +190,8 @@ def _read_result(file: Path) -> Result | CodecResult:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             continue  # another kind, or none
     raise ConfigError(
-        f"{file} is neither a trace nor a result of a benchmark; give a file that Trace.write made, "
-        "or --json of actstore bench or actstore bench codecs"
+        f"{file} is neither a trace nor a result of a benchmark, a plan or a profile; give a file that Trace.write "
+        "made, --json of actstore bench or actstore bench codecs, or --output or --profile of actstore plan"
     )
 
 

@@ -6,15 +6,18 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import typer
 from torch.nn import Module
 
-from actstore.errors import ConfigError
+from actstore.errors import ActstoreError, ConfigError
 
 MAKE_STEP = "make_step"
 EXAMPLE = """\
@@ -64,6 +67,32 @@ def load(target: str, arguments: Sequence[str] = ()) -> Target:
     if not callable(make):
         raise _missing(where, name)
     return _read(target, make())
+
+
+@contextmanager
+def users_code(script: str, before: str) -> Iterator[None]:
+    """Around code of the user: what it raises is its traceback, one line, and exit code 2; our own errors pass through.
+
+    Parameters
+    ----------
+    before : what could not be done, for the message
+    """
+    try:
+        yield
+    except (ActstoreError, KeyboardInterrupt):
+        raise
+    except SystemExit as error:  # its own code may be 0, which means success
+        traceback.print_exc()
+        typer.echo(
+            f"actstore: {script} ended the program (SystemExit: {error.code}) before {before}; put what it "
+            'runs by itself under: if __name__ == "__main__":',
+            err=True,
+        )
+        raise typer.Exit(2) from error
+    except BaseException as error:
+        traceback.print_exc()
+        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
+        raise typer.Exit(2) from error
 
 
 def _run_file(path: Path, name: str) -> ModuleType:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json as json_format
-import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from actstore import ActivationStore, ActstoreError, check_gradients
+from actstore import ActivationStore, check_gradients
 from actstore.bench.files import check_writable
-from actstore.bench.target import load
+from actstore.bench.target import load, users_code
 
 EXIT_CODES = {"equal": 0, "within tolerance": 0, "different": 1, "no verdict": 2}
 
@@ -39,7 +38,7 @@ def verify(
     Exit code 0: equal, or within the tolerance; 1: different; 2: it cannot be told.
     """
     check_writable(json, "--json")
-    try:
+    with users_code(script, "all was compared"):
         target = load(script, arguments or [])
         store = ActivationStore(
             target.model,
@@ -51,20 +50,6 @@ def verify(
         )
         with closing(store):
             result = check_gradients(target.step, store, tolerance=tolerance, steps=steps)
-    except (ActstoreError, KeyboardInterrupt):
-        raise
-    except SystemExit as error:  # its own code may be 0, which is the answer "equal"
-        traceback.print_exc()
-        typer.echo(
-            f"actstore: {script} ended the program (SystemExit: {error.code}) before all was compared; put what it "
-            'runs by itself under: if __name__ == "__main__":',
-            err=True,
-        )
-        raise typer.Exit(2) from error
-    except BaseException as error:  # of the user's own code: its traceback, and no verdict
-        traceback.print_exc()
-        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
-        raise typer.Exit(2) from error
     typer.echo(str(result))
     if json is not None:
         json.write_text(json_format.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n")

@@ -40,7 +40,7 @@ def check_gradients(
     store : made with the model, whose parameters and buffers are compared: ``ActivationStore(model, policy)``
     inputs : more leaf tensors whose gradients to compare
     stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
-        Optimizers are found by themselves, but the gradients of their parameters outside of the model only here
+        Optimizers are found by themselves; one that the step itself makes, for parameters outside of the model, is not
     tolerance : the largest relative error (norm of the difference by norm) of a gradient, an output or a buffer that
         passes; 0: bit for bit. A gradient that is zero but for rounding is judged by the size of all gradients
     steps : how often to run with the store, each time from the same state. A store learns in the first run in which
@@ -60,8 +60,8 @@ def check_gradients(
     Notes
     -----
     The model, gradients, optimizers and random generators are left as they were found, after an exception too;
-    gradients of parameters outside of the model where they are in `inputs`, or their optimizer in `stateful`. The step
-    runs three times plainly (the first one warms up), `steps` times with the store, and twice more where they differ.
+    gradients of parameters outside of the model where an optimizer has them or they are in `inputs`. The step runs
+    three times plainly (the first one warms up), `steps` times with the store, and twice more where they differ.
     Activations are compared by checksums; parameters, gradients and optimizer states are copied to host memory. Every
     run waits for the device. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
     """
@@ -73,7 +73,7 @@ def check_gradients(
         raise ConfigError(f"steps={steps!r}; give 1 or more")
     if is_active():
         raise StateError("check_gradients was called inside a store's context; call it outside, it enters the store")
-    _require_initialized(store.model)
+    require_initialized(store.model)
     named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
     leaves = {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
     with State(store.model, named.values(), stateful) as state:
@@ -108,7 +108,13 @@ def check_gradients(
         return replace(result, first=replace(result.first, relative_error=error.relative, max_abs_error=error.max_abs))
 
 
-def _require_initialized(model: Module | None) -> None:
+def require_initialized(model: Module | None) -> None:
+    """Refuse parameters and buffers that have no values yet.
+
+    Raises
+    ------
+    ConfigError : one is lazy
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if is_lazy(tensor):
             raise ConfigError(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from actstore.check.result import Row
 from actstore.check.state import State
+from actstore.check.step import is_number, leaves_of, run_backward, takes_store
 from actstore.check.values import Error, compare, copies
 from actstore.check.watch import Key, Watch
-from actstore.errors import ConfigError, StateError
+from actstore.errors import StateError
 from actstore.modules import named_modules
 from actstore.session import ActivationStore, is_active
 
@@ -45,7 +44,7 @@ class Runner:
         state: State,
     ) -> None:
         self._step, self._store, self._state, self._leaves = step, store, state, leaves
-        self._takes_store = _takes_argument(step)
+        self._takes_store = takes_store(step)
         self._model = store.model
 
     def plain(self, capture: Key | None = None) -> Outcome:
@@ -71,13 +70,13 @@ class Runner:
             else:
                 with store or nullcontext():
                     returned = self._step()
-            outputs = dict(_leaves_of(returned))
+            outputs = dict(leaves_of(returned))
             if not watch.ran_backward:
-                _backward(outputs)
+                run_backward(outputs)
             watch.read()
             return Outcome(
                 watch,
-                next((_number(value) for value in outputs.values() if _is_number(value)), None),
+                next((_number(value) for value in outputs.values() if is_number(value)), None),
                 self._gradients(watch),
                 {name: _copied(value) for name, value in outputs.items()},
                 {name: copies(buffer) for name, buffer in model.named_buffers()} if model is not None else {},
@@ -106,66 +105,12 @@ def _row(name: str, parts: list[Tensor], error: Error) -> Row:
     return Row(name, shape, dtype, error.equal, error.norm, error.off, error.max_abs)
 
 
-def _takes_argument(step: Callable[..., Any]) -> bool:
-    """Whether a step wants to be given the store.
-
-    Raises
-    ------
-    ConfigError : it cannot be called, or wants more than that
-    """
-    if not callable(step):
-        raise ConfigError(f"step={step!r} is not a function; give one that runs forward and backward")
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(step).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if len(needed) > 1:
-        raise ConfigError(
-            f"the step takes {', '.join(needed)}; write one that takes nothing, such as lambda: train(model, x, y), "
-            "or the store, which it then enters itself"
-        )
-    return bool(needed)
-
-
-def _leaves_of(returned: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that a step returned, by name."""
-    for path, leaf in tree_flatten_with_path(returned)[0]:
-        if isinstance(leaf, Tensor) or _is_number(leaf):
-            yield f"returned{keystr(path)}", leaf
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and value.layout is torch.strided
-    return isinstance(value, int | float)
-
-
 def _number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
 def _copied(value: Any) -> list[Tensor]:
     return copies(value) if isinstance(value, Tensor) else [torch.tensor(value)]
-
-
-def _backward(outputs: dict[str, Any]) -> None:
-    """Run the backward that the step left to us."""
-    for value in outputs.values():
-        if isinstance(value, Tensor) and value.requires_grad:
-            if value.numel() != 1:
-                raise ConfigError(
-                    f"the step ran no backward and returned a tensor of shape {list(value.shape)}; have it return the "
-                    "loss, a single number, or call backward itself"
-                )
-            torch.autograd.backward(value)
-            return
-    raise ConfigError(
-        "the step computed no gradient: it ran no backward through the model or `inputs`, and returned no loss that "
-        "requires a gradient. Make the store with the model, ActivationStore(model, ...), and have the step call "
-        "loss.backward() or return the loss"
-    )
 
 
 def _allow() -> None:

@@ -18,9 +18,10 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 
-from actstore.check.values import components, copies, parts, same_bits
+from actstore.check.contents import Attributes, contents
+from actstore.check.leaves import Gradient, Value
+from actstore.check.optimizers import OptimizerState, leaves_of, live_optimizers
 from actstore.generators import owned
 
 
@@ -38,39 +39,40 @@ class State:
 
     Notes
     -----
-    Copies of values are in host memory. An optimizer is found when it steps for the first time, and put back too, but
-    by then backward has added to the gradients: those of its parameters outside of the model are put back only where
-    it is among `stateful`, or they among `tensors`.
+    Copies of values are in host memory. An optimizer is put back from its first step on, and by then backward has
+    added to the gradients: those of all optimizers that exist when a state is made are known before.
     Known generators: Python's, NumPy's global one, torch's of the CPU and of the devices of the tensors, and those that
     are attributes of modules.
-    Modules get their attributes back, and what lists, sets and dicts among them held; deeper changes stay.
+    Modules get their attributes back, what lists, sets, dicts and deques among them or in each other held, and the
+    values of plain tensors there; what other objects hold stays.
     """
 
     def __init__(self, model: Module | None, tensors: Iterable[Tensor], stateful: Iterable[Any]) -> None:
         self._thread = get_ident()
-        self._values: dict[int, _Value] = {}
-        self._grads: dict[int, _Gradient] = {}
+        self._values: dict[int, Value] = {}
+        self._grads: dict[int, Gradient] = {}
         modules = list(model.modules()) if model is not None else []
-        self._modules = [_Attributes(module) for module in modules]
-        self._contents = [_Content(x) for m in modules for x in vars(m).values() if isinstance(x, dict | list | set)]
+        self._modules = [Attributes(module) for module in modules]
+        self._contents, held = contents(modules)
         self._stateful: list[tuple[Any, Any]] = []
-        self._optimizers: dict[int, _OptimizerState] = {}
+        self._optimizers: dict[int, OptimizerState] = {}
         for leaf in [*(model.parameters() if model is not None else []), *tensors]:
             self._keep_leaf(leaf)
         for buffer in model.buffers() if model is not None else []:
             self._keep(buffer)
+        for tensor in held:
+            self._keep_leaf(tensor)
         for thing in stateful:
             if isinstance(thing, Optimizer):
                 self._meet(thing)
-                for leaf in (leaf for group in thing.param_groups for leaf in group["params"]):
+                for leaf in leaves_of(thing):
                     self._keep_leaf(leaf)
             else:
                 self._stateful.append((thing, deepcopy(thing.state_dict())))
+        self._outside = [(optimizer, list(self._unknown(optimizer))) for optimizer in live_optimizers()]
         self._generators = _Generators({value.tensor.device for value in self._values.values()}, modules)
 
     def __enter__(self) -> State:
-        tensors = [value.tensor for value in self._values.values()]
-        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         return self
 
@@ -85,12 +87,9 @@ class State:
                 raise
             error.add_note(f"Afterwards not all could be put back as it was: {type(failure).__name__}: {failure}")
         finally:
-            for (
-                tensor,
-                version,
-            ) in self._versions:  # the values are those of that version again: older graphs stay valid
-                if tensor._version != version:
-                    _unsafe_set_version_counter((tensor,), (version,))
+            for value in self._values.values():  # they are those of that version again: older graphs stay valid
+                if value.version is not None and value.tensor._version != value.version:
+                    _unsafe_set_version_counter((value.tensor,), (value.version,))
 
     def restore(self, *, fresh_grads: bool = True) -> None:
         """Put everything back; gradients as copies (`fresh_grads`), which a run may change, or as the objects found."""
@@ -108,121 +107,34 @@ class State:
 
     def _keep(self, tensor: Tensor) -> None:
         if id(tensor) not in self._values:
-            self._values[id(tensor)] = _Value(tensor)
+            self._values[id(tensor)] = Value(tensor)
 
     def _keep_leaf(self, leaf: Tensor) -> None:
         self._keep(leaf)
-        self._grads.setdefault(id(leaf), _Gradient(leaf))
+        self._grads.setdefault(id(leaf), Gradient(leaf))
+
+    def _unknown(self, optimizer: Optimizer) -> Iterator[tuple[Gradient, Value | None]]:
+        """The gradients of an optimizer's parameters that are not put back so far."""
+        for leaf in leaves_of(optimizer):
+            if id(leaf) not in self._grads:
+                yield Gradient(leaf), None if leaf.grad is None else Value(leaf.grad)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() == self._thread and id(optimizer) not in self._optimizers:
             self._meet(optimizer)
+            for gradient, value in (each for other, pairs in self._outside if other is optimizer for each in pairs):
+                self._grads.setdefault(id(gradient.leaf), gradient)
+                if value is not None:
+                    self._values.setdefault(id(value.tensor), value)
 
     def _meet(self, optimizer: Optimizer) -> None:
-        self._optimizers[id(optimizer)] = _OptimizerState(optimizer)
-        for group in optimizer.param_groups:
-            for leaf in group["params"]:
-                self._keep(leaf)
-
-
-class _Value:
-    """A tensor and a copy of its values."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._sparse = tensor.detach() if components(tensor) else None  # keeps its indices and values
-        self._copies = [copy for part in self._parts() for copy in copies(part)]
-
-    def restore(self) -> None:
-        if self._sparse is not None:
-            self.tensor.data = self._sparse.detach()
-        for part, copy in zip(self._parts(), self._copies, strict=True):
-            if not same_bits(part, copy):
-                part.data.copy_(copy)
-
-    def _parts(self) -> list[Tensor]:
-        return parts(self.tensor) if self._sparse is None else components(self._sparse)
-
-
-class _Gradient:
-    """A leaf, whether it requires a gradient, and the one that it has."""
-
-    def __init__(self, leaf: Tensor) -> None:
-        self._leaf, self._requires_grad, self._grad = leaf, leaf.requires_grad, leaf.grad
-
-    def restore(self, *, fresh: bool) -> None:
-        leaf, grad = self._leaf, self._grad
-        if leaf.requires_grad != self._requires_grad:
-            leaf.requires_grad_(self._requires_grad)
-        leaf.grad = grad.detach().clone() if fresh and grad is not None else grad
-
-
-class _Attributes:
-    """The attributes of a module: hooks, buffers, flags, whatever it counts."""
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._found = dict(module.__dict__)
-
-    def restore(self) -> None:
-        attributes = self._module.__dict__
-        attributes.clear()
-        attributes.update(self._found)
-
-
-class _Content:
-    """What a container holds. One that holds it still is not written to: its class may not allow that."""
-
-    def __init__(self, container: Any) -> None:
-        self._container = container
-        self._found = self._read()
-
-    def _read(self) -> list[Any]:
-        return list(self._container.items() if isinstance(self._container, dict) else self._container)
-
-    def restore(self) -> None:
-        container, found = self._container, self._found
-        if list(map(_identity, self._read())) == list(map(_identity, found)):
-            return
-        container.clear()
-        if isinstance(container, list):
-            container.extend(found)
-        else:
-            container.update(dict(found) if isinstance(container, dict) else found)
-
-
-def _identity(held: Any) -> Any:
-    """Of an element, or of a key and its value: their own comparison may not be a truth value."""
-    return tuple(map(id, held)) if type(held) is tuple else id(held)
-
-
-class _OptimizerState:
-    """What an optimizer remembers. `load_state_dict` would replace its tensors, and change the type of some."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._state = {leaf: tree_map(_itself, kept) for leaf, kept in optimizer.state.items()}
-        options = [value for group in self._groups for name, value in group.items() if name != "params"]
-        found = [x for x in tree_leaves([options, list(self._state.values())]) if isinstance(x, Tensor)]
-        self._values = [_Value(tensor) for tensor in found]
-
-    def restore(self) -> None:
-        self._optimizer.state.clear()
-        self._optimizer.state.update({leaf: tree_map(_itself, kept) for leaf, kept in self._state.items()})
-        for group, found in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(found)
-        for value in self._values:
-            value.restore()
+        self._optimizers[id(optimizer)] = OptimizerState(optimizer)
+        for leaf in leaves_of(optimizer):
+            self._keep(leaf)
 
 
 def _load(thing: Any, found: Any) -> None:
     thing.load_state_dict(deepcopy(found))
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
 
 
 class _Generators:

@@ -84,16 +84,39 @@ class Offload:
 class Recompute:
     """Save only the inputs of the module, and run its forward again in backward.
 
+    Where an input is an output of an earlier recomputed call, as between the blocks of a model or the steps of a
+    recurrent cell, it need not be stored either: it is *replayed*, by running that call, and those before it, once more
+    from the last input that is stored. Such calls are a chain. `segment` and `schedule` say which inputs of a chain are
+    stored; that of its last call waits in any case, as it is. Gradients are the same, bit for bit.
+
     Parameters
     ----------
-    inputs : what happens to the saved inputs: Keep, Encode or Offload
+    inputs : what happens to the inputs that are stored: Keep, Encode or Offload
+    segment : the input of every so many-th call of a chain is stored, 1 or more; the others cost one more forward each,
+        and exist again while backward is in their segment
+    schedule : instead of a segment, "sqrt": segments of as many calls as the square root of the chain's length;
+        "revolve": at most `slots` inputs exist at any moment, and forwards are the fewest that this allows;
+        "auto": Revolve with the fewest slots that keep replays below two forwards for each call
+    slots : for Revolve, 1 or more; the input of the chain's first call takes one of them, that of its last call none
+    first : only so many calls of the module in each entry of the store are recomputed, 1 or more; later ones are kept
 
     Raises
     ------
-    ChainError : `inputs` is not one of these
+    ChainError : values or combinations of them that are not possible
+
+    Notes
+    -----
+    Revolve and sqrt place inputs by the length that the chain had in the last step. In the first one it is the number
+    of modules that the rule matches; a chain that grows longer, as of one cell called again and again, drops every
+    other stored input whenever the slots are full (sqrt: stores inputs ever farther apart). That costs forwards, never
+    exactness.
     """
 
     inputs: Keep | Encode | Offload = field(default_factory=Keep)
+    segment: int = 1
+    schedule: str | None = None
+    slots: int | None = None
+    first: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.inputs, Recompute):
@@ -106,10 +129,45 @@ class Recompute:
                 f"Recompute takes what happens to its inputs, such as Keep() or Offload(Raw(), 'host'), "
                 f"not {self.inputs!r}"
             )
+        for name, what in COUNTS.items():
+            value = getattr(self, name)
+            if (value is not None or name == "segment") and (type(value) is not int or value < 1):
+                raise ChainError(f"{name}={value!r} of recompute is no number of {what}; give 1 or more")
+        if self.schedule not in (None, *SCHEDULES):
+            raise ChainError(
+                f"{self.schedule!r} is not a schedule of recompute; the schedules are {', '.join(SCHEDULES)}; for "
+                "segments of one length write segment=4"
+            )
+        if self.schedule is not None and self.segment != 1:
+            raise ChainError(
+                f"segment={self.segment} and schedule={self.schedule} both say which inputs of a chain are stored; "
+                "leave one out"
+            )
+        if self.schedule == "revolve" and self.slots is None:
+            raise ChainError(
+                "schedule=revolve needs the number of inputs that it may store; write "
+                "recompute(schedule=revolve, slots=10), or schedule=auto, which finds one"
+            )
+        if self.schedule != "revolve" and self.slots is not None:
+            raise ChainError(
+                f"slots={self.slots} is for schedule=revolve; write recompute(schedule=revolve, slots={self.slots}), "
+                "or leave slots out"
+            )
+
+    @property
+    def replays(self) -> bool:
+        """Whether inputs of a chain are replayed."""
+        return self.segment > 1 or self.schedule is not None
 
     def __str__(self) -> str:
-        return "recompute" if self.inputs == Keep() else f"recompute({self.inputs})"
+        words = [] if self.inputs == Keep() else [str(self.inputs)]
+        words += [f"{name}={value}" for name, default in _OPTIONS if (value := getattr(self, name)) != default]
+        return f"recompute({', '.join(words)})" if words else "recompute"
 
+
+SCHEDULES = ("sqrt", "revolve", "auto")
+COUNTS = {"segment": "calls", "slots": "inputs", "first": "calls"}
+_OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None))
 
 Decision = Keep | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]

@@ -2,7 +2,8 @@
 
 policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
 rule     := pattern ":" decision
-decision := "keep" | "recompute" | "recompute" "(" decision ")" | ["unprotected"] codec ["@" tier (">" tier)*]
+decision := "keep" | "recompute" ["(" inputs ")"] | ["unprotected"] codec ["@" tier (">" tier)*]
+inputs   := decision ("," option "=" value)* | option "=" value ("," option "=" value)*
 codec    := name | name "(" argument ("," argument)* ")"
 argument := flag | option "=" value | codec
 value    := word | number | codec
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 from actstore.codecs import registry
 from actstore.codecs.base import Codec
 from actstore.errors import ConfigError, PolicyError, UnknownCodecError
-from actstore.policy.decision import TIERS, Decision, Encode, Keep, Offload, Recompute
+from actstore.policy.decision import COUNTS, SCHEDULES, TIERS, Decision, Encode, Keep, Offload, Recompute
 from actstore.policy.options import did_you_mean, near_words, options_of
 from actstore.policy.pattern import Pattern
 from actstore.policy.source import RuleText, Token, split_rules
 
 _WORDS = ("keep", "recompute", "unprotected")
+_RECOMPUTE = {"segment": "4", "schedule": "auto", "slots": "10", "first": "100"}  # options, each with an example
 
 T = TypeVar("T")
 
@@ -119,11 +121,8 @@ class _Parser:
             return Keep()
         if start.text == "recompute":
             self.take()
-            inputs: Any = Keep()
-            if self.skip("("):
-                inputs = self.decision()
-                self.close(start)
-            return self.build(start, lambda: Recompute(inputs))
+            values = self.recomputation() if self.next.text == "(" else {}
+            return self.build(start, lambda: Recompute(**values))
         protected = not self.skip("unprotected")
         codec = self.codec()
         if not self.skip("@"):
@@ -134,6 +133,48 @@ class _Parser:
         if tiers == ["device"]:
             return Encode(codec, protected)
         return self.build(start, lambda: Offload(codec, tiers, protected))
+
+    def recomputation(self) -> dict[str, Any]:
+        """Read what stands in the parentheses of a recompute."""
+        start = self.tokens[self.at - 1]
+        self.take()
+        values: dict[str, Any] = {}
+        if not self.names_option():
+            values["inputs"] = self.decision()
+            if not self.skip(","):
+                self.close(start)
+                return values
+        while True:
+            token = self.take()
+            if token.text not in _RECOMPUTE:
+                near = did_you_mean(token.text, _RECOMPUTE)
+                options = ", ".join(f"{name}={shown}" for name, shown in _RECOMPUTE.items())
+                raise self.fail(token, f"recompute has no option {token}{near} Its options are {options}")
+            if token.text in values:
+                raise self.fail(token, f"recompute is given {token.text!r} twice; leave one out")
+            if not self.skip("="):
+                raise self.fail(token, f"{token} is no flag: write '{token.text}={_RECOMPUTE[token.text]}'")
+            values[token.text] = self.setting(token)
+            if not self.skip(","):
+                self.close(start)
+                return values
+
+    def names_option(self) -> bool:
+        return self.next.kind == "word" and (self.next.text in _RECOMPUTE or self.tokens[self.at + 1].text == "=")
+
+    def setting(self, option: Token) -> Any:
+        """Read the value of an option of recompute."""
+        token = self.take()
+        if option.text == "schedule":
+            if token.text in SCHEDULES:
+                return token.text
+            near = did_you_mean(token.text, SCHEDULES)
+            raise self.fail(token, f"{token} is not a schedule{near} The schedules are {', '.join(SCHEDULES)}")
+        if not token.text.isdecimal():
+            raise self.fail(
+                token, f"recompute takes a number of {COUNTS[option.text]} for '{option.text}', not {token}"
+            )
+        return int(token.text)
 
     def tier(self) -> str:
         token = self.take()

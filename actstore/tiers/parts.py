@@ -71,7 +71,8 @@ class Mover:
     """Moves parts, on the threads that call it. Thread-safe.
 
     Memory of the host is read and written where it is, as far as `NamelessFile.direct` allows; the rest crosses a chunk
-    of the ring. A read waits for the write of its part before it takes a chunk, so that the write can have one.
+    of the ring. Before a job takes a chunk it waits for other jobs, such as the write of its part, so that these can
+    have one.
 
     Parameters
     ----------
@@ -98,8 +99,7 @@ class Mover:
         begin = perf_counter_ns()
         if not place.dropped and not place.file.closed:
             src = src[part.begin : part.end]
-            if self._waits:
-                begin = _wait(after)
+            begin, after = self._wait(after)
             part.digest = self._write(place.file, src, place.start + part.begin, after)
         return begin, perf_counter_ns()
 
@@ -119,9 +119,19 @@ class Mover:
         if part.digest is None:
             raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
         dst = dst[part.begin : part.end]
-        begin = _wait(after) if self._waits else perf_counter_ns()
+        begin, after = self._wait(after)
         copies.append(self._read(place.file, dst, place.start + part.begin, part.digest, after))
         return begin, perf_counter_ns()
+
+    def _wait(self, after: Sequence[Ticket]) -> tuple[int, Sequence[Ticket]]:
+        """Make this thread wait for what no stream can wait for, before it holds a chunk; when that was over, and what
+        is left to the stream.
+        """
+        streams = () if self._waits else tuple(ticket for ticket in after if ticket.on_stream)
+        for ticket in after:
+            if ticket not in streams:
+                ticket.wait_on(None)
+        return perf_counter_ns(), streams
 
     def _write(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
         """Write `src` from the byte `start` on; its checksum."""
@@ -195,13 +205,6 @@ class Mover:
         finally:
             self.ring.give(chunk, copied)
         return copied
-
-
-def _wait(after: Sequence[Ticket]) -> int:
-    """Make this thread wait; when that was over."""
-    for ticket in after:
-        ticket.wait_on(None)
-    return perf_counter_ns()
 
 
 def _in_place_nbytes(file: NamelessFile, memory: torch.Tensor) -> int:

@@ -260,6 +260,11 @@ class Engine:
             self._tidy()
         self._tell()
 
+    def resize(self, window_nbytes: int) -> None:
+        """Let at most so many bytes be on their way to one tier, or fetched ahead, from now on."""
+        with self._lock:
+            self._traffic.resize(window_nbytes)
+
     def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
         """Have the trace tell what else the device did."""
         with self._lock:

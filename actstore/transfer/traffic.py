@@ -57,6 +57,13 @@ class Traffic:
         self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
         self.troubles: deque[ActstoreError] = deque()
 
+    def resize(self, window_nbytes: int) -> None:
+        """Let so many bytes leave for one tier at once, and come back before they are asked for."""
+        self.window_nbytes = window_nbytes
+        for window in self.windows.values():
+            window.limit_nbytes = window_nbytes
+        self.lookahead.resize(window_nbytes)
+
     def window(self, tier: Tier) -> Window:
         window = self.windows.get(tier)
         if window is None:

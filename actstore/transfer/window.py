@@ -31,13 +31,19 @@ class Lookahead:
     """
 
     PATIENCE = 256  # payloads in time before it shrinks
+    limit_nbytes = 0
 
     def __init__(self, most_nbytes: int) -> None:
-        self._most_nbytes = most_nbytes
-        self._least_nbytes = max(1, most_nbytes // 16)
+        self.resize(most_nbytes)
         self.limit_nbytes = self._least_nbytes  # memory is taken only where it proves to be needed
         self.nbytes = 0  # on their way or waiting to be asked for
         self._in_time = 0
+
+    def resize(self, most_nbytes: int) -> None:
+        """Let it grow to so much from now on."""
+        self._most_nbytes = most_nbytes
+        self._least_nbytes = max(1, most_nbytes // 16)
+        self.limit_nbytes = min(self.limit_nbytes, most_nbytes)
 
     def admits(self, nbytes: int) -> bool:
         return not self.nbytes or self.nbytes + nbytes <= self.limit_nbytes

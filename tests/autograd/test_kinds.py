@@ -1,12 +1,16 @@
 """Tensors that are not plain activations: moved exactly, or kept and counted with the reason."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore
+from actstore import ActivationStore, PolicyError
 from tests.autograd.checks import Census, check_drained, check_same, gc_off, train_step
 
 MOVED = ["raw", "raw @ disk", "int8"]
@@ -79,6 +83,22 @@ def test_a_real_tensor_that_is_saved_under_a_fake_mode_comes_back(policy):
     check_drained(store)
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "raw @ host", "unprotected int8"])
+def test_a_trace_of_forward_and_backward_is_that_without_a_store(policy):
+    """What is encoded is lost to a tracer, and would be a constant of the graph."""
+
+    def gradient(x, context):
+        x = x.detach().requires_grad_()
+        with context:
+            loss = ((x @ weight).tanh() * x.exp()).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    weight, store, fresh = torch.randn(4, 4), make(policy), torch.randn(3, 4)
+    traced = make_fx(lambda x: gradient(x, store))(torch.randn(3, 4))
+    check_same(traced(fresh), gradient(fresh, nullcontext()))
+    assert store.report().stored_bytes == 0
+
+
 # -- storages and quantizers ------------------------------------------------------------------------------------------
 
 
@@ -98,6 +118,38 @@ def test_quantized_tensors_are_kept(kind, policy):
     assert store.report().saved_bytes == other.numel()
     if policy != "keep":
         assert notes(store) == {"kept: a quantized tensor has more than its bytes"}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
+def test_tensors_in_a_layout_of_their_own_are_kept(policy):
+    x, store = torch.randn(4, 3, 8, 8, requires_grad=True), make(policy)
+
+    def run():
+        return torch.relu(x.to_mkldnn()).to_dense().square().sum()
+
+    with gc_off():
+        with store:
+            loss = run()
+        check_same(torch.autograd.grad(loss, x), torch.autograd.grad(run(), x))
+        if policy != "keep":
+            noted = {site.note for site in store.report().sites}
+            assert noted == {"", "kept: a torch._mkldnn tensor has no storage of its own"}
+        del loss
+        check_drained(store)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_mask_of_a_fake_quantization_is_exact(policy):
+    x, store = torch.randn(64, 64, requires_grad=True), make(policy)
+
+    def run():
+        return (torch.fake_quantize_per_tensor_affine(x * 3, 0.1, 0, -8, 7) * x.detach()).sum()
+
+    with store:
+        loss = run()
+    check_same(torch.autograd.grad(loss, x), torch.autograd.grad(run(), x))
+    assert (store.report().stored_bytes > 0) == (policy != "keep")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -199,7 +251,8 @@ def energy(x):
     return (x.exp() * x).sum()
 
 
-@pytest.mark.parametrize("name", ["grad", "jacrev", "vjp"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["grad", "hessian", "jacrev", "vjp"])
 def test_transforms_that_refuse_hooks_say_so_as_without_a_store(name):
     def run():
         transform = getattr(torch.func, name)
@@ -255,3 +308,40 @@ def test_a_traced_module_inside_the_context():
     with ActivationStore(policy="raw", min_bytes=0):
         y = traced(x)
     check_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(layer(x).sum(), x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 8))])
+@pytest.mark.parametrize("rule", ["0.1 : recompute", "0 : recompute(raw)", "recompute"])
+def test_recomputed_torchscript_is_refused_with_its_name(rule, compile_):
+    """A recomputation is ended by an exception as soon as it may, and TorchScript makes another error of that."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), compile_(nn.Linear(8, 8))), nn.Linear(8, 2))
+    with pytest.raises(PolicyError, match=r"recomputes '0\.1', which is TorchScript.*a rule such as '0.* : raw'"):
+        ActivationStore(model, rule)
+    x = torch.ones(2, 8)
+    for policy in ("raw", "0.1 : raw; 0.0 : recompute(raw); * : raw", "1 : recompute"):
+        check_same(train_step(model, (x,), ActivationStore(model, policy, min_bytes=0)), train_step(model, (x,)))
+
+
+# -- tensors that no hook sees ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
+def test_what_a_users_checkpoint_is_given_by_name_or_in_containers_stays_where_it_is(policy):
+    """Only tensors by position are its inputs; others wait in its closure."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def region(first, parts, *, scale):
+        return (first + parts["a"][0] @ w).tanh() * scale.exp()
+
+    def run():
+        return checkpoint(region, x * 3, {"a": [x * 2]}, scale=x * 4, use_reentrant=False)
+
+    store = make(policy)
+    with gc_off():
+        with store:
+            y = run()
+        assert store.report().saved_bytes == x.nbytes  # of the three inputs, one
+        check_same(torch.autograd.grad(y.sum(), (x, w)), torch.autograd.grad(run().sum(), (x, w)))
+        del y
+        check_drained(store)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from contextlib import suppress
 from weakref import ref
 
 import pytest
@@ -261,6 +262,38 @@ def test_names_are_right_from_the_call_after_a_caught_interrupt():
     assert [site for site in sites if site.startswith("(top)")] == ["(top)[0]"]
     assert "1[1]" not in sites
     del y, z
+
+
+@pytest.mark.parametrize("decision", ["recompute(int8)", "recompute", "int8"])
+def test_an_interrupt_that_forward_itself_catches_ends_what_was_recomputed(decision):
+    """What comes next is no input of the region, and the calls after it have their own names."""
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(Fails(KeyboardInterrupt())), nn.Linear(16, 16)
+
+        def forward(self, x):
+            with suppress(KeyboardInterrupt):
+                self.first(x)
+            return self.second(x.sin()).exp() * 2
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Catches(), nn.Linear(16, 4))
+    model[0].second.requires_grad_(False)
+    store = ActivationStore(model, f"0.first : {decision}; * : raw", min_bytes=0)
+    x = torch.randn(3, 16, requires_grad=True)
+    with store:
+        y = model(x)
+    model[0].first[0].error.__traceback__ = None
+    sites = {site.site: site for site in store.report().sites if site.saved_bytes}
+    assert sites["1[0]"].decision == "raw"
+    found = torch.autograd.grad(y.sum(), x)
+    if decision.startswith("recompute"):
+        assert not any(name.startswith("0.first.") for name in sites)
+        assert [name for name in sites if name.startswith("0.first") and sites[name].decision == "int8"][1:] == []
+        check_same(found, torch.autograd.grad(model(x).sum(), x))
+    del y
 
 
 def test_an_exception_in_a_users_hook():

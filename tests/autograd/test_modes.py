@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
@@ -69,6 +70,20 @@ def test_under_a_dispatch_mode(policy):
         found = torch.autograd.grad(loss, x)
     assert mode.n > 0
     check_same(found, wanted)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "int8", "expack @ host", "blocks.* : recompute(raw)"])
+def test_a_store_adds_no_operations_that_count(policy):
+    """What a recomputed module runs again is counted, as with a checkpoint; encoding and decoding are not."""
+    model, batch = build("mlp")
+
+    def count(store):
+        with FlopCounterMode(display=False) as counter:
+            train_step(model, batch, store)
+        return counter.get_total_flops()
+
+    again = 2 * 5 * 16 * 32 if "recompute" in policy else 0  # up to the last tensor that is needed
+    assert count(ActivationStore(model, policy, min_bytes=0)) == count(None) + 2 * again > again
 
 
 @pytest.mark.parametrize("policy", STORED)

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore, Int8
 from actstore.spec import Spec
-from tests.autograd.checks import check_drained, check_same, train_step
+from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import CASES, build
 
 LOSSY = ["int8", "int8 @ host", "int8 @ disk"]
@@ -131,6 +132,41 @@ def test_parameters_are_never_moved(kind, policy):
     (found,) = y.grad_fn.saved_tensors
     assert found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     assert store.report().stored_bytes == 0
+
+
+class Product(torch.autograd.Function):
+    """Saves a weight as it is, as layers do whose weights are gathered for each use."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
+def test_a_parameter_that_gets_new_data_frees_the_old_and_shows_the_new(policy, trained):
+    """Sharded training takes `param.data` away after forward and gathers them again before backward."""
+
+    def run(context):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(4, 4), requires_grad=trained), torch.randn(3, 4, requires_grad=True)
+        with context:
+            y = Product.apply(x, weight)
+        gathered, shard = StorageWeakRef(weight.untyped_storage()), weight.detach()[:1].clone()
+        weight.data = torch.empty(0)
+        assert gathered.expired()
+        weight.data = shard.expand(4, 4).contiguous()
+        y.sum().backward()
+        return x.grad, weight.grad
+
+    with gc_off():
+        check_same(run(make(policy)), run(torch.enable_grad()))
 
 
 @pytest.mark.parametrize("policy", ["raw", "int8"])

@@ -1,6 +1,7 @@
 """Whatever the step does, everything is as it was found."""
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_generators_of_modules_are_put_back():
 
 
 @pytest.mark.parametrize("had", [False, True], ids=["none", "some"])
-@pytest.mark.parametrize("how", ["stateful", "inputs"])
+@pytest.mark.parametrize("how", ["stateful", "inputs", "not at all"])
 def test_gradients_outside_of_the_model_are_put_back(how, had):
     torch.manual_seed(0)
     model, head, x = nn.Linear(4, 4), nn.Linear(4, 1), torch.randn(3, 4)
@@ -171,11 +172,68 @@ def test_gradients_outside_of_the_model_are_put_back(how, had):
     if had:
         step()
     before = list(found(nn.Sequential(model, head), optimizer))[:-1]
-    given = {"stateful": [optimizer]} if how == "stateful" else {"inputs": head.parameters()}
+    given = {"stateful": {"stateful": [optimizer]}, "inputs": {"inputs": head.parameters()}}.get(how, {})
     result = check_gradients(step, ActivationStore(model, "raw", min_bytes=0), **given)
     assert result.equal, str(result)
     after = list(found(nn.Sequential(model, head), optimizer))[:-1]
     assert after == before
+
+
+def test_optimizers_that_do_not_step_are_left_alone():
+    """Another thread may train with them."""
+    model, other, x = nn.Linear(4, 4), nn.Linear(4, 1), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(x).sum().backward()
+
+    def step():
+        other.weight.grad.add_(1)
+        return model(x).sum()
+
+    grad, before = other.weight.grad, other.weight.grad.clone()
+    assert check_gradients(step, ActivationStore(model, "raw", min_bytes=0)).equal
+    assert other.weight.grad is grad
+    assert torch.equal(grad, before + 5)  # each run was one
+    assert optimizer.param_groups[0]["params"][0] is other.weight
+
+
+class Keeper(nn.Module):
+    """A module whose state is in containers of containers, and in tensors there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.recent = deque([1.0], maxlen=2)
+        self.table = {"rows": [[1], {2}], "pair": ([3], torch.zeros(2)), "recent": deque([self.recent])}
+        self.table["itself"] = self.table
+        self.counts = torch.zeros(3)
+
+    def forward(self, x):
+        scale = 1 + sum(self.recent) + len(self.table["rows"][0]) + len(self.table["rows"][1])
+        scale = scale + self.counts.sum() + self.table["pair"][1].sum() + self.table["pair"][0][0]
+        self.recent.append(2.0)
+        self.table["rows"][0].append(5)
+        self.table["rows"][1].add(6)
+        self.table["rows"].append(None)
+        self.table["pair"][0][0] = 7
+        self.table["pair"][1].add_(1)
+        self.table["recent"].clear()
+        self.counts += 1
+        return self.linear(x) * scale
+
+
+def test_containers_in_containers_are_put_back():
+    model, x = Keeper(), torch.randn(3, 4)
+    held = model.recent, model.counts, model.table["pair"][1]
+    versions = [tensor._version for tensor in held[1:]]
+    before = str(vars(model))
+    result = check_gradients(lambda: model(x).sum(), ActivationStore(model, "raw", min_bytes=0))
+    assert result.equal, str(result)
+    assert str(vars(model)) == before
+    assert model.recent is held[0] is model.table["recent"][0]
+    assert (model.recent.maxlen, model.counts is held[1], model.table["pair"][1] is held[2]) == (2, True, True)
+    assert [tensor._version for tensor in held[1:]] == versions
+    model(x)
+    assert str(vars(model)) != before
 
 
 class Stuck:

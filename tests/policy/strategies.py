@@ -34,7 +34,16 @@ def stored():
 
 
 def decisions():
-    return stored() | st.builds(Recompute, stored())
+    return stored() | recomputations()
+
+
+def recomputations():
+    first = st.none() | st.integers(1, 10**6)
+    return (
+        st.builds(Recompute, stored(), segment=st.integers(1, 10**6), first=first)
+        | st.builds(Recompute, stored(), schedule=st.sampled_from(["sqrt", "auto"]), first=first)
+        | st.builds(Recompute, stored(), schedule=st.just("revolve"), slots=st.integers(1, 10**6), first=first)
+    )
 
 
 def patterns():

@@ -23,6 +23,12 @@ from tests.policy.strategies import decisions
         (Recompute(Keep()), "recompute"),
         (Recompute(Encode(Int8())), "recompute(int8)"),
         (Recompute(Offload(Raw(), "disk")), "recompute(raw @ disk)"),
+        (Recompute(segment=4), "recompute(segment=4)"),
+        (Recompute(Offload(Raw(), "host"), segment=4), "recompute(raw @ host, segment=4)"),
+        (Recompute(schedule="sqrt"), "recompute(schedule=sqrt)"),
+        (Recompute(schedule="revolve", slots=10), "recompute(schedule=revolve, slots=10)"),
+        (Recompute(Encode(Int8()), schedule="auto", first=9), "recompute(int8, schedule=auto, first=9)"),
+        (Recompute(first=750), "recompute(first=750)"),
         (Encode(Options(flag=True, on=False)), "options(flag, on=false)"),
         (Encode(Options(count=64, ratio=0.25, mode="dither")), "options(count=64, ratio=0.25, mode=dither)"),
         (Encode(Wrap(inner=Options(count=2))), "wrap(options(count=2))"),
@@ -81,6 +87,40 @@ def test_one_tier_may_be_given_alone():
             lambda: Recompute(Recompute()),
             "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as in "
             "recompute(keep), recompute(int8), recompute(raw @ host)",
+        ),
+        (
+            lambda: Recompute(segment=0),
+            "segment=0 of recompute is no number of calls; give 1 or more",
+        ),
+        (
+            lambda: Recompute(segment=None),
+            "segment=None of recompute is no number of calls; give 1 or more",
+        ),
+        (
+            lambda: Recompute(first=True),
+            "first=True of recompute is no number of calls; give 1 or more",
+        ),
+        (
+            lambda: Recompute(schedule="revolve", slots=0),
+            "slots=0 of recompute is no number of inputs; give 1 or more",
+        ),
+        (
+            lambda: Recompute(schedule="binomial"),
+            "'binomial' is not a schedule of recompute; the schedules are sqrt, revolve, auto; for segments of one "
+            "length write segment=4",
+        ),
+        (
+            lambda: Recompute(segment=2, schedule="sqrt"),
+            "segment=2 and schedule=sqrt both say which inputs of a chain are stored; leave one out",
+        ),
+        (
+            lambda: Recompute(schedule="revolve"),
+            "schedule=revolve needs the number of inputs that it may store; write recompute(schedule=revolve, "
+            "slots=10), or schedule=auto, which finds one",
+        ),
+        (
+            lambda: Recompute(slots=3),
+            "slots=3 is for schedule=revolve; write recompute(schedule=revolve, slots=3), or leave slots out",
         ),
         (
             lambda: Recompute(Raw()),

@@ -1,0 +1,299 @@
+"""Finds a policy for a budget while training runs: measures the first steps, plans, runs the plan, and plans again when
+steps turn out otherwise. Every step on the way is a training step like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Module
+
+from actstore.errors import ActstoreError, CapacityError, ConfigError
+from actstore.ledger import Ledger
+from actstore.plan.build import chain_of, kept, limits_of, policy_of, rules_of
+from actstore.plan.chain import Chain, Limits
+from actstore.plan.plan import Plan, Prediction, Row
+from actstore.plan.profile import KEEP, Profile
+from actstore.plan.timeline import evaluate
+from actstore.policy import Rules
+from actstore.probes import Probes, Wish, machine_of
+from actstore.profiler import Profiler, Sample, digest_of
+from actstore.tierset import TierSet
+from actstore.units import format_nbytes
+
+if TYPE_CHECKING:
+    from actstore.plan.solve import Solution
+
+log = logging.getLogger("actstore")
+
+LOOK = 4  # steps of a plan that are measured, first at once, then after 64, 128, 256 ... steps
+LOOK_AGAIN = 64
+OFF = 0.1  # of the step: a plan is made again when steps take so much more or less than predicted,
+GAIN = 0.02  # and decides otherwise when that promises so much
+TIGHTER = 0.9  # of what was held when memory ran out
+LESS = 0.95  # of the budget when the allocator had to give memory back to the system to find some
+
+
+class Auto:
+    """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
+
+    Attributes
+    ----------
+    plan : the plan that runs; None while steps are measured
+
+    Parameters
+    ----------
+    sets_window : whether the engine's window is the plan's to set
+    """
+
+    def __init__(self, model: Module, ledger: Ledger, wish: Wish, *, sets_window: bool) -> None:
+        self.plan: Plan | None = None
+        self._sets_window = sets_window
+        self.profiler = Profiler(model, ledger)
+        self.probes = Probes(self.profiler, model, wish)
+        self._ledger = ledger
+        self._wish = wish
+        self._place: TierSet | None = None
+        self._decisions: dict[str, str] = {}
+        self._rules = Rules([])
+        self._shift = 0.0  # how far a measured peak lay above the predicted one at most
+        self._looked: list[Sample] = []  # at the steps of this plan
+        self._runs = 0  # steps with a plan,
+        self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
+        self._retries = 0  # of the device's allocator
+        self._history: list[str] = []
+
+    # -- the session's calls ------------------------------------------------------------------------------------------
+
+    def next(self, place: TierSet) -> Rules:
+        """The policy of the step that begins now.
+
+        Raises
+        ------
+        CapacityError : no plan fits into the budget; it names the least that is possible
+        """
+        self._place = place
+        sample = self.profiler.finish()
+        if sample is not None and sample.backward:  # otherwise an evaluation
+            self.probes.add(sample)
+        if self.plan is None:
+            decisions = self.probes.propose(place)
+            if decisions is None:
+                self._make_plan()
+            else:
+                self._use(decisions)
+        else:
+            self._watch(sample)
+        return self._rules
+
+    def begin(self) -> None:
+        """The step begins."""
+        if self.plan is not None:
+            self._runs += 1
+            if self._runs >= self._look_at:
+                self._look_at *= 2
+                self._looked = []
+        if torch.is_grad_enabled() and len(self._looked) < LOOK:
+            assert self._place is not None
+            self.profiler.begin(self._place.device, self._decisions)
+
+    def end_forward(self, error: BaseException | None) -> None:
+        """Forward has ended, or failed with `error`."""
+        if error is None:
+            self.profiler.end_forward()
+        else:
+            self.profiler.cancel()
+            self.tightened(error)
+
+    def tightened(self, error: BaseException) -> bool:
+        """Plan for less where `error` says that memory ran out; False where there is nothing to plan for.
+
+        An error is looked at once: its second visitor gets the answer of the first.
+        """
+        if not ran_out(error):
+            return False
+        seen: bool | None = getattr(error, "actstore_tightened", None)
+        if seen is None:
+            seen = self._tighten()
+            error.actstore_tightened = seen  # type: ignore[attr-defined]
+            what = "the next step runs with less" if seen else "no plan needs so little"
+            error.add_note(f"actstore: {self._history[-1]}; {what}")
+        return seen
+
+    def _tighten(self) -> bool:
+        held = min(self._ledger.peak, self._wish.device)
+        why = f"memory ran out while activations held {format_nbytes(held)}"
+        try:
+            self._give_up(int(TIGHTER * held), why)
+        except CapacityError:
+            return False
+        warnings.warn(f"{self._history[-1]}; give a smaller budget= to begin with", RuntimeWarning, stacklevel=4)
+        return True
+
+    def _give_up(self, budget: int, why: str) -> None:
+        """Go on with a smaller budget."""
+        self._wish = replace(self._wish, device=budget)
+        self._history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
+        log.warning("%s", self._history[-1])
+        self.probes.limit(self._wish)
+        if self.plan is not None:
+            self._make_plan()
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def profile(self) -> Profile:
+        """What was measured so far."""
+        assert self._place is not None
+        return self.probes.profile(self._place.device.torch_device)
+
+    def _use(self, decisions: dict[str, str]) -> None:
+        self._decisions = decisions
+        lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
+        self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
+
+    def _make_plan(self) -> None:
+        """Plan from what is known now. The choice stays where another gains little."""
+        from actstore.plan.solve import solve
+
+        assert self._place is not None
+        profile, wish = self.profile(), self._wish
+        chain = chain_of(profile, wish.max_error)
+        limits = limits_of(profile, max(0.0, wish.device - self._shift), wish.host, wish.disk, wish.max_error)
+        solution = solve(chain, limits)
+        if self.plan is not None:
+            solution = _or_as_before(self._decisions, chain, limits, solution)
+        self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
+        self._use({row.unit: row.decision for row in self.plan.rows})
+        if self.plan.window is not None and self._sets_window:
+            self._place.engine.resize(self.plan.window)
+        self._looked = []
+        log.info("plan: %s", self.plan.certificate)
+
+    # -- the closed loop ----------------------------------------------------------------------------------------------
+
+    def _watch(self, sample: Sample | None) -> None:
+        """Look at the step that has ended, and plan again where it was not as predicted."""
+        plan, peak = self.plan, self._ledger.peak
+        assert plan is not None
+        assert self._place is not None
+        retries = alloc_retries(self._place.device.torch_device)
+        if retries > self._retries:
+            self._retries = retries
+            self._give_up(int(LESS * self._wish.device), "the device's allocator was short of memory")
+        elif peak > self._wish.device:
+            self._shift += peak - plan.predicted.peak
+            self._again(f"a step held {format_nbytes(peak)}, more than the budget")
+        elif sample is not None and sample.backward:
+            self._looked.append(sample)
+            step = median(look.total for look in self._looked)
+            self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
+            if len(self._looked) == LOOK and abs(step / plan.predicted.step - 1) > OFF:
+                self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
+                self._looked = [sample] * LOOK  # a second look comes later: nothing is gained by chasing noise
+
+    def _again(self, why: str) -> None:
+        self._history.append(why)
+        log.info("plans again: %s", why)
+        self._make_plan()
+
+
+def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solution: Solution) -> Solution:
+    """The choice that runs, where it is still possible and `solution` hardly gains."""
+    indices = [
+        next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
+        for layer in chain.layers
+    ]
+    if any(index is None for index in indices):
+        return solution
+    choice = tuple(index for index in indices if index is not None)
+    found = evaluate(chain, choice, limits)
+    if not found.feasible or solution.evaluation.total < (1 - GAIN) * found.total:
+        return solution
+    return replace(solution, choice=choice, evaluation=found, how="as before")
+
+
+def alloc_retries(device: torch.device) -> int:
+    """How often the allocator of the device had to return what it had cached to find memory."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out; an ActstoreError has its own advice."""
+    if isinstance(error, ActstoreError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def plan_of(
+    profile: Profile, chain: Chain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
+) -> Plan:
+    """A solution as what a user sees."""
+    rows = []
+    for i, (unit, layer) in enumerate(zip(profile.units, chain.layers, strict=True)):
+        option = layer.options[solution.choice[i]]
+        saved = kept(profile.figures[unit.kind]).total("saved")
+        stall = sum(stalls[i] for stalls in solution.evaluation.stalls)
+        added = option.forward + option.backward
+        rows.append(Row(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
+    return Plan(
+        policy_of(chain, solution.choice),
+        wish.device,
+        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_error": wish.max_error},
+        chain.plain,
+        Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift),
+        solution.bound,
+        solution.certificate,
+        solution.prices,
+        _window(chain, solution),
+        _limit(chain, solution),
+        tuple(rows),
+        profile,
+        None,
+        history,
+    )
+
+
+def _window(chain: Chain, solution: Solution) -> int | None:
+    """What queues on the device at most, with the payload of a layer that is just made or just needed."""
+    options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
+    largest = max((option.host + option.disk for option in options), default=0)
+    if not largest:
+        return None
+    held = queued = 0.0
+    for i, option in enumerate(options):
+        for events, peak in zip(solution.evaluation.device, (option.forward_peak, option.backward_peak), strict=True):
+            queued = max(queued, events[i] - held - peak)
+        held += option.held
+    return int(queued + largest)
+
+
+def _limit(chain: Chain, solution: Solution) -> str:
+    evaluation = solution.evaluation
+    if evaluation.overhead <= 0:
+        return "compute alone; everything fits"
+    stalls = [sum(part) for part in evaluation.stalls]
+    waits = sum(stalls) + sum(evaluation.drain)
+    direction, layer = evaluation.peak_event()
+    where = f"{('forward', 'backward')[direction]} of {chain.layers[layer].name or 'the loss'}"
+    text = f"memory of the device, most of it in {where}"
+    return f"{text}; compute waits {waits:.1f} ms for copies" if waits > 0 else text
+
+
+def check_plan(plan: Plan, model: Module | None) -> None:
+    """Refuse a plan that was made for another model or machine.
+
+    Raises
+    ------
+    ConfigError : the differences, and what to do
+    """
+    if model is None:
+        raise ConfigError("a plan is for a model: ActivationStore(model, plan)")
+    first = next(model.parameters(), None)
+    plan.check(digest_of(model), machine_of(torch.device("cpu") if first is None else first.device))

@@ -1,0 +1,1 @@
+"""Planning: which way to wait each layer takes under a budget."""

@@ -1,0 +1,169 @@
+"""From what was measured to what can be chosen: the options of each unit, and the policy text of a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+from actstore.plan.chain import Chain, Layer, Limits, Option
+from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit
+from actstore.plan.recurrent import recurrent_options
+
+PARTS = 4  # parts of a unit that get decisions of their own: those that save most
+SHARE = 0.08  # of the bytes of the whole that a part must save for that
+
+
+def chain_of(profile: Profile, max_error: float = 0.0) -> Chain:
+    """The step that was measured, with every option that was measured, and their combinations over parts of a unit.
+
+    Parameters
+    ----------
+    max_error : codecs with a larger relative error are left out; 0 leaves out all that lose anything
+    """
+    layers = tuple(
+        Layer(unit.name, keep.forward, keep.backward, tuple(_options(unit, figures, keep, profile, max_error)))
+        for unit in profile.units
+        for figures in [profile.figures[unit.kind]]
+        for keep in [kept(figures)]
+    )
+    return Chain(layers, profile.links, profile.rest)
+
+
+def kept(figures: dict[str, Figures]) -> Figures:
+    """The figures of a unit that keeps everything, from those of its recomputation where that was never measured."""
+    found = figures.get(KEEP)
+    if found is not None:
+        return found
+    other = next(iter(figures.values()))
+    backward = other.backward - other.forward if "recompute" in other.decision else other.backward
+    parts = {name: replace(part, held=part.saved, host=0, disk=0) for name, part in other.parts.items()}
+    return replace(
+        other, decision=KEEP, backward=max(backward, other.backward / 2), parts=parts, transient=0, error=0.0
+    )
+
+
+def policy_of(chain: Chain, choice: Sequence[int]) -> str:
+    """The policy text of one option for each layer."""
+    lines = []
+    for layer, index in zip(chain.layers, choice, strict=True):
+        if layer.name and layer.options[index].decision != KEEP:
+            lines += rules_of(layer.name, layer.options[index].decision)
+    return "\n".join([*lines, f"* : {KEEP}"])
+
+
+def rules_of(unit: str, decision: str) -> list[str]:
+    """The rules of a unit's decision, which is text with names as seen from the unit."""
+    rules = []
+    for rule in decision.split(";"):
+        part, colon, what = rule.rpartition(":")
+        rules.append(f"{unit}.{part.strip()} : {what.strip()}" if colon else f"{unit} : {what.strip()}")
+    return rules
+
+
+def _options(
+    unit: Unit, figures: dict[str, Figures], keep: Figures, profile: Profile, max_error: float
+) -> Iterable[Option]:
+    whole = keep.total("held")
+    yield Option(KEEP, whole, forward_peak=whole, backward_peak=whole)
+    if not unit.name:
+        return
+    if unit.calls > 1 and unit.recomputable:
+        yield from recurrent_options(unit, figures, keep)
+        return
+    of_parts: dict[str, list[_Change]] = {}
+    for decision, f in figures.items():
+        if decision == KEEP or f.error > max_error**2:
+            continue
+        part, colon, what = decision.rpartition(":")
+        if colon:
+            of_parts.setdefault(part.strip(), []).append(_Change(what.strip(), f, keep, None))
+            continue
+        yield _Change(decision, f, keep, None).option(unit, keep, profile)
+        if "recompute" not in decision:
+            for name in _large_parts(unit, keep):
+                of_parts.setdefault(name, []).append(_Change(decision, f, keep, name))
+    names = [name for name in _large_parts(unit, keep) if name in of_parts]
+    for changes in product(*([None, *of_parts[name]] for name in names)):
+        chosen = {name: change for name, change in zip(names, changes, strict=True) if change is not None}
+        if chosen:
+            text = "; ".join(f"{name} : {change.decision}" for name, change in chosen.items())
+            total = _Change(text, keep, keep, None)
+            for change in chosen.values():
+                total = total.plus(change)
+            yield total.option(unit, keep, profile)
+
+
+def _large_parts(unit: Unit, keep: Figures) -> list[str]:
+    whole = keep.total("saved")
+    large = [name for name in unit.parts if (part := keep.parts.get(name)) and part.saved > SHARE * whole]
+    return sorted(large, key=lambda name: -keep.parts[name].saved)[:PARTS]
+
+
+class _Change:
+    """What a decision changes of a unit that keeps everything; with `part`, the share of this part."""
+
+    def __init__(self, decision: str, f: Figures, keep: Figures, part: str | None) -> None:
+        self.decision = decision
+        self.transient = f.transient  # in backward;
+        self.staged = 0 if "recompute" in decision else f.transient  # in forward too, where room for most is taken
+        self.forward = _added(f.forward - keep.forward, f.work_forward)
+        self.backward = _added(f.backward - keep.backward, f.work_backward)
+        if part is None:
+            self.held = f.total("held") - keep.total("held")
+            self.host, self.disk = f.total("host"), f.total("disk")
+            self.error = f.error * f.total("saved")
+        else:
+            before, after = keep.parts.get(part, Part()), f.parts.get(part, Part())
+            share = before.saved / max(1, keep.total("saved"))
+            self.held = after.held - before.held
+            self.host, self.disk = after.host, after.disk
+            self.error = f.error * before.saved
+            self.forward, self.backward = self.forward * share, self.backward * share
+
+    def plus(self, other: _Change) -> _Change:
+        self.transient, self.staged = max(self.transient, other.transient), max(self.staged, other.staged)
+        for name in ("forward", "backward", "held", "host", "disk", "error"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def option(self, unit: Unit, keep: Figures, profile: Profile) -> Option:
+        held = max(0, keep.total("held") + self.held)
+        moved = self.host + self.disk
+        return Option(
+            self.decision,
+            held,
+            link=0 if profile.links.on_host else moved,
+            host=self.host,
+            disk=self.disk,
+            forward=self.forward,
+            backward=self.backward,
+            forward_peak=held + moved + self.staged,
+            backward_peak=held + moved + self.transient,
+            error=self.error,
+        )
+
+
+def limits_of(profile: Profile, device: float, host: float | None, disk: float | None, max_error: float) -> Limits:
+    """Bytes in each place (None: no limit), and a relative error of all payloads together, as the solver takes them."""
+    return Limits(
+        device,
+        inf if host is None else host,
+        inf if disk is None else disk,
+        error_limit(profile, max_error),
+    )
+
+
+def _added(difference: float, work: float) -> float:
+    """What a decision adds to a unit's time: its own work, and what that slows down elsewhere (caches, page faults).
+
+    The work is measured by itself. The difference of two times is what counts, but it is noisy: so it is believed
+    between the work and twice that.
+    """
+    return min(max(difference, work), 2 * work)
+
+
+def error_limit(profile: Profile, max_error: float) -> float:
+    """The most error in all, in the unit of `Option.error`: squared relative error times bytes."""
+    return max_error**2 * profile.saved if max_error else inf

@@ -1,0 +1,224 @@
+"""A plan in words: at most one screen for a model of a dozen blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actstore.errors import CapacityError, ConfigError
+from actstore.plan.naming import pattern_of, short
+from actstore.plan.profile import KEEP
+from actstore.plan.study import Budget, Other, Study
+from actstore.plan.text import columns, percent, wrapped
+from actstore.units import format_nbytes
+
+if TYPE_CHECKING:
+    from actstore.plan.plan import Plan, Row
+
+SMALL = 0.25  # of the memory: activations that take less are not the problem
+NOTABLE = 0.03  # of the activations: units that save less need no reason
+BUDGETS = 6
+COUNTS = 56  # characters
+LAST = 3  # reasons to plan again that are shown
+TIE = 0.001  # of the step: decisions that differ by less are equally fast
+ITSELF = "(model and loss)"  # what the model itself saves, and the loss
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units of one pattern of names that decide alike; `first` is the place of the first of them."""
+
+    first: int
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        return short([row.unit or ITSELF for row in self.rows])
+
+    def total(self, name: str) -> float:
+        return sum(float(getattr(row, name)) for row in self.rows)
+
+
+def groups_of(plan: Plan) -> list[Group]:
+    """The units of a plan, in the order of the first of each group."""
+    found: dict[tuple[str, str | None], Group] = {}
+    for place, row in enumerate(plan.rows):
+        key = row.decision, pattern_of(row.unit) if row.unit else None
+        found.setdefault(key, Group(place, [])).rows.append(row)
+    return list(found.values())
+
+
+def explain(plan: Plan) -> str:
+    """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
+    study, groups = Study(plan), groups_of(plan)
+    parts = [_headline(plan), _table(groups), _reasons(plan, study, groups), _limits(plan), _budgets(plan, study)]
+    parts += [_memory(plan), _history(plan)]
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+
+
+def _headline(plan: Plan) -> Iterator[str]:
+    yield from wrapped(
+        f"Budget {format_nbytes(plan.budget)} for {format_nbytes(plan.profile.saved)} of activations: "
+        f"{plan.certificate}, {_times(plan.predicted.step, plan)} plain ({plan.plain:.1f} ms); "
+        f"peak {format_nbytes(plan.predicted.peak)}."
+    )
+    if plan.measured is not None:
+        off = percent(plan.measured.step / plan.predicted.step - 1, "+.1f") if plan.predicted.step else "no prediction"
+        peak = format_nbytes(plan.measured.peak)
+        if plan.budget:
+            peak += f", {percent(plan.measured.peak / plan.budget)} of the budget"
+        yield from wrapped(f"Measured: {plan.measured.step:.1f} ms a step ({off}), peak {peak}.")
+
+
+def _table(groups: Sequence[Group]) -> list[str]:
+    cells: list[tuple[str, ...]] = [("unit", "saved", "held", "moved", "adds ms", "waits ms", "decision")]
+    for group in groups:
+        sizes = (format_nbytes(group.total(name)) for name in ("saved", "held", "moved"))
+        times = (f"{group.total(name):.2f}" for name in ("extra", "stall"))
+        cells.append((group.name, *sizes, *times, group.rows[0].decision))
+    return columns(cells)
+
+
+def _reasons(plan: Plan, study: Study, groups: Sequence[Group]) -> Iterator[str]:
+    """Why the units that count do what they do: what else one of them could do, all others as planned."""
+    for group in groups:
+        if group.total("saved") < NOTABLE * plan.profile.saved:
+            continue
+        others = study.others(group.first)
+        freed, ms = group.total("saved") - group.total("held"), group.total("extra") + group.total("stall")
+        if group.rows[0].decision == KEEP:
+            said = [f"costs no time, holds {format_nbytes(group.total('held'))}"]
+        else:
+            said = [f"frees {format_nbytes(freed)} for {ms:.1f} ms"]
+        said += _alternatives(plan, group.rows[0].decision, others)
+        if len(said) > 1 and len(group.rows) > 1:
+            said[1] = f"in one of them {said[1]}"
+        yield from wrapped(f"{group.name}: {'; '.join(said)}.", "  ")
+
+
+def _alternatives(plan: Plan, decision: str, others: Sequence[Other]) -> Iterator[str]:
+    tie = TIE * plan.predicted.step
+    keep = next((other for other in others if other.decision == KEEP), None)
+    barred = [other for other in others if other.breaks and other.slower < -tie]
+    best = keep if keep is not None and keep.breaks else next(iter(barred), None)
+    if best is not None:
+        faster = f"would be {-best.slower:.1f} ms faster, but" if best.slower < -tie else "does not fit:"
+        yield f"{best.decision!r} {faster} {_why_not(best)}"
+    allowed = [other for other in others if not other.breaks]
+    if allowed:
+        best = allowed[0]
+        slower = f"be {best.slower:.1f} ms slower" if best.slower > tie else "do as well"
+        yield f"{best.decision!r} would {slower}"
+    elif best is None and others and decision != KEEP:
+        yield "nothing else fits"
+
+
+def _why_not(other: Other) -> str:
+    if "device" in other.breaks:
+        return f"the budget is {format_nbytes(other.over)} short"
+    words = {"host": "host memory is too small", "disk": "the disk's budget is too small", "error": "loses too much"}
+    return words[other.breaks[0]]
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    added = sum(row.extra for row in plan.rows)
+    waits = max(0.0, plan.predicted.step - plan.plain - added)
+    text = f"What limits the step: {plan.limit}."
+    if added + waits > TIE * plan.plain:
+        text += (
+            f" Beyond the {plan.plain:.1f} ms of plain training, {added:.1f} ms are recomputation and encoding, "
+            f"{waits:.1f} ms waits for copies."
+        )
+    unit, scale = ("GiB", 1024) if plan.budget >= 4 * 2**30 else ("MiB", 1)
+    words = {"device": "on the device", "host": "of host memory", "disk": "of disk"}
+    bought = [
+        f"one more {unit} {words[n]} saves {ms * scale:.2g} ms" for n, ms in plan.prices.items() if n in words and ms
+    ]
+    if bought:
+        text += f" At the margin, {' and '.join(bought)} a step."
+    yield from wrapped(text)
+
+
+def _budgets(plan: Plan, study: Study) -> Iterator[str]:
+    """A row for each of some budgets."""
+    try:
+        front = study.front(BUDGETS)
+    except (CapacityError, ConfigError) as error:
+        yield from wrapped(f"What more memory would buy: not known ({error}).")
+        return
+    mine = Budget(plan.budget, plan.predicted.step, tuple(row.decision for row in plan.rows))
+    near = 0.02 * max(plan.budget, *(budget.device for budget in front))
+    rows = sorted([mine, *(b for b in front if abs(b.device - mine.device) > near)], key=lambda b: b.device)
+    cells = [("budget", "step ms", "plain = 1", "", "units")]
+    for budget in rows:
+        what = "this plan" if budget is mine else "least" if budget is rows[0] else ""
+        cells.append((
+            format_nbytes(budget.device), f"{budget.step:.1f}", f"{budget.step / plan.plain:.3f}" if plan.plain else "",
+            what, _counts(plan, budget.decisions),
+        ))  # fmt: skip
+    yield "What memory buys:"
+    yield from columns(cells, numbers=True)
+
+
+def _counts(plan: Plan, decisions: Sequence[str]) -> str:
+    """How many of the units that count decide what."""
+    notable = NOTABLE * plan.profile.saved
+    counts = Counter(d for row, d in zip(plan.rows, decisions, strict=False) if row.unit and row.saved >= notable)
+    shown, left = "", counts.total()
+    for decision, count in counts.most_common():
+        piece = f"{', ' if shown else ''}{count} {decision}"
+        if len(shown) + len(piece) > COUNTS:
+            return f"{shown}{', ' if shown else ''}{left} otherwise"
+        shown, left = shown + piece, left - count
+    return shown
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """Where the memory of the device goes, and whether activations are the problem."""
+    memory = plan.profile.memory
+    itself = sum(row.held for row in plan.rows if not row.unit)
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer states": memory.optimizer or 0,
+        "buffers": memory.buffers,
+        "activations": max(0.0, plan.predicted.peak - itself),
+        "the model itself and its loss (logits)": itself,
+    }
+    total = sum(parts.values())
+    if not total:
+        return
+    shown = ", ".join(
+        f"{name} {format_nbytes(n)} ({percent(n / total, '.0f')})" for name, n in parts.items() if n >= 0.005 * total
+    )
+    unknown = "" if memory.optimizer is not None else "; no optimizer has stepped, so its states are not counted"
+    yield from wrapped(f"Where {format_nbytes(total)} of device memory go: {shown}{unknown}.")
+    if itself > plan.predicted.peak / 2:
+        yield from wrapped(
+            f"The model itself and its loss hold {format_nbytes(itself)}, more than all units together, and no "
+            "decision of a unit frees that: with a large vocabulary these are logits; compute the loss in chunks."
+        )
+    if plan.profile.saved < SMALL * (total - plan.predicted.peak + plan.profile.saved):
+        largest = max(("parameters", "gradients", "optimizer states"), key=parts.__getitem__)
+        advice = {
+            "parameters": "shard them (FSDP2), or keep them in fewer bits",
+            "gradients": "shard them (FSDP2), or train fewer parameters (LoRA)",
+            "optimizer states": "use an optimizer with 8-bit states, or shard them (FSDP2)",
+        }
+        yield from wrapped(
+            f"Activations are not the problem here: even all kept they are {format_nbytes(plan.profile.saved)}. "
+            f"Most is in {largest}: {advice[largest]}."
+        )
+
+
+def _history(plan: Plan) -> Iterator[str]:
+    if plan.history:
+        earlier = len(plan.history) - LAST
+        yield f"Planned again{f', {earlier} times before and' if earlier > 0 else ''} because"
+        yield from (line for why in plan.history[-LAST:] for line in wrapped(why, "  "))
+
+
+def _times(step: float, plan: Plan) -> str:
+    return f"{step / plan.plain:.3f} times" if plan.plain else "with"

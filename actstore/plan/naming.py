@@ -1,0 +1,62 @@
+"""Many names of modules in few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+NUMBER = re.compile(r"\d+")
+
+
+def pattern_of(name: str) -> str:
+    """The name without its numbers; the same for all names without any."""
+    return NUMBER.sub("#", name) if NUMBER.search(name) else ""
+
+
+def short(names: Sequence[str], width: int = 40) -> str:
+    """``blocks.0, blocks.1, blocks.2, blocks.4 -> blocks.0-2, 4``, within `width` characters where there are several.
+
+    Names are taken in their order; what does not fit is counted.
+    """
+    pieces = list(_pieces(names))
+    shown = ", ".join(text for text, _ in pieces)
+    if len(shown) <= width or len(pieces) == 1:
+        return shown
+    total = len(names)
+    for count in range(len(pieces) - 1, 0, -1):
+        named = sum(n for _, n in pieces[:count])
+        shown = ", ".join(text for text, _ in pieces[:count]) + f" and {total - named} more"
+        if len(shown) <= width:
+            break
+    return shown
+
+
+def _pieces(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Runs of names that differ in their last number only, and how many names each stands for."""
+    last = None
+    for (before, after), group in groupby((_split(name) for name in names), key=lambda parts: (parts[0], parts[2])):
+        numbers = [number for _, number, _ in group]
+        if numbers == [None]:
+            yield before, 1
+            last = None
+            continue
+        for first, end, count in _runs([number for number in numbers if number is not None]):
+            text = str(first) if first == end else f"{first}-{end}"
+            yield (text if last == (before, after) else f"{before}{text}{after}"), count
+            last = before, after
+
+
+def _split(name: str) -> tuple[str, int | None, str]:
+    """What stands before the last number, the number, and what follows; numbers with leading zeros are no numbers."""
+    found = list(NUMBER.finditer(name))
+    if not found or str(int(found[-1][0])) != found[-1][0]:
+        return name, None, ""
+    return name[: found[-1].start()], int(found[-1][0]), name[found[-1].end() :]
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """First, last and count of runs of consecutive numbers."""
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield run[0], run[-1], len(run)

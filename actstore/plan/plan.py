@@ -1,0 +1,166 @@
+"""A plan: what each unit of a model does under a budget, and how it went. A file that can be kept and run again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from actstore.errors import ConfigError, PayloadError
+from actstore.plan.profile import Profile, read_json, write_json
+from actstore.units import format_nbytes
+
+FORMAT = "actstore plan 1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one unit does; sizes in bytes, times in ms.
+
+    Attributes
+    ----------
+    unit : name of the module; "" is what the model itself and the loss save
+    decision : policy text, with names as seen from the unit
+    saved : what plain autograd would hold
+    held : what is held on the device between forward and backward
+    moved : what goes to host memory or to disk
+    extra : what the decision adds to the step's compute
+    stall : how long compute waits there
+    """
+
+    unit: str
+    decision: str
+    saved: float
+    held: float
+    moved: float
+    extra: float
+    stall: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take, or what it took: milliseconds, and bytes at the peak of the device."""
+
+    step: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each unit of a model does under a budget. As `policy=` of an ActivationStore it is run as it stands.
+
+    Attributes
+    ----------
+    text : the policy, as text
+    budget : most bytes of activations on the compute device (`peak_held_bytes`)
+    limits : what was planned with: bytes on the "device" (less than the budget where steps held more than predicted),
+        in "host" memory and on "disk" (None: no limit), and "max_error"
+    plain : milliseconds of a step that keeps everything
+    predicted, measured : the step; `measured` is None before the plan has run
+    bound : no choice among the same options is faster than this, in ms; None where that was not computed
+    certificate : the same for people
+    prices : milliseconds that one more MiB saves, by what is limited: "device", "host", "disk"
+    window : most bytes that the plan has on their way at once; None where nothing moves
+    limit : what limits the step, in words
+    rows : by unit, in the order of forward
+    profile : what the plan was made from
+    """
+
+    text: str
+    budget: int
+    limits: dict[str, float | None]
+    plain: float
+    predicted: Prediction
+    bound: float | None
+    certificate: str
+    prices: dict[str, float]
+    window: int | None
+    limit: str
+    rows: tuple[Row, ...]
+    profile: Profile
+    measured: Prediction | None = None
+    history: tuple[str, ...] = field(default=())
+
+    def check(self, model: str, machine: dict[str, str]) -> None:
+        """Refuse a model or a machine that the plan was not made for.
+
+        Raises
+        ------
+        ConfigError : the differences, and what to do
+        """
+        found = {"model": model, **machine}
+        wanted = {"model": self.profile.model, **self.profile.machine}
+        different = [f"{key}: planned for {wanted.get(key)}, here {found.get(key)}" for key in wanted
+                     if wanted.get(key) != found.get(key)]  # fmt: skip
+        if different:
+            raise ConfigError(
+                "the plan was made for another model or machine (" + "; ".join(different) + "). Plan again with "
+                'ActivationStore(model, "auto", budget=...), or run its choices all the same: policy=plan.text'
+            )
+
+    def run(self, step: float, peak: float) -> Plan:
+        """The same plan, with what a step took and held."""
+        return replace(self, measured=Prediction(step, peak))
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def write(self, path: str | Path) -> None:
+        """Write JSON.
+
+        Raises
+        ------
+        ConfigError : the file cannot be written
+        """
+        write_json(Path(path), {"format": FORMAT, **asdict(self), "profile": self.profile.to_dict()})
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read what `write` wrote. Nothing in the file is executed.
+
+        Raises
+        ------
+        ConfigError : the file cannot be opened
+        PayloadError : it is not a plan
+        """
+        values = read_json(Path(path), FORMAT)
+        del values["format"]
+        try:
+            measured = values["measured"]
+            return cls(
+                **{
+                    **values,
+                    "predicted": Prediction(**values["predicted"]),
+                    "measured": None if measured is None else Prediction(**measured),
+                    "rows": tuple(Row(**row) for row in values["rows"]),
+                    "history": tuple(values["history"]),
+                    "profile": Profile.from_dict(values["profile"], str(path)),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise PayloadError(f"{path}: not a whole plan: {error!r}; plan again", path=str(path)) from error
+
+    def compare(self, other: Plan) -> str:
+        """Where another plan decides otherwise, and what it predicts, for people; empty where it is the same."""
+        mine, theirs = ({row.unit: row.decision for row in plan.rows} for plan in (self, other))
+        lines = [
+            f"{name or '(the model itself)'}: {mine.get(name, 'not planned')} -> {theirs.get(name, 'not planned')}"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
+        ]
+        if lines or self.budget != other.budget:
+            lines.append(
+                f"budget {format_nbytes(self.budget)} -> {format_nbytes(other.budget)}, "
+                f"step {self.predicted.step:.1f} -> {other.predicted.step:.1f} ms, "
+                f"peak {format_nbytes(self.predicted.peak)} -> {format_nbytes(other.predicted.peak)}"
+            )
+        return "\n".join(lines)
+
+    # -- for people ---------------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
+        from actstore.plan.explain import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()

@@ -1,0 +1,70 @@
+"""The options of a unit that is called again and again in a step, as a recurrent cell is: schedules over its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from actstore.plan.chain import Option
+from actstore.plan.profile import Figures, Unit
+from actstore.plan.revolve import advances
+
+SHARES = 40  # of the calls: how finely a part of them can be recomputed
+SEGMENT = 8  # calls that share one stored input, in the step that tells what an input takes
+LEAST = 0.02  # of what recomputation holds: chains whose inputs are less are not worth a replay
+
+
+def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) -> Iterator[Option]:
+    """Recomputation of the first calls, of all of them, and of all with replayed inputs.
+
+    Every call is taken to be alike. What an input from the call before takes is the difference that segments make.
+    """
+    recompute, segments = figures.get("recompute"), figures.get(segments_of(SEGMENT))
+    if recompute is None:
+        return
+    calls = unit.calls
+    saved, stored = keep.total("held") / calls, recompute.total("held") / calls
+    forward = recompute.work_forward
+    backward = max(recompute.backward - keep.backward, recompute.work_backward)
+
+    def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> Option:
+        return Option(
+            decision,
+            held,
+            forward=share * forward,
+            backward=share * backward + replays * replay,
+            forward_peak=held,
+            backward_peak=max(held, peak),
+        )
+
+    replay = 0.0  # milliseconds of one
+    for part in range(1, SHARES):
+        first = calls * part // SHARES
+        if first:
+            held = first * stored + (calls - first) * saved
+            yield option(f"recompute(first={first})", held, first * stored + saved, share=first / calls)
+    yield option("recompute", calls * stored, calls * stored + saved)
+    if segments is None or calls < 2 * SEGMENT:
+        return
+    chained = (recompute.total("held") - segments.total("held")) / (calls - ceil(calls / SEGMENT))
+    if chained <= LEAST * stored:
+        return
+    outside = calls * (stored - chained)
+    replay = max(segments.backward - recompute.backward, keep.forward) / (calls * (1 - 1 / SEGMENT))
+    length = 2
+    while length <= calls // 2:
+        held = outside + (ceil(calls / length) + 1) * chained
+        replays = calls - ceil(calls / length)
+        yield option(segments_of(length), held, held + length * chained + saved, replays)
+        length *= 2
+    slots = 2
+    while slots < calls // 2:
+        held = outside + (slots + 1) * chained
+        replays = advances(calls, slots) - (calls - 1)
+        decision = f"recompute(schedule=revolve, slots={slots})"
+        yield option(decision, held, held + chained + saved, replays)
+        slots = ceil(1.5 * slots)
+
+
+def segments_of(length: int) -> str:
+    return f"recompute(segment={length})"

@@ -1,0 +1,1 @@
+"""The parts of the simulator: events, what a device does in order, its copies."""

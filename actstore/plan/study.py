@@ -1,0 +1,112 @@
+"""What else could have been chosen: the plan's own profile under other budgets, and other decisions for one unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING
+
+from actstore.plan.build import chain_of, limits_of
+from actstore.plan.chain import Chain
+from actstore.plan.pareto import pareto
+from actstore.plan.timeline import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from actstore.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget in bytes, the step in ms that the best plan under it takes, and its decisions by unit."""
+
+    device: float
+    step: float
+    decisions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another decision for one unit, all others as planned.
+
+    Attributes
+    ----------
+    slower : ms that the step takes longer; less than zero where it is faster
+    over : bytes by which the device's memory would not suffice
+    breaks : the limits that would not hold: "device", "host", "disk", "error"
+    """
+
+    decision: str
+    slower: float
+    over: float
+    breaks: tuple[str, ...]
+
+
+class Study:
+    """Questions to the solver about a plan. Computes when asked; not thread-safe."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        max_error = plan.limits.get("max_error") or 0.0
+        self.chain: Chain = chain_of(plan.profile, max_error)
+        device = plan.limits.get("device")
+        self.limits = limits_of(
+            plan.profile,
+            plan.budget if device is None else device,
+            plan.limits.get("host"),
+            plan.limits.get("disk"),
+            max_error,
+        )
+
+    @cached_property
+    def choice(self) -> tuple[int, ...] | None:
+        """The plan as indices of options; None where its profile does not have them."""
+        found = []
+        for row, layer in zip(self._plan.rows, self.chain.layers, strict=False):
+            at = next((i for i, option in enumerate(layer.options) if option.decision == row.decision), None)
+            if row.unit != layer.name or at is None:
+                return None
+            found.append(at)
+        return tuple(found) if len(found) == len(self._plan.rows) == len(self.chain.layers) else None
+
+    def front(self, points: int, time_limit: float = 0.5) -> tuple[Budget, ...]:
+        """Budgets from the least that is possible to the most that is of use, each with a faster step than the last.
+
+        Parameters
+        ----------
+        time_limit : s for each of them
+
+        Raises
+        ------
+        CapacityError : a limit beside the device's cannot be kept
+        ConfigError : no units; or it takes the solver, and scipy is not installed
+        """
+        beyond = self._plan.budget - self.limits.device  # what a step was seen to hold beyond the prediction
+        return tuple(
+            Budget(
+                point.device + beyond,
+                point.solution.evaluation.total,
+                tuple(
+                    layer.options[o].decision for layer, o in zip(self.chain.layers, point.solution.choice, strict=True)
+                ),
+            )
+            for point in pareto(self.chain, replace(self.limits, device=inf), points, time_limit=time_limit, gap=0.005)
+        )
+
+    def others(self, at: int) -> list[Other]:
+        """What each other option of the unit at this place would change, the fastest first; none without `choice`."""
+        choice = self.choice
+        if choice is None:
+            return []
+        planned = self._evaluate(choice)
+        found = []
+        for o, option in enumerate(self.chain.layers[at].options):
+            if o != choice[at]:
+                new = self._evaluate((*choice[:at], o, *choice[at + 1 :]))
+                over = max((b.needed - b.allowed for b in new.broken if b.limit == "device"), default=0.0)
+                limits = tuple(breach.limit for breach in new.broken)
+                found.append(Other(option.decision, new.total - planned.total, over, limits))
+        return sorted(found, key=lambda other: (other.slower, other.over))
+
+    def _evaluate(self, choice: tuple[int, ...]) -> Evaluation:
+        return evaluate(self.chain, choice, self.limits)

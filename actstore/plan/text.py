@@ -1,0 +1,35 @@
+"""Lines and tables of plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from textwrap import wrap
+
+WIDTH = 118
+UNIT = re.compile(r"(?<=\d) (?=%|ms|B|[KMGT]iB)")  # the space before one
+
+
+def percent(fraction: float, form: str = ".1f") -> str:
+    return f"{100 * fraction:{form}} %"
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Lines of at most WIDTH characters, numbers and their units on one; under an indent, later lines deeper."""
+    whole = UNIT.sub("\N{NO-BREAK SPACE}", text)
+    lines = wrap(whole, WIDTH, initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def columns(cells: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
+    """Lines of a table: the last column to the left, and the first one unless it has numbers; others to the right."""
+    last = len(cells[0]) - 1
+    widths = [max(len(line[i]) for line in cells) for i in range(last)]
+    return [
+        "  ".join([
+            *(cell.ljust(width) if i == 0 and not numbers else cell.rjust(width)
+              for i, (cell, width) in enumerate(zip(line[:last], widths, strict=True))),
+            line[last],
+        ]).rstrip()
+        for line in cells
+    ]  # fmt: skip

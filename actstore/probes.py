@@ -1,0 +1,224 @@
+"""Which decisions to try on which units in the first steps, and what the tries have shown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from dataclasses import dataclass
+from hashlib import sha256
+from statistics import median
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from actstore._version import __version__
+from actstore.errors import ConfigError
+from actstore.links import measure_links
+from actstore.plan.build import SHARE
+from actstore.plan.chain import Links
+from actstore.plan.profile import KEEP, Figures, Profile, Unit, medians
+from actstore.plan.recurrent import SEGMENT, segments_of
+from actstore.profiler import Profiler, Sample, Shape, digest_of, has_forward, memory_of
+from actstore.tierset import TierSet
+from actstore.units import parse_budget
+
+SAMPLES = 3  # of each decision on each kind of unit
+MOST_STEPS = 40  # that are measured before the first plan
+
+FiguresByKind = dict[str, dict[str, Figures]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user grants: bytes on the device, in host memory and on disk (None: as much as there is; 0: nothing),
+    and the relative error of payloads."""
+
+    device: int
+    host: int | None
+    disk: int | None
+    max_error: float
+
+    @classmethod
+    def read(
+        cls, budget: int | str, max_error: float, host_budget: int | str | None, disk_budget: int | str | None
+    ) -> Wish:
+        """From what users write.
+
+        Raises
+        ------
+        ConfigError : a budget does not parse, or `max_error` is no relative error
+        """
+        if not 0 <= max_error < 1:
+            raise ConfigError(
+                f"max_error={max_error} is not a relative error; give 0 or more and less than 1, such as 0.01"
+            )
+        return cls(
+            parse_budget(budget, "budget"),
+            None if host_budget is None else parse_budget(host_budget, "host_budget"),
+            0 if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
+            max_error,
+        )
+
+
+class Probes:
+    """Measures the steps of one store under decisions that it proposes.
+
+    The first step recomputes all that can be, and so needs least memory. Later ones try one decision on each unit, the
+    last units first, as far as the budget allows; equal units share what was found.
+    """
+
+    def __init__(self, profiler: Profiler, model: Module, wish: Wish) -> None:
+        self.steps = 0
+        self._profiler = profiler
+        self._model = model
+        self._wish = wish
+        self._shapes = {shape.name: shape for shape in profiler.shapes}
+        self._samples: dict[str, list[Figures]] = {}  # by unit
+        self._calls: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
+        self._rest: list[float] = []
+        self._links = Links()
+        self._optimizers: list[Optimizer] = []
+        self._mine = {id(parameter) for parameter in model.parameters()}
+        self._hook = register_optimizer_step_post_hook(self._meet)
+
+    def close(self) -> None:
+        """Stop to look at optimizers."""
+        self._hook.remove()
+
+    def limit(self, wish: Wish) -> None:
+        """From now on propose what fits into this."""
+        self._wish = wish
+
+    def add(self, sample: Sample) -> None:
+        first = not self.steps
+        self.steps += 1
+        self._calls.update(sample.calls)
+        for name, figures in sample.figures.items():
+            if name not in self._kinds:
+                self._kinds[name] = self._kind(name, figures[0].total("saved"))
+            self._samples.setdefault(name, []).extend(figures)
+        if not first:  # which paid for everything that is done once
+            self._rest.append(sample.rest)
+
+    def propose(self, place: TierSet) -> dict[str, str] | None:
+        """Decisions for the next step, by unit; None when enough is known."""
+        if not self.steps:
+            self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+            return {name: "recompute" for name, shape in self._shapes.items() if shape.recomputable}
+        if self.steps >= MOST_STEPS:
+            return None
+        figures = self.figures()
+        counts = {kind: Counter({d: f.samples for d, f in of_kind.items()}) for kind, of_kind in figures.items()}
+        known = {name: self._shapes[name] for name in self._kinds}
+        if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
+            return None  # everything fits, whatever else there is
+        least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
+        chosen = {name: "recompute" if shape.recomputable else KEEP for name, shape in known.items()}
+        wanted = False
+        for name, shape in reversed(known.items()):  # what comes last is needed first, and in nobody's way
+            if not name or self._saved(figures, name) < least:
+                continue
+            count = counts[self._kinds[name]]
+            for decision in self._candidates(shape, figures[self._kinds[name]], on_host=place.device.on_host):
+                proposed = self._spread(name, decision)
+                if count[decision] < SAMPLES and self._peak(figures, {**chosen, name: decision}) <= self._wish.device:
+                    wanted = True
+                    chosen[name] = proposed
+                    count[decision] += 1
+                    break
+        return chosen if wanted else None
+
+    def figures(self) -> FiguresByKind:
+        """The medians of what was measured."""
+        by_kind: dict[str, list[Figures]] = {}
+        for name, samples in self._samples.items():
+            by_kind.setdefault(self._kinds[name], []).extend(samples)
+        return {kind: medians(samples) for kind, samples in by_kind.items()}
+
+    def profile(self, device: torch.device) -> Profile:
+        """What was measured so far."""
+        units = tuple(
+            Unit(name, kind, self._calls.get(name, 1), tuple(shape.parts), shape.recomputable)
+            for name, kind in self._kinds.items()
+            for shape in [self._shapes[name]]
+        )
+        return Profile(
+            units,
+            self.figures(),
+            self._links,
+            median(self._rest) if self._rest else 0.0,
+            memory_of(self._model, self._optimizers),
+            digest_of(self._model),
+            machine_of(device),
+            self.steps,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _meet(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if not any(optimizer is other for other in self._optimizers) and any(
+            id(parameter) in self._mine for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._optimizers.append(optimizer)
+
+    def _kind(self, name: str, saved: int) -> str:
+        module = self._shapes[name].module
+        shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+        return f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
+
+    def _spread(self, name: str, decision: str) -> str:
+        """Of a unit that is called again and again, half of the calls try a recomputation."""
+        calls = self._calls.get(name, 1)
+        return f"recompute(first={calls // 2})" if decision == "recompute" and calls > 1 else decision
+
+    def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
+        """The most that a step will hold; what was never measured counts as kept."""
+        held = peak = 0.0
+        for name, decision in decisions.items():
+            found = figures[self._kinds[name]].get(decision)
+            held += self._saved(figures, name) if found is None else found.total("held")
+            peak = max(peak, held + (0 if found is None else found.transient))
+        return peak
+
+    def _saved(self, figures: FiguresByKind, name: str) -> float:
+        return max(f.total("saved") for f in figures[self._kinds[name]].values())
+
+    def _candidates(self, shape: Shape, figures: dict[str, Figures], *, on_host: bool) -> list[str]:
+        """What is worth a try on a unit."""
+        wish = self._wish
+        tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
+        if on_host:
+            tiers = [tier for tier in tiers if tier != "host"]
+        codecs = ["expack", *(["int8", "int4"] if wish.max_error else [])]
+        found = [KEEP]
+        if shape.recomputable:
+            found.append("recompute")
+            if self._calls.get(shape.name, 1) > 1:
+                return [*found, segments_of(SEGMENT)]
+            found += [f"recompute(raw @ {tier})" for tier in tiers]
+            keep = figures.get(KEEP)
+            if keep is not None:
+                found += [
+                    f"{name} : recompute"
+                    for name, part in shape.parts.items()
+                    if has_forward(part) and (of_part := keep.parts.get(name))
+                    if of_part.saved > SHARE * keep.total("saved")
+                ]
+        return [*found, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """What the times of a step depend on."""
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return {
+        "device": name,
+        "threads": str(torch.get_num_threads()) if device.type == "cpu" else str(os.cpu_count()),
+        "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
+        "actstore": __version__,
+    }

@@ -1,0 +1,60 @@
+"""What a forward finds around it, beside its inputs and its module: autocast, and the device of new tensors."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+class Surroundings:
+    """The autocast state and the default device of this thread, to run a forward under them again.
+
+    Notes
+    -----
+    Thread-safe. `again` acts on the thread that enters it.
+    """
+
+    __slots__ = ("_autocast", "_cache", "_device")
+
+    def __init__(self) -> None:
+        self._autocast = _autocast()
+        self._cache = torch.is_autocast_cache_enabled()
+        self._device = _device_context()
+
+    def again(self) -> ExitStack:
+        """A context with this autocast state and default device, and with gradients enabled."""
+        stack = ExitStack()
+        stack.enter_context(torch.enable_grad())
+        for (kind, enabled, dtype), now in zip(self._autocast, _autocast(), strict=True):
+            if (kind, enabled, dtype) != now or enabled:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+        if self._device is not None:
+            stack.enter_context(self._device)
+        return stack
+
+
+@cache
+def _kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    others = () if accelerator is None or not torch.amp.is_autocast_available(accelerator.type) else (accelerator.type,)
+    return "cpu", *others
+
+
+def _autocast() -> Autocast:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+
+
+def _device_context() -> Any:
+    """The innermost ``with torch.device(...)``, or the one of `torch.set_default_device`."""
+    if not _len_torch_function_stack():
+        return None
+    modes: list[Any] = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)

@@ -1,0 +1,58 @@
+"""Profiles made up for tests: a GPT on a GPU, 100 MiB of activations in each block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actstore.plan.chain import Links
+from actstore.plan.profile import KEEP, Figures, Memory, Part, Profile, Unit
+
+MIB = 2**20
+MACHINE = {"device": "a GPU", "threads": "8", "torch": "2.11", "actstore": "0.1.0"}
+SAVED = {"": 10 * MIB, "attn": 40 * MIB, "mlp": 50 * MIB}
+
+
+def block_figures() -> dict[str, Figures]:
+    """Of a block: keep, both recomputations, a codec, and host memory."""
+
+    def parts(**held: int) -> dict[str, Part]:
+        return {name: Part(nbytes, held.get(name or "own", nbytes)) for name, nbytes in SAVED.items()}
+
+    moved = {name: Part(nbytes, 0, nbytes) for name, nbytes in SAVED.items()}
+    coded = {name: Part(nbytes, nbytes // 4) for name, nbytes in SAVED.items()}
+    return {
+        KEEP: Figures(KEEP, 10.0, 20.0, parts()),
+        "recompute": Figures("recompute", 10.0, 30.0, parts(own=5 * MIB, attn=0, mlp=0), 95 * MIB, work_backward=10.0),
+        "mlp : recompute": Figures("mlp : recompute", 10.0, 24.0, parts(mlp=5 * MIB), 45 * MIB, work_backward=4.0),
+        "raw @ host": Figures("raw @ host", 10.5, 20.5, moved, 0, work_forward=0.5, work_backward=0.5),
+        "int8": Figures("int8", 11.0, 21.0, coded, 0, 1e-4, work_forward=1.0, work_backward=1.0),
+    }
+
+
+def profile(layers: int = 12, *, memory: Memory | None = None, logits: int = 20 * MIB) -> Profile:
+    """An embedding, `layers` blocks, a head, and what the loss saves."""
+    block = [Unit(f"blocks.{i}", "Block", 1, ("attn", "mlp"), recomputable=True) for i in range(layers)]
+    units = (Unit("wte", "wte", 1, (), recomputable=False), *block, Unit("head", "head", 1, (), recomputable=False))
+    small = {"": Part(MIB, MIB)}
+    return Profile(
+        (*units, Unit("", "whole", 1, (), recomputable=False)),
+        {
+            "wte": {KEEP: Figures(KEEP, 0.1, 0.1, small)},
+            "Block": block_figures(),
+            "head": {KEEP: Figures(KEEP, 1.0, 2.0, small)},
+            "whole": {KEEP: Figures(KEEP, 0.0, 0.0, {"": Part(logits, logits)})},
+        },
+        Links(out=2 * MIB, back=2.5 * MIB),
+        6.7,
+        memory or Memory(100 * MIB, 100 * MIB, 200 * MIB, MIB),
+        "0123456789abcdef",
+        dict(MACHINE),
+        20,
+    )
+
+
+def on_host(layers: int = 4) -> Profile:
+    """The same on a CPU, where nothing moves to host memory, and whose links have no limit."""
+    made = profile(layers)
+    del made.figures["Block"]["raw @ host"]
+    return replace(made, links=Links(on_host=True))

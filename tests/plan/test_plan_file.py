@@ -1,0 +1,185 @@
+"""Files of plans and profiles: what is written is read, and nothing else."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actstore import ActivationStore, ConfigError, PayloadError, Plan, Profile
+from actstore.plan.plan import FORMAT, Prediction
+from actstore.planning import replan
+from actstore.probes import machine_of
+from actstore.profiler import digest_of
+from tests.plan.profiles import MIB, on_host, profile
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = replan(profile(4), 300 * MIB).run(171.5, 299.0 * MIB)
+    return replace(made, history=("a step held 301.0 MiB, more than the budget",))
+
+
+@pytest.fixture(scope="module")
+def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    plan.write(path)
+    return path.read_text()
+
+
+def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for made in (plan, replace(plan, measured=None, bound=None, history=()), replan(on_host(), 400 * MIB)):
+        made.write(path)
+        assert Plan.read(path) == made
+        assert Plan.read(str(path)).explain() == made.explain()
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for made in (profile(), on_host()):
+        made.write(path)
+        assert Profile.read(path) == made
+        json.loads(path.read_text(), parse_constant=pytest.fail)  # any reader's JSON: no infinity
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_changed_byte_is_refused_or_changes_nothing(
+    text: str, plan: Plan, tmp_path: Path, data: st.DataObject
+) -> None:
+    written = bytearray(text.encode())
+    at = data.draw(st.integers(0, len(written) - 1))
+    written[at] ^= data.draw(st.integers(1, 255))
+    path = tmp_path / "plan.json"
+    path.write_bytes(written)
+    try:
+        found = Plan.read(path)
+    except PayloadError as error:
+        refusal = error
+    else:
+        assert found == plan  # a blank between two tokens
+        return
+    assert str(path) in str(refusal)
+    assert refusal.facts["path"] == str(path)
+
+
+def test_a_changed_figure_is_refused_and_the_next_step_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text.replace('"budget": 314572800', '"budget": 414572800'))
+    with pytest.raises(
+        PayloadError, match=r"plan\.json: its checksum is .* changed after it was written.*actstore plan"
+    ):
+        Plan.read(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", f"its format is None, not '{FORMAT}'"),
+        ('{"step": 3}', f"its format is None, not '{FORMAT}'"),
+        ('{"format": "actstore plan 7"}', f"its format is 'actstore plan 7', not '{FORMAT}'"),
+        ('{"format": "actstore plan 1"}', "its checksum is None"),
+    ],
+)
+def test_foreign_files_are_refused(written: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(written)
+    with pytest.raises(PayloadError) as refused:
+        Plan.read(path)
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_profile_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile().write(path)
+    with pytest.raises(PayloadError, match="its format is 'actstore profile 1'"):
+        Plan.read(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(PayloadError, match="not JSON"):
+        Plan.read(path)
+
+
+def test_a_path_that_cannot_be_is_said(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.json: No such file"):
+        Plan.read(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="choose a path that can be written"):
+        plan.write(tmp_path / "no" / "folder.json")
+
+
+# -- plans for something else ------------------------------------------------------------------------------------------
+
+
+def of(model: torch.nn.Module) -> Plan:
+    """A plan that keeps everything, for this model on this machine."""
+    made = profile(1)
+    here = replace(made, model=digest_of(model), machine=machine_of(torch.device("cpu")))
+    return replace(replan(here, 400 * MIB), text="* : keep")
+
+
+def test_the_same_model_takes_a_plan_file(tmp_path: Path) -> None:
+    plan = of(torch.nn.Linear(3, 4))
+    plan.write(tmp_path / "plan.json")
+    store = ActivationStore(torch.nn.Linear(3, 4), Plan.read(tmp_path / "plan.json"))
+    assert str(store.policy) == plan.text
+
+
+@pytest.mark.parametrize(
+    "model",
+    [torch.nn.Linear(3, 5), torch.nn.Linear(3, 4, dtype=torch.bfloat16), torch.nn.Sequential(torch.nn.Linear(3, 4))],
+)
+def test_another_model_is_refused(model: torch.nn.Module) -> None:
+    plan = of(torch.nn.Linear(3, 4))
+    with pytest.raises(ConfigError) as refused:
+        ActivationStore(model, plan)
+    said = str(refused.value)
+    assert f"model: planned for {plan.profile.model}, here {digest_of(model)}" in said
+    assert "device:" not in said
+    assert "Plan again" in said
+    assert "policy=plan.text" in said
+
+
+@pytest.mark.parametrize("what", ["device", "threads", "torch", "actstore"])
+def test_another_machine_is_refused(what: str) -> None:
+    model = torch.nn.Linear(3, 4)
+    plan = of(model)
+    plan.profile.machine[what] = "other"
+    with pytest.raises(ConfigError) as refused:
+        ActivationStore(model, plan)
+    said = str(refused.value)
+    assert f"{what}: planned for other, here {machine_of(torch.device('cpu'))[what]}" in said
+    assert "model: planned" not in said
+
+
+def test_a_plan_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ActivationStore\(model, plan\)"):
+        ActivationStore(None, of(torch.nn.Linear(3, 4)))
+
+
+# -- plans side by side ------------------------------------------------------------------------------------------------
+
+
+def test_two_plans_are_compared(plan: Plan) -> None:
+    wide = replan(profile(4), 450 * MIB)
+    said = plan.compare(wide).splitlines()
+    changed = [row.unit for row, other in zip(plan.rows, wide.rows, strict=True) if row.decision != other.decision]
+    assert changed
+    assert [line.split(":")[0] for line in said[:-1]] == changed
+    assert said[-1].startswith("budget 300.0 MiB -> 450.0 MiB, step ")
+    assert plan.compare(plan.run(1.0, 2.0)) == ""
+    assert "blocks.3: " in plan.compare(replan(profile(3), 300 * MIB))
+
+
+def test_a_run_is_noted(plan: Plan) -> None:
+    assert plan.run(12.0, 5.0).measured == Prediction(12.0, 5.0)
+    assert plan.run(12.0, 5.0).predicted == plan.predicted
