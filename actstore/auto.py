@@ -65,6 +65,7 @@ class Auto:
         self._looked: list[Sample] = []  # at the steps of this plan
         self._runs = 0  # steps with a plan,
         self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
+        self._chase_at = 0  # from which on a step that takes another time than predicted is a reason to plan again
         self._retries = 0  # of the device's allocator
         self._history: list[str] = []
 
@@ -192,9 +193,10 @@ class Auto:
             self._looked.append(sample)
             step = median(look.total for look in self._looked)
             self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
-            if len(self._looked) == LOOK and abs(step / plan.predicted.step - 1) > OFF:
+            off = abs(step / plan.predicted.step - 1) > OFF
+            if len(self._looked) == LOOK and off and self._runs >= self._chase_at:
+                self._chase_at = self._look_at  # nothing is gained by chasing noise
                 self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
-                self._looked = [sample] * LOOK  # a second look comes later: nothing is gained by chasing noise
 
     def _again(self, why: str) -> None:
         self._history.append(why)

@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from actstore.generators import Generators
@@ -415,14 +416,9 @@ def _stream_of(tensor: Tensor) -> Any:
     return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
 
 
-@contextmanager
-def _no_hooks() -> Iterator[None]:
-    """A graph that nobody differentiates saves its tensors as they are, also inside of a store's context."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _as_it_is):
-        yield
+def _no_hooks() -> saved_tensors_hooks:
+    """What a replay saves is nobody's: neither that of the recomputation inside of which it runs, nor of a store's."""
+    return saved_tensors_hooks(Tensor.detach, _as_it_is)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

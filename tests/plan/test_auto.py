@@ -13,7 +13,7 @@ from actstore.bench.workload import Batches, Workload, build
 
 WORK = Workload(layers=3, width=64, context=64, batch=8, threads=1)
 MIB = 2**20
-AFTER = 6  # steps with a plan
+AFTER = 8  # steps with a plan
 MOST = 60
 
 

@@ -157,7 +157,8 @@ def test_the_peak_grows_as_the_slots_and_not_as_the_steps(options, states):
         peaks.append(store.report().peak_held_bytes)
     train_step(model, (x,), plain)
     assert plain.report().peak_held_bytes > 200 * state + outside
-    assert max(peaks[0] / 2, peaks[1]) < (states + 2) * state + outside + loss
+    assert peaks[0] < (1.5 * states + 2) * state + outside + loss
+    assert peaks[1] < (states + 2) * state + outside + loss
 
 
 def test_a_chain_of_another_length_is_exact_and_does_not_run_away():
@@ -205,6 +206,22 @@ def test_a_cell_in_a_loop(options):
 def test_autocast_and_backward_inside_of_the_context(options, how):
     model = blocks()
     check_exact(model, (torch.randn(3, WIDTH),), make(model, options), **how)
+
+
+def test_each_call_is_replayed_under_its_own_autocast():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks(9)
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                with torch.autocast("cpu", torch.bfloat16, enabled=i % 3 == 1):
+                    x = block(x)
+            return x
+
+    model = Mixed()
+    check_exact(model, (torch.randn(3, WIDTH),), make(model, "segment=9", "blocks.*"))
 
 
 class Keywords(nn.Module):
@@ -329,6 +346,29 @@ def test_several_backwards_of_one_graph(options):
         check_drained(store)
 
 
+@pytest.mark.parametrize("options", ["segment=4", "schedule=revolve, slots=3"])
+def test_a_retained_graph_holds_no_more_than_before(options):
+    model, x = blocks(), torch.randn(3, WIDTH)
+    store = make(model, options)
+    with store:
+        y = model(x)
+    held = store.report().live_bytes
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+        assert store.report().live_bytes == held
+
+
+def test_the_peak_includes_what_a_replay_computes():
+    """Also of a call that is replayed and not itself recomputed."""
+    model, x = blocks(3), torch.randn(50, WIDTH)
+    model[0].up, model[0].down = nn.Linear(WIDTH, 1000), nn.Linear(1000, WIDTH)
+    store = make(model, "segment=3")
+    with store:
+        y = model(x)
+    torch.autograd.grad(y.sum(), list(model[1].parameters()))
+    assert store.report().peak_held_bytes > 50 * 1000 * 4
+
+
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +486,13 @@ def test_calls_with_several_producers_and_takers(kind, where, shapes, options):
     torch.manual_seed(0)
     model, batch = kind(), tuple(torch.randn(*shape) for shape in shapes)
     check_exact(model, batch, make(model, options, where))
+
+
+def test_what_several_calls_take_is_replayed_once():
+    torch.manual_seed(0)
+    model, batch = Crossed(), (torch.randn(3, WIDTH), torch.randn(3, WIDTH))
+    _, runs = runs_of(Counted, model, batch, make(model, "segment=100", "*coder.*"))
+    assert runs <= 2 * 10 + 9
 
 
 def test_stacked_cells_hold_as_little():
