@@ -148,7 +148,9 @@ class ActivationStore:
         self._places: dict[Module, Place] = {}
         self._compiled: list[NamedCall] = []
         self._top = self._place("")
-        self._auto = None if wish is None or model is None else Auto(model, self._store.ledger, wish, sets_window=window is None)
+        self._auto = (
+            None if wish is None or model is None else Auto(model, self._store.ledger, wish, sets_window=window is None)
+        )
         if self._auto is not None:
             self._store.gauge = self._auto.profiler
         device = _device_of(model)
