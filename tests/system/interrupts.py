@@ -34,6 +34,8 @@ class Moments:
             return
         if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
             return  # may be its end, of which the profiler is told and where no signal handler runs
+        if frame.f_code.co_filename.endswith(("weakref.py", "_weakrefset.py")):
+            return  # may be the callback of a weak reference, where Python prints what is raised and goes on
         self.count += 1
         if self.count == self._at:
             sys.setprofile(None)

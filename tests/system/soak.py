@@ -17,15 +17,15 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, encode
 from actstore.layout import layout_of
 
 POLICIES = ("raw @ disk", "int8 @ host > disk", "zmask(expack) @ disk")
@@ -303,12 +303,19 @@ def in_memory(soak: Soak) -> dict[str, int]:
     }
 
 
+def thread_counts() -> Iterator[int]:
+    """Threads of the system in the next half second: one that has been joined may take a moment to end."""
+    for _ in range(50):
+        yield len(os.listdir("/proc/self/task"))
+        sleep(0.01)
+
+
 def in_system(folder: Path) -> dict[str, int]:
     """What the process has of the system."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": min(thread_counts()),
         "names in the folder": len(os.listdir(folder)),
         "bytes on disk": on_disk(folder),
     }
@@ -331,6 +338,7 @@ def run(steps: int, folder: Path, seed: int = 0) -> list[str]:
     made, once they are closed.
     """
     begin = perf_counter()
+    encode(torch.zeros(1024), "int8")  # loads numba, and that scipy, whose BLAS starts threads of its own
     before = in_system(folder)
     soak = Soak(folder, seed)
     for _ in range(WARM):
