@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -15,13 +16,14 @@ from torch.nn import Module
 
 from actstore.errors import ActstoreError, CapacityError, ConfigError
 from actstore.ledger import Ledger
+from actstore.modules import named_modules
 from actstore.plan.build import chain_of, kept, limits_of, policy_of, rules_of
 from actstore.plan.chain import Chain, Limits
 from actstore.plan.plan import Plan, Prediction, Row
 from actstore.plan.profile import KEEP, Profile
 from actstore.plan.timeline import evaluate
 from actstore.policy import Rules
-from actstore.probes import Probes, Wish, machine_of
+from actstore.probes import ALIKE, Probes, Wish, machine_of
 from actstore.profiler import Profiler, Sample, digest_of
 from actstore.tierset import TierSet
 from actstore.units import format_nbytes
@@ -37,6 +39,7 @@ OFF = 0.1  # of the step: a plan is made again when steps take so much more or l
 GAIN = 0.02  # and decides otherwise when that promises so much
 TIGHTER = 0.9  # of what was held when memory ran out
 LESS = 0.95  # of the budget when the allocator had to give memory back to the system to find some
+GROWN = 1.1  # times what steps saved when they were measured: reason enough to measure again
 
 
 class Auto:
@@ -66,31 +69,57 @@ class Auto:
         self._runs = 0  # steps with a plan,
         self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
         self._chase_at = 0  # from which on a step that takes another time than predicted is a reason to plan again
-        self._retries = 0  # of the device's allocator
+        self._retries = alloc_retries(_device_of(model))
         self._history: list[str] = []
+        self._why = ""  # memory ran out
+        self._news = ""  # to warn of
+        self._model = model
+        self._modules = list(named_modules(model))
+        self._measured = 0  # bytes of the largest step when it was planned first,
+        self._planned_for = 0  # and last
+        self._excess = False  # no plan holds the budget, and the one that needs least runs
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
-    def next(self, place: TierSet) -> Rules:
+    def next(self, place: TierSet, modules: Iterable[tuple[str, Module]]) -> Rules:
         """The policy of the step that begins now.
+
+        Parameters
+        ----------
+        modules : what `named_modules` has found in the model just now
 
         Raises
         ------
-        CapacityError : no plan fits into the budget; it names the least that is possible
+        CapacityError : no plan fits into the budget; it names the least that is possible. Only before the first plan:
+            later the plan that needs least runs, and a warning tells
         """
         self._place = place
         sample = self.profiler.finish()
-        if sample is not None and sample.backward:  # otherwise an evaluation
+        if sample is not None and not sample.backward:  # an evaluation
+            sample = None
+        found = list(modules)
+        if found != self._modules:
+            self._modules = found
+            self.profiler.look()
+            self._start_again("the model's modules are others")
+        elif sample is not None:
             self.probes.add(sample)
+        if self.plan is not None:
+            self._watch(sample)
         if self.plan is None:
             decisions = self.probes.propose(place)
             if decisions is None:
-                self._make_plan()
+                self._first_plan()
             else:
                 self._use(decisions)
-        else:
-            self._watch(sample)
+        news, self._news = self._news, ""
+        if news:
+            warnings.warn(news, RuntimeWarning, stacklevel=3)
         return self._rules
+
+    def close(self) -> None:
+        """The store is closed."""
+        self.probes.close()
 
     def begin(self) -> None:
         """The step begins."""
@@ -123,27 +152,33 @@ class Auto:
             seen = self._tighten()
             error.actstore_tightened = seen  # type: ignore[attr-defined]
             what = "the next step runs with less" if seen else "no plan needs so little"
-            error.add_note(f"actstore: {self._history[-1]}; {what}")
+            error.add_note(f"actstore: {self._why}; {what}")
         return seen
 
     def _tighten(self) -> bool:
         held = min(self._ledger.peak, self._wish.device)
-        why = f"memory ran out while activations held {format_nbytes(held)}"
-        try:
-            self._give_up(int(TIGHTER * held), why)
-        except CapacityError:
+        self._why = f"memory ran out while activations held {format_nbytes(held)}"
+        if not held or not self._give_up(int(TIGHTER * held), self._why):
             return False
-        warnings.warn(f"{self._history[-1]}; give a smaller budget= to begin with", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{self._history[-1]}; give a smaller budget= to begin with", RuntimeWarning, stacklevel=5)
         return True
 
-    def _give_up(self, budget: int, why: str) -> None:
-        """Go on with a smaller budget."""
-        self._wish = replace(self._wish, device=budget)
+    def _give_up(self, budget: int, why: str) -> bool:
+        """Go on with a smaller budget; False where no plan needs so little, and all is as before."""
+        before = self._wish
+        self._wish = replace(before, device=budget)
         self._history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
+        try:
+            if self.plan is not None:
+                self._make_plan()
+        except CapacityError:
+            self._wish = before
+            self._history.pop()
+            log.warning("%s, and no plan needs less", why)
+            return False
         log.warning("%s", self._history[-1])
         self.probes.limit(self._wish)
-        if self.plan is not None:
-            self._make_plan()
+        return True
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -157,18 +192,50 @@ class Auto:
         lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
         self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
 
-    def _make_plan(self) -> None:
-        """Plan from what is known now. The choice stays where another gains little."""
+    def _first_plan(self) -> None:
+        """Plan when enough was measured."""
+        self._measured = self.probes.largest
+        if self.probes.has_met:
+            self.probes.close()
+        try:
+            self._make_plan()
+        except CapacityError as error:
+            if not self._planned_for:  # no plan has run yet
+                for why in self._history:
+                    error.add_note(f"actstore: {why}")
+                raise
+            self._make_least(error)
+
+    def _make_least(self, refusal: CapacityError) -> None:
+        """Run the plan that needs least memory, where none holds the budget any more."""
+        least = float(refusal.facts.get("least", 0)) + self._shift
+        self._excess = True
+        self._make_plan(int(least * (1 + 1e-6)) + 1)
+        self._news = (
+            f"steps hold more than before: no plan keeps the budget of {format_nbytes(self._wish.device)} now. The one "
+            f"that needs least runs, with about {format_nbytes(least)}; give a larger budget= or smaller batches"
+        )
+
+    def _make_plan(self, device: int | None = None) -> None:
+        """Plan from what is known now. The choice stays where another gains little.
+
+        Parameters
+        ----------
+        device : bytes to plan with; by default the budget
+        """
         from actstore.plan.solve import solve
 
         assert self._place is not None
         profile, wish = self.profile(), self._wish
         chain = chain_of(profile, wish.max_error)
-        limits = limits_of(profile, max(0.0, wish.device - self._shift), wish.host, wish.disk, wish.max_error)
+        room = max(0.0, (wish.device if device is None else device) - self._shift)
+        limits = limits_of(profile, room, wish.host, wish.disk, wish.max_error)
         solution = solve(chain, limits)
         if self.plan is not None:
             solution = _or_as_before(self._decisions, chain, limits, solution)
         self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
+        self._excess = device is not None
+        self._planned_for = self.probes.largest
         self._use({row.unit: row.decision for row in self.plan.rows})
         if self.plan.window is not None and self._sets_window:
             self._place.engine.resize(self.plan.window)
@@ -179,29 +246,55 @@ class Auto:
 
     def _watch(self, sample: Sample | None) -> None:
         """Look at the step that has ended, and plan again where it was not as predicted."""
-        plan, peak = self.plan, self._ledger.peak
+        plan, peak, probes = self.plan, self._ledger.peak, self.probes
         assert plan is not None
         assert self._place is not None
         retries = alloc_retries(self._place.device.torch_device)
         if retries > self._retries:
             self._retries = retries
             self._give_up(int(LESS * self._wish.device), "the device's allocator was short of memory")
-        elif peak > self._wish.device:
-            self._shift += peak - plan.predicted.peak
-            self._again(f"a step held {format_nbytes(peak)}, more than the budget")
-        elif sample is not None and sample.backward:
+        elif peak > self._wish.device and self._is_news():
+            self._too_much(peak)
+        elif sample is not None:
             self._looked.append(sample)
-            step = median(look.total for look in self._looked)
+            step = median(look.total * probes.scale(look.saved) for look in self._looked)
             self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
-            off = abs(step / plan.predicted.step - 1) > OFF
-            if len(self._looked) == LOOK and off and self._runs >= self._chase_at:
+            off = abs(step - plan.predicted.step) > OFF * plan.predicted.step
+            if len(self._looked) == LOOK and off and self._runs >= self._chase_at and not self._excess:
                 self._chase_at = self._look_at  # nothing is gained by chasing noise
                 self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
+
+    def _is_news(self) -> bool:
+        """Whether a step that held too much says something that the plan does not know."""
+        before = self.probes.largest
+        self.probes.grow(sum(account.saved for account in self._ledger.accounts()))
+        return not self._excess or self.probes.largest > before / ALIKE
+
+    def _too_much(self, peak: int) -> None:
+        """A step held more than the budget: the prediction is short, or steps have grown."""
+        assert self.plan is not None
+        if self.probes.largest <= self._planned_for / ALIKE:
+            self._shift += max(0.0, peak - self.plan.predicted.peak)
+        self._again(f"a step held {format_nbytes(peak)}, more than the budget")
 
     def _again(self, why: str) -> None:
         self._history.append(why)
         log.info("plans again: %s", why)
-        self._make_plan()
+        try:
+            self._make_plan()
+        except CapacityError as refusal:
+            if self.probes.largest > GROWN * self._measured:
+                self._start_again("steps have grown")
+            else:
+                self._make_least(refusal)
+
+    def _start_again(self, why: str) -> None:
+        """Measure again, under decisions that need least memory first."""
+        self._history.append(f"{why}: measured again")
+        log.info("%s", self._history[-1])
+        self.plan, self._shift, self._looked = None, 0.0, []
+        self.probes.close()
+        self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
 
 
 def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solution: Solution) -> Solution:
@@ -297,5 +390,9 @@ def check_plan(plan: Plan, model: Module | None) -> None:
     """
     if model is None:
         raise ConfigError("a plan is for a model: ActivationStore(model, plan)")
+    plan.check(digest_of(model), machine_of(_device_of(model)))
+
+
+def _device_of(model: Module) -> torch.device:
     first = next(model.parameters(), None)
-    plan.check(digest_of(model), machine_of(torch.device("cpu") if first is None else first.device))
+    return torch.device("cpu") if first is None else first.device

@@ -25,15 +25,39 @@ class NamedCall:
         self.call = call
         self.module = module
         self.users = 1
+        self.watches: list[Watch] = []
+
+    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> Watch:
+        """Have functions called like hooks of the module, which are not compiled with it."""
+        watch = Watch(self, before, after)
+        self.watches.append(watch)
+        return watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watches = self.watches[:]
+        for watch in watches:
+            watch.before(self.module, args)
         before_call(self.module, args)
         output = None
         try:
             output = self.call(*args, **kwargs)
         finally:
             after_call(self.module, args, output)
+            for watch in watches:
+                watch.after(self.module, args, output)
         return output
+
+
+class Watch:
+    """Two functions around a compiled call, until `remove`."""
+
+    def __init__(self, named: NamedCall, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._named = named
+        self.before = before
+        self.after = after
+
+    def remove(self) -> None:
+        self._named.watches.remove(self)
 
 
 def wrap(modules: Iterable[Module]) -> list[NamedCall]:

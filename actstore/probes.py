@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from statistics import median
+from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch.nn import Module
@@ -19,7 +21,7 @@ from actstore.errors import ConfigError
 from actstore.links import measure_links
 from actstore.plan.build import SHARE
 from actstore.plan.chain import Links
-from actstore.plan.profile import KEEP, Figures, Profile, Unit, medians
+from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit, medians
 from actstore.plan.recurrent import SEGMENT, segments_of
 from actstore.profiler import Profiler, Sample, Shape, digest_of, has_forward, memory_of
 from actstore.tierset import TierSet
@@ -27,6 +29,7 @@ from actstore.units import parse_budget
 
 SAMPLES = 3  # of each decision on each kind of unit
 MOST_STEPS = 40  # that are measured before the first plan
+ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
 
 FiguresByKind = dict[str, dict[str, Figures]]
 
@@ -67,27 +70,46 @@ class Probes:
     """Measures the steps of one store under decisions that it proposes.
 
     The first step recomputes all that can be, and so needs least memory. Later ones try one decision on each unit, the
-    last units first, as far as the budget allows; equal units share what was found.
+    last units first, as far as the budget allows; equal units share what was found. Where steps are of different sizes,
+    all that was measured is scaled to the largest of them.
+
+    Parameters
+    ----------
+    before : measured the same model as it was before; what it knows of links and optimizers still holds
+
+    Attributes
+    ----------
+    largest : bytes that plain autograd would hold of the largest step
     """
 
-    def __init__(self, profiler: Profiler, model: Module, wish: Wish) -> None:
+    def __init__(self, profiler: Profiler, model: Module, wish: Wish, before: Probes | None = None) -> None:
         self.steps = 0
+        self.largest = 0
         self._profiler = profiler
         self._model = model
         self._wish = wish
         self._shapes = {shape.name: shape for shape in profiler.shapes}
-        self._samples: dict[str, list[Figures]] = {}  # by unit
+        self._samples: dict[str, list[tuple[Figures, int]]] = {}  # by unit, with the bytes of the step
         self._calls: dict[str, int] = {}
         self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
+        self._ran: Counter[str] = Counter()  # in how many steps
         self._rest: list[float] = []
-        self._links = Links()
-        self._optimizers: list[Optimizer] = []
-        self._mine = {id(parameter) for parameter in model.parameters()}
-        self._hook = register_optimizer_step_post_hook(self._meet)
+        self._links: Links | None = None if before is None else before._links
+        self._optimizers: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers
+        self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
+
+    @property
+    def has_met(self) -> bool:
+        """Whether an optimizer of the model has stepped."""
+        return bool(self._optimizers)
 
     def close(self) -> None:
         """Stop to look at optimizers."""
         self._hook.remove()
+
+    def grow(self, saved: int) -> None:
+        """A step saves as much as this."""
+        self.largest = max(self.largest, saved)
 
     def limit(self, wish: Wish) -> None:
         """From now on propose what fits into this."""
@@ -97,17 +119,20 @@ class Probes:
         first = not self.steps
         self.steps += 1
         self._calls.update(sample.calls)
+        self.grow(sample.saved)
+        self._ran.update(sample.figures.keys())
         for name, figures in sample.figures.items():
             if name not in self._kinds:
                 self._kinds[name] = self._kind(name, figures[0].total("saved"))
-            self._samples.setdefault(name, []).extend(figures)
+            self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         if not first:  # which paid for everything that is done once
             self._rest.append(sample.rest)
 
     def propose(self, place: TierSet) -> dict[str, str] | None:
         """Decisions for the next step, by unit; None when enough is known."""
-        if not self.steps:
+        if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+        if not self.steps:
             return {name: "recompute" for name, shape in self._shapes.items() if shape.recomputable}
         if self.steps >= MOST_STEPS:
             return None
@@ -117,7 +142,7 @@ class Probes:
         if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
             return None  # everything fits, whatever else there is
         least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
-        chosen = {name: "recompute" if shape.recomputable else KEEP for name, shape in known.items()}
+        chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
         wanted = False
         for name, shape in reversed(known.items()):  # what comes last is needed first, and in nobody's way
             if not name or self._saved(figures, name) < least:
@@ -125,7 +150,10 @@ class Probes:
             count = counts[self._kinds[name]]
             for decision in self._candidates(shape, figures[self._kinds[name]], on_host=place.device.on_host):
                 proposed = self._spread(name, decision)
-                if count[decision] < SAMPLES and self._peak(figures, {**chosen, name: decision}) <= self._wish.device:
+                if (
+                    count[decision] < SAMPLES
+                    and self._peak(figures, {n: chosen[n] for n in known} | {name: decision}) <= self._wish.device
+                ):
                     wanted = True
                     chosen[name] = proposed
                     count[decision] += 1
@@ -135,23 +163,26 @@ class Probes:
     def figures(self) -> FiguresByKind:
         """The medians of what was measured."""
         by_kind: dict[str, list[Figures]] = {}
+        shares = self._shares()
         for name, samples in self._samples.items():
-            by_kind.setdefault(self._kinds[name], []).extend(samples)
+            share = shares.get(name, 1.0)
+            scaled = [_times(f, self.scale(saved), share) for f, saved in samples]
+            by_kind.setdefault(self._kinds[name], []).extend(scaled)
         return {kind: medians(samples) for kind, samples in by_kind.items()}
 
     def profile(self, device: torch.device) -> Profile:
         """What was measured so far."""
         units = tuple(
-            Unit(name, kind, self._calls.get(name, 1), tuple(shape.parts), shape.recomputable)
+            Unit(name, kind, self._calls.get(name, 1), tuple(shape.parts), self._recomputable(shape))
             for name, kind in self._kinds.items()
             for shape in [self._shapes[name]]
         )
         return Profile(
             units,
             self.figures(),
-            self._links,
+            self._links or Links(),
             median(self._rest) if self._rest else 0.0,
-            memory_of(self._model, self._optimizers),
+            memory_of(self._model, list(self._optimizers)),
             digest_of(self._model),
             machine_of(device),
             self.steps,
@@ -159,16 +190,48 @@ class Probes:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _meet(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if not any(optimizer is other for other in self._optimizers) and any(
-            id(parameter) in self._mine for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            self._optimizers.append(optimizer)
+    def meet(self, optimizer: Optimizer) -> None:
+        """Some optimizer has stepped, perhaps one of this model."""
+        if optimizer not in self._optimizers:
+            mine = {id(parameter) for parameter in self._model.parameters()}
+            if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+                self._optimizers.add(optimizer)
+
+    def _recomputable(self, shape: Shape) -> bool:
+        return shape.recomputable and shape.name not in self._profiler.writers
+
+    def scale(self, saved: int) -> float:
+        """How much more the largest step is than one that saves so many bytes."""
+        return self.largest / saved if 0 < saved < ALIKE * self.largest else 1.0
+
+    def _shares(self) -> dict[str, float]:
+        """How much of a step the units are that do not run in each (experts), so that all make up the largest step."""
+        sizes = {name: self._size(name) for name in self._samples}
+        rare = [name for name in sizes if self._ran[name] < self.steps]
+        of_rare = sum(sizes[name] for name in rare)
+        if not of_rare:
+            return {}
+        share = (self.largest - (sum(sizes.values()) - of_rare)) / of_rare
+        return dict.fromkeys(rare, min(1.0, max(0.0, share)))
+
+    def _size(self, name: str) -> float:
+        """What a unit saves in the largest step."""
+        return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
 
     def _kind(self, name: str, saved: int) -> str:
         module = self._shapes[name].module
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-        return f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
+        kind = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
+        if not self._shapes[name].named:  # and so has no choice
+            return f"{kind} {name}"
+        return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
+
+    def _worth(self, name: str, part: Module) -> bool:
+        """Whether to try the recomputation of a part. PyTorch's activations and dropouts save no more than an input,
+        and there are models that change that input afterwards."""
+        simple = type(part).__module__.startswith("torch.nn.") and next(part.parameters(), None) is None
+        plain = Shape(name, part, {}, True).recomputable and has_forward(part)
+        return plain and not simple and name not in self._profiler.writers
 
     def _spread(self, name: str, decision: str) -> str:
         """Of a unit that is called again and again, half of the calls try a recomputation."""
@@ -177,12 +240,22 @@ class Probes:
 
     def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
         """The most that a step will hold; what was never measured counts as kept."""
-        held = peak = 0.0
+        held = peak = most = 0.0
         for name, decision in decisions.items():
             found = figures[self._kinds[name]].get(decision)
             held += self._saved(figures, name) if found is None else found.total("held")
-            peak = max(peak, held + (0 if found is None else found.transient))
-        return peak
+            above = self._staged(figures, name, decision) if found is None else found.transient
+            most, peak = max(most, above), max(peak, held + above)
+        blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
+        always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
+        return peak if always else held + most  # units that run in some steps come in any order
+
+    def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
+        """What a payload may take beside its tensor, as far as is known before it is measured."""
+        if decision == KEEP or "recompute" in decision:
+            return 0
+        of_kind = figures[self._kinds[name]].values()
+        return max((part.saved for f in of_kind for part in f.parts.values()), default=0)
 
     def _saved(self, figures: FiguresByKind, name: str) -> float:
         return max(f.total("saved") for f in figures[self._kinds[name]].values())
@@ -195,7 +268,9 @@ class Probes:
             tiers = [tier for tier in tiers if tier != "host"]
         codecs = ["expack", *(["int8", "int4"] if wish.max_error else [])]
         found = [KEEP]
-        if shape.recomputable:
+        if not shape.named:
+            return found
+        if self._recomputable(shape):
             found.append("recompute")
             if self._calls.get(shape.name, 1) > 1:
                 return [*found, segments_of(SEGMENT)]
@@ -205,10 +280,42 @@ class Probes:
                 found += [
                     f"{name} : recompute"
                     for name, part in shape.parts.items()
-                    if has_forward(part) and (of_part := keep.parts.get(name))
+                    if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
                     if of_part.saved > SHARE * keep.total("saved")
                 ]
         return [*found, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
+
+
+def _times(f: Figures, scale: float, share: float) -> Figures:
+    """The figures of a step that is `scale` times as large, for a unit that runs in a `share` of steps."""
+    if scale == share == 1:
+        return f
+    transient = int(scale * f.transient)  # when it runs
+    scale *= share
+    parts = {
+        name: Part(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
+        for name, part in f.parts.items()
+    }
+    return replace(
+        f,
+        forward=scale * f.forward,
+        backward=scale * f.backward,
+        parts=parts,
+        transient=transient,
+        work_forward=scale * f.work_forward,
+        work_backward=scale * f.work_backward,
+    )
+
+
+def _telling(weak: ref[Probes]) -> Any:
+    """A hook of all optimizers, which outlives a store that nobody has closed, and holds nothing of it."""
+
+    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        probes = weak()
+        if probes is not None:
+            probes.meet(optimizer)
+
+    return met
 
 
 def machine_of(device: torch.device) -> dict[str, str]:

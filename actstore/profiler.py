@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.jit import ScriptModule
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from actstore.codecs.base import Bound, Codec
+from actstore.compiled import NamedCall
 from actstore.devices import Device
 from actstore.ledger import Account, Ledger
 from actstore.modules import named_modules
@@ -30,6 +33,7 @@ from actstore.ticket import Ticket
 END = "the end of backward"
 FORWARD, BACKWARD = "forward", "backward"
 FIRST = re.compile(r"recompute\(first=(\d+)\)")
+PLAIN = re.compile(r"[\w.-]+")  # names that a rule can write
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,13 @@ class Shape:
     repeated: bool
 
     @property
+    def named(self) -> bool:
+        """Whether a rule can name it."""
+        return PLAIN.fullmatch(self.name) is not None
+
+    @property
     def recomputable(self) -> bool:
-        return self.repeated and has_forward(self.module)
+        return self.repeated and self.named and can_run_again(self.module)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,11 @@ class Sample:
     rest: float
     backward: bool
 
+    @property
+    def saved(self) -> int:
+        """What plain autograd would hold of the step."""
+        return sum(figures[0].total("saved") for figures in self.figures.values())
+
 
 class Profiler:
     """Measures the steps of one store, one at a time: `begin`, `end_forward`, and at the next entry `finish`.
@@ -73,26 +87,43 @@ class Profiler:
     -----
     Not thread-safe: one thread enters the store while a step is measured. On an accelerator `finish` waits for the
     device. Hooks are on the model's modules from `begin` to `end_forward` only.
+
+    Attributes
+    ----------
+    writers : names of units and parts that were seen to change their inputs in place: they cannot be run again
     """
 
     def __init__(self, model: Module, ledger: Ledger) -> None:
-        self.shapes = shapes_of(model)
+        self.writers = set[str]()
         self._model = model
         self._ledger = ledger
-        self._modules = dict(_timed(self.shapes))
-        self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *_inner(shape))}
         self._hooks: list[Any] = []
         self._step: _Step | None = None
         self._held: dict[Account, int] = {}  # when backward began, if that was before the end of the context
+        self.look()
+
+    def look(self) -> None:
+        """Look at the model's modules again: some are others now."""
+        self.shapes = shapes_of(self._model)
+        outer = {inner: module for module in self._model.modules() if (inner := _original(module)) is not None}
+        self._modules = {name: outer.get(module, module) for name, module in _timed(self.shapes)}
+        self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *_inner(shape))}
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
         """A step begins, with these decisions for units, as policy text seen from each; others are kept."""
-        step = self._step = _Step(device, decisions, self._turn)
+        step = self._step = _Step(device, decisions, self._turn, self.writers)
         self._held = {}
         self._hooks.append(self._model.register_forward_hook(step.ending))
         for name, module in self._modules.items():
-            self._hooks.append(module.register_forward_pre_hook(step.entering(name)))
-            self._hooks.append(module.register_forward_hook(step.leaving(name), always_call=True))
+            enter, leave = step.entering(name), step.leaving(name)
+            call = module._compiled_call_impl
+            if isinstance(module, ScriptModule):  # takes no hooks: its time counts as that of the rest
+                continue
+            if call is None:
+                self._hooks.append(module.register_forward_pre_hook(enter))
+                self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            elif isinstance(call, NamedCall):  # its own hooks would be compiled with it, anew in each step
+                self._hooks.append(call.watch(enter, leave))
 
     def end_forward(self) -> None:
         """Forward has ended, or failed."""
@@ -134,7 +165,7 @@ class Profiler:
         return _nothing if self._step is None else self._step.work(account, BACKWARD)
 
     def finish(self) -> Sample | None:
-        """The figures of the step that began last; None where it was forgotten, or ran no unit."""
+        """The figures of the step that began last; None where it was forgotten, or ran nothing of the model."""
         step, self._step = self._step, None
         self.end_forward()
         if step is None:
@@ -142,7 +173,7 @@ class Profiler:
         step.note("end", "")
         forward = step.forward()
         units = [name for name in forward if self._unit_of[name] == name]
-        if not units:
+        if not units and not step.turned:
             return None
         backward = step.backward()
         parts, transient = self._bytes()
@@ -166,7 +197,7 @@ class Profiler:
         busy = sum(sum(forward.get(name, [])) for name in units)
         busy += sum(ms for calls in backward.values() for ms in calls.values())
         calls = {name: len(forward.get(name, [0.0])) for name in figures}
-        return Sample(figures, calls, step.total, max(0.0, step.total - busy), bool(backward))
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -220,7 +251,8 @@ class Profiler:
             total = sums.setdefault(unit, [0.0, 0.0])
             total[0] += float(wrong)
             total[1] += float(whole)
-        return {unit: wrong / whole if whole else 0.0 for unit, (wrong, whole) in sums.items()}
+        ratios = {unit: wrong / whole if whole else 0.0 for unit, (wrong, whole) in sums.items()}
+        return {unit: ratio if isfinite(ratio) else 1.0 for unit, ratio in ratios.items()}  # of NaN nothing is left
 
 
 def _nothing() -> None:
@@ -230,10 +262,12 @@ def _nothing() -> None:
 class _Step:
     """The moments of one step."""
 
-    def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None]) -> None:
+    def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None], writers: set[str]) -> None:
         self.decisions = decisions
+        self.turned = False  # backward has begun
         self._turn = turn
-        self._began = False
+        self._writers = writers
+        self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
         self.errors: list[tuple[Account, Tensor, Tensor]] = []
         self.works: list[tuple[Account, str, Ticket, Ticket]] = []  # of the store: encoding, decoding, recomputation
         self._device = device
@@ -254,17 +288,21 @@ class _Step:
         return lambda: self.works.append((account, direction, begin, self._mark()))
 
     def entering(self, name: str) -> Callable[..., None]:
-        def enter(_module: Module, _args: Any) -> None:
+        def enter(_module: Module, args: Any) -> None:
             if torch._C._current_graph_task_id() == -1:  # otherwise it is recomputed
+                self._versions.setdefault(name, []).append(_versions(args))
                 self.note("enter", name)
 
         return enter
 
     def leaving(self, name: str) -> Callable[..., None]:
-        def leave(_module: Module, _args: Any, output: Any) -> None:
+        def leave(_module: Module, args: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return
             self.note("leave", name)
+            entered = self._versions.get(name)
+            if entered and entered.pop() != _versions(args):
+                self._writers.add(name)
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
             for tensor in tree_leaves(output):
@@ -280,8 +318,8 @@ class _Step:
                 tensor.register_hook(self._begin)
 
     def _begin(self, _grad: Tensor | None = None) -> None:
-        if not self._began:
-            self._began = True
+        if not self.turned:
+            self.turned = True
             self._turn()
 
     def _arriving(self, name: str, call: int) -> Callable[[Tensor], None]:
@@ -325,6 +363,10 @@ class _Step:
         return times
 
 
+def _versions(args: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
 def _split(whole: Figures, forward: list[float], backward: dict[int, float]) -> list[Figures]:
     """The figures of calls that are recomputed and of calls that are not, each as if all were like them."""
     found = FIRST.fullmatch(whole.decision)
@@ -355,26 +397,59 @@ def _split(whole: Figures, forward: list[float], backward: dict[int, float]) -> 
 
 
 def shapes_of(model: Module) -> list[Shape]:
-    """The units of a model: its repeated blocks, the outermost modules that hold none of them, and the model itself."""
+    """The units of a model: its repeated blocks, the outermost modules that hold none of them, and the model itself.
+
+    What has no forward of its own (a list of lists, a dict) is no unit; what it holds are units. What is compiled is
+    one unit, without parts.
+    """
     named = dict(named_modules(model))
     names = {module: name for name, module in named.items()}
     blocks = {named[name] for name in repeated_blocks(model)}
+    whole = set(_compiled(model))
     found: list[Shape] = []
 
-    def visit(module: Module) -> None:
+    def visit(module: Module, repeated: bool) -> None:
         for child in module.children():
-            if child in blocks or not blocks.intersection(child.modules()):
+            block = child in blocks or (repeated and next(child.parameters(), None) is not None)
+            if not has_forward(child):
+                visit(child, block)
+            elif child in whole or block or not blocks.intersection(child.modules()):
                 if child in names:
-                    found.append(Shape(names[child], child, _parts(child), child in blocks))
+                    found.append(Shape(names[child], child, {} if child in whole else _parts(child), block))
             else:
-                visit(child)
+                visit(child, False)
 
-    visit(model)
+    if model not in whole and _original(model) is None:
+        visit(model, False)
     return [*(shape for shape in found if shape.name), Shape("", model, {}, False)]
 
 
+def _original(module: Module) -> Module | None:
+    """What `torch.compile(module)` was given; None for another module."""
+    inner: dict[str, Any] = dict(module._modules.items())  # which of TorchScript modules is no dict
+    return inner.get("_orig_mod")
+
+
+def _compiled(model: Module) -> Iterator[Module]:
+    for module in model.modules():
+        inner = _original(module)
+        if inner is not None:
+            yield inner
+        elif module._compiled_call_impl is not None:
+            yield module
+
+
 def has_forward(module: Module) -> bool:
-    return type(module).forward is not Module.forward
+    return isinstance(module, ScriptModule) or type(module).forward is not Module.forward
+
+
+def can_run_again(module: Module) -> bool:
+    """Whether its forward can be run once more, as far as its structure tells."""
+    if any(isinstance(inner, ScriptModule) for inner in module.modules()):
+        return False
+    while isinstance(module, Sequential) and len(module):
+        module = module[0]
+    return not getattr(module, "inplace", False)  # which changes the input that it would need again
 
 
 def _parts(module: Module) -> dict[str, Module]:
@@ -383,7 +458,7 @@ def _parts(module: Module) -> dict[str, Module]:
     for name, child in module.named_children():
         if isinstance(child, ModuleList | ModuleDict):
             found.update({f"{name}.{inner}": part for inner, part in _parts(child).items()})
-        elif has_forward(child):
+        elif has_forward(child) and PLAIN.fullmatch(name):
             found[name] = child
     return found
 

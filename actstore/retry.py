@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from actstore.generators import Generators
 
@@ -16,11 +18,17 @@ class Attempt:
     """The state of a model and of the random generators before a step.
 
     Put back are the generators (torch's, Python's, NumPy's, those of modules), the running statistics of
-    normalisations, and gradients that were not there before. Whatever else the step has changed by then (parameters,
-    gradients that were there, other buffers) is found by its version, and then the step cannot be run again.
+    normalisations, and gradients that were not there before. Whatever else of the model the step has changed by then
+    (parameters, gradients that were there, other buffers), or of the tensors it was given, is found by its version, and
+    then the step cannot be run again. Gradients that nobody has any more, as after `optimizer.zero_grad()`, stay away.
+    What a step takes from an iterator or counts in attributes is not seen.
+
+    Parameters
+    ----------
+    given : the arguments of the step
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, given: Any = ()) -> None:
         modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._generators = Generators(modules)
@@ -29,8 +37,12 @@ class Attempt:
         if device is not None and device.type == "cuda":
             generator = torch.cuda.default_generators[device.index or 0]
             self._states.append((generator, generator.get_state()))
-        self._versions: list[tuple[Tensor, int]] = [(tensor, tensor._version) for tensor in self._parameters]
-        self._grads = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self._parameters]
+        tensors = [*self._parameters, *(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))]
+        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        grads = [(p, p.grad) for p in self._parameters]
+        self._grads = [(p, ref(grad), grad._version) for p, grad in grads if grad is not None]  # holds no memory
+        self._without = [p for p, grad in grads if grad is None]
+        self._buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
         self._norms: list[tuple[Tensor, Tensor]] = []
         for module in modules:
             for buffer in module._buffers.values():
@@ -44,12 +56,18 @@ class Attempt:
     def undo(self) -> str:
         """Put back what can be; the reason where the step cannot be run again, else empty."""
         if any(tensor._version != version for tensor, version in self._versions):
-            return "it has changed parameters or buffers of the model"
-        if any(grad is not None and (p.grad is not grad or grad._version != v) for p, grad, v in self._grads):
-            return "it has added to gradients that were there before"
-        for parameter, grad, _ in self._grads:
+            return "it has changed parameters or buffers of the model, or its arguments"
+        if any(module._buffers.get(name) is not buffer for module, name, buffer in self._buffers):
+            return "it has put other buffers into the model"
+        dropped = []
+        for parameter, weak, version in self._grads:
+            grad = weak()
             if grad is None:
-                parameter.grad = None
+                dropped.append(parameter)
+            elif parameter.grad is not grad or grad._version != version:
+                return "it has changed gradients that were there before"
+        for parameter in (*self._without, *dropped):
+            parameter.grad = None
         with torch.no_grad():
             for buffer, before in self._norms:
                 buffer.copy_(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
@@ -165,11 +165,13 @@ class ActivationStore:
         _refuse_checkpointed_region()
         with self._lock:
             planned = self._auto if self._active == 0 else None
+            named = list(named_modules(self._model)) if self._active == 0 and self._model is not None else []
             if planned is not None:
-                self._follow(planned.next(self._store.place(_device_of(self._model) or torch.device("cpu"))))
+                place = self._store.place(_device_of(self._model) or torch.device("cpu"))
+                self._follow(planned.next(place, named))
             if self._active == 0:
                 self._store.start()
-                self._name_modules()
+                self._name_modules(named)
             census = Census()
             parameters = storage_keys(self._model) if self._model is not None else set()
             tracker = Tracker(self._places, self._top, census, parameters)
@@ -244,7 +246,7 @@ class ActivationStore:
             if auto is None or model is None:
                 with self:
                     return function(*args, **kwargs)
-            attempt = Attempt(model)
+            attempt = Attempt(model, (args, kwargs))
             try:
                 with self:
                     return function(*args, **kwargs)
@@ -301,6 +303,8 @@ class ActivationStore:
         """Return all memory and files. A backward that still needs stored tensors raises StateError afterwards."""
         if self._active:
             raise StateError("close() was called inside the store's own context; leave it first")
+        if self._auto is not None:
+            self._auto.close()
         self._store.close()
 
     # -- fitting a model ----------------------------------------------------------------------------------------------
@@ -335,13 +339,11 @@ class ActivationStore:
             self._places = {}
             self._top = self._place("")
 
-    def _name_modules(self) -> None:
+    def _name_modules(self, named: Iterable[tuple[str, Module]]) -> None:
         """Look at the model's modules again: users replace them between steps."""
-        if self._model is None:
-            return
         by_name = {place.name: place for place in self._places.values()}
         places = {}
-        for name, module in named_modules(self._model):
+        for name, module in named:
             place = self._places.get(module)
             if place is None or place.name != name:
                 place = by_name.get(name)

@@ -74,7 +74,7 @@ def _options(
         return
     of_parts: dict[str, list[_Change]] = {}
     for decision, f in figures.items():
-        if decision == KEEP or f.error > max_error**2:
+        if decision == KEEP or not f.error <= max_error**2:  # nor one that is not a number
             continue
         part, colon, what = decision.rpartition(":")
         if colon:

@@ -207,12 +207,16 @@ class _Ladder:
                 f"{format_nbytes(needs.device)} are enough; give more time",
                 least=needs.device,
             )
+        where = needs.layer or "the model itself and the loss"
+        advice = (
+            f"or give {needs.layer} an option that needs less there" if needs.layer else "or compute the loss in parts"
+        )
         words = "at least" if needs.device <= needs.bound * (1 + 1e-6) else "about"
         missing = needs.device - limits.device
         return CapacityError(
             f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
-            f"{needs.direction} of {needs.layer}, and {format_nbytes(limits.device)} are allowed; raise the limit by "
-            f"{format_nbytes(missing)}, use a smaller batch, or give {needs.layer} an option that needs less there",
+            f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed; raise the limit by "
+            f"{format_nbytes(missing)}, use a smaller batch, {advice}",
             least=needs.device,
             limit=limits.device,
             direction=needs.direction,
