@@ -24,7 +24,8 @@ from actstore.plan.profile import KEEP, Profile
 from actstore.plan.timeline import evaluate
 from actstore.policy import Rules
 from actstore.probes import ALIKE, Probes, Wish, machine_of
-from actstore.profiler import Profiler, Sample, digest_of
+from actstore.profiler import Profiler, Sample
+from actstore.shapes import digest_of
 from actstore.tierset import TierSet
 from actstore.units import format_nbytes
 

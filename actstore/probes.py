@@ -22,8 +22,9 @@ from actstore.links import measure_links
 from actstore.plan.build import SHARE
 from actstore.plan.chain import Links
 from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit, medians
-from actstore.plan.recurrent import SEGMENT, segments_of
-from actstore.profiler import Profiler, Sample, Shape, digest_of, has_forward, memory_of
+from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
+from actstore.profiler import FIRST, Profiler, Sample
+from actstore.shapes import Shape, digest_of, has_forward, memory_of
 from actstore.tierset import TierSet
 from actstore.units import parse_budget
 
@@ -143,17 +144,19 @@ class Probes:
             return None  # everything fits, whatever else there is
         least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
         chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
+        room = max(self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
         wanted = False
         for name, shape in reversed(known.items()):  # what comes last is needed first, and in nobody's way
             if not name or self._saved(figures, name) < least:
                 continue
             count = counts[self._kinds[name]]
             for decision in self._candidates(shape, figures[self._kinds[name]], on_host=place.device.on_host):
-                proposed = self._spread(name, decision)
-                if (
-                    count[decision] < SAMPLES
-                    and self._peak(figures, {n: chosen[n] for n in known} | {name: decision}) <= self._wish.device
-                ):
+                fitting = (
+                    form
+                    for form in self._forms(name, decision)
+                    if self._peak(figures, {n: chosen[n] for n in known} | {name: form}) <= room
+                )
+                if count[decision] < SAMPLES and (proposed := next(fitting, None)) is not None:
                     wanted = True
                     chosen[name] = proposed
                     count[decision] += 1
@@ -233,17 +236,25 @@ class Probes:
         plain = Shape(name, part, {}, True).recomputable and has_forward(part)
         return plain and not simple and name not in self._profiler.writers
 
-    def _spread(self, name: str, decision: str) -> str:
-        """Of a unit that is called again and again, half of the calls try a recomputation."""
+    def _forms(self, name: str, decision: str) -> list[str]:
+        """Ways to try a decision, first choice first. Where a unit is called again and again, some calls are kept."""
         calls = self._calls.get(name, 1)
-        return f"recompute(first={calls // 2})" if decision == "recompute" and calls > 1 else decision
+        if decision != "recompute" or calls == 1:
+            return [decision]
+        return [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept] + [
+            decision
+        ]
 
     def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
-        """The most that a step will hold; what was never measured counts as kept."""
+        """The most that a step will hold. What was never measured counts as kept, and a schedule as none."""
         held = peak = most = 0.0
         for name, decision in decisions.items():
-            found = figures[self._kinds[name]].get(decision)
-            held += self._saved(figures, name) if found is None else found.total("held")
+            of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
+            found, part = of_kind.get(decision), FIRST.fullmatch(decision)
+            share = int(part[1]) / self._calls[name] if part else 1.0  # of the calls that are recomputed
+            if found is None and decision.startswith("recompute("):
+                found = of_kind.get("recompute")
+            held += saved if found is None else share * found.total("held") + (1 - share) * saved
             above = self._staged(figures, name, decision) if found is None else found.transient
             most, peak = max(most, above), max(peak, held + above)
         blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
@@ -272,8 +283,8 @@ class Probes:
             return found
         if self._recomputable(shape):
             found.append("recompute")
-            if self._calls.get(shape.name, 1) > 1:
-                return [*found, segments_of(SEGMENT)]
+            if (calls := self._calls.get(shape.name, 1)) > 1:
+                return [*found, segments_of(SEGMENT), *([revolve_of(SLOTS)] if calls > 2 * SLOTS else [])]
             found += [f"recompute(raw @ {tier})" for tier in tiers]
             keep = figures.get(KEEP)
             if keep is not None:

@@ -17,6 +17,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from actstore import compiled, modules
+from actstore.arguments import (
+    names_tags,
+    read_policy,
+    read_when_full,
+    read_window,
+    read_wish,
+    recomputes,
+    tiers_of,
+    window_under,
+)
 from actstore.auto import Auto, check_plan
 from actstore.census import Census
 from actstore.compiled import NamedCall
@@ -24,13 +34,11 @@ from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
 from actstore.plan.plan import Plan
-from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
-from actstore.probes import Wish
+from actstore.policy import Decision, Keep, Policy, Rules
 from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
 from actstore.retry import Attempt
-from actstore.spec import Site, Spec
 from actstore.store import Store
 from actstore.tierset import StoreOptions
 from actstore.trace import Trace
@@ -121,11 +129,11 @@ class ActivationStore:
                 "policy= alone for code without a model"
             )
         self._model = model
-        wish = _read_wish(model, policy, budget, max_error, host_budget, disk_budget)
+        wish = read_wish(model, policy, budget, max_error, host_budget, disk_budget)
         self._given_plan = policy if isinstance(policy, Plan) else None
         if self._given_plan is not None:
             check_plan(self._given_plan, model)
-        self._policy = _read_policy("keep" if wish else policy)
+        self._policy = read_policy("keep" if wish else policy)
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._store = Store(
@@ -134,8 +142,8 @@ class ActivationStore:
                 disk_budget_nbytes=None if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
                 disk_path=disk_path,
                 gpu_direct=gpu_direct,
-                window_nbytes=_window_under(wish, self._given_plan) if window is None else _read_window(window),
-                when_full=_read_when_full(when_full),
+                window_nbytes=window_under(wish, self._given_plan) if window is None else read_window(window),
+                when_full=read_when_full(when_full),
                 strict=strict,
                 seed=seed,
                 trace=trace,
@@ -156,7 +164,7 @@ class ActivationStore:
         device = _device_of(model)
         if device is not None:  # what its first use waits for is waited for here
             self._store.open(device, "device")
-        if "disk" in _tiers_of(self._policy) and (device is not None or not gpu_direct):
+        if "disk" in tiers_of(self._policy) and (device is not None or not gpu_direct):
             self._store.open(device or torch.device("cpu"), "disk")
 
     # -- the context --------------------------------------------------------------------------------------------------
@@ -317,7 +325,7 @@ class ActivationStore:
             return []
         if model is None:
             named_rules = [pattern for pattern, _ in policy.rules if not pattern.startswith("*/")]
-            if named_rules or _recomputes(policy):
+            if named_rules or recomputes(policy):
                 raise PolicyError(
                     f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
                     "write ActivationStore(model, policy)"
@@ -325,7 +333,7 @@ class ActivationStore:
             return []
         named = dict(named_modules(model))
         policy.check(named)
-        roots = policy.recompute_roots(list(named), repeated_blocks(model) if _recomputes(policy) else [])
+        roots = policy.recompute_roots(list(named), repeated_blocks(model) if recomputes(policy) else [])
         alike = Counter(roots.values())
         return [
             Wrapped(name, named[name], decision, self._scope_here, alike[decision]) for name, decision in roots.items()
@@ -355,7 +363,7 @@ class ActivationStore:
     def _place(self, name: str) -> Place:
         decision = self._policy.decide(name) if isinstance(self._policy, Rules) else None
         keep_below = self._min_nbytes
-        if isinstance(decision, Keep) and not _names_tags(self._policy):
+        if isinstance(decision, Keep) and not names_tags(self._policy):
             keep_below = max(keep_below, GROUPED_NBYTES)
         return Place(name, self._store.ledger, decision, keep_below)
 
@@ -404,97 +412,6 @@ def _entries() -> list[_Entry]:
     if entries is None:
         entries = _thread.entries = []
     return entries
-
-
-def _read_policy(policy: Any) -> Policy:
-    if isinstance(policy, str):
-        return Rules.parse(policy)
-    if isinstance(policy, Keep | Encode | Offload | Recompute):
-        return Rules([], default=policy)
-    if isinstance(policy, Rules):
-        return policy
-    if isinstance(policy, Plan):
-        return Rules.parse(policy.text)
-    if callable(policy):
-        return _checked(policy)
-    raise PolicyError(
-        f"policy={policy!r} is neither text, Rules, a decision such as Encode(Int8()), nor a function "
-        "(site, spec) -> decision"
-    )
-
-
-def _checked(policy: Policy) -> Policy:
-    """A user's function, whose answers are decisions about tensors."""
-
-    @functools.wraps(policy)
-    def decide(site: Site, spec: Spec) -> Decision:
-        decision: Any = policy(site, spec)
-        if not isinstance(decision, Keep | Encode | Offload):
-            raise PolicyError(
-                f"the policy function returned {decision!r} for {site} ({spec}); it decides single tensors, and so "
-                "returns Keep(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
-                site=site,
-                decision=decision,
-            )
-        return decision
-
-    return decide
-
-
-def _read_wish(
-    model: Module | None,
-    policy: Any,
-    budget: int | str | None,
-    max_error: float,
-    host_budget: int | str | None,
-    disk_budget: int | str | None,
-) -> Wish | None:
-    """What "auto" may use; None for another policy."""
-    if policy != "auto":
-        if budget is not None or max_error:
-            raise ConfigError('budget= and max_error= are for policy "auto", which plans; other policies say it all')
-        return None
-    if model is None or budget is None:
-        raise ConfigError('"auto" plans for a model and a budget: ActivationStore(model, "auto", budget="20GiB")')
-    return Wish.read(budget, max_error, host_budget, disk_budget)
-
-
-def _window_under(wish: Wish | None, plan: Plan | None) -> int | None:
-    """That of a plan; an eighth of a budget at most, while it is measured; None for the default."""
-    if plan is not None:
-        return plan.window
-    return None if wish is None else max(2**20, min(wish.device // 8, 32 * 2**20))
-
-
-def _read_window(window: int | str) -> int:
-    nbytes = parse_nbytes(window, "window")
-    if nbytes == 0:
-        raise ConfigError('window=0 lets nothing move; give some megabytes, such as window="64MiB", or leave it out')
-    return nbytes
-
-
-def _read_when_full(when_full: str) -> str:
-    if when_full not in ("wait", "keep", "spill"):
-        raise ConfigError(f'when_full={when_full!r}; give "wait", "keep" or "spill"', when_full=when_full)
-    return when_full
-
-
-def _names_tags(policy: Policy) -> bool:
-    return isinstance(policy, Rules) and any("/" in pattern for pattern, _ in policy.rules)
-
-
-def _recomputes(policy: Rules) -> bool:
-    return any(isinstance(decision, Recompute) for _, decision in policy.rules) or isinstance(policy.default, Recompute)
-
-
-def _tiers_of(policy: Policy) -> set[str]:
-    found: set[str] = set()
-    if isinstance(policy, Rules):
-        for decision in [*(decision for _, decision in policy.rules), policy.default]:
-            inner = decision.inputs if isinstance(decision, Recompute) else decision
-            if isinstance(inner, Offload):
-                found.update(inner.tiers)
-    return found
 
 
 def _device_of(model: Module | None) -> torch.device | None:

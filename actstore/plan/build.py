@@ -108,8 +108,7 @@ class _Change:
         self.decision = decision
         self.transient = f.transient  # in backward;
         self.staged = 0 if "recompute" in decision else f.transient  # in forward too, where room for most is taken
-        self.forward = _added(f.forward - keep.forward, f.work_forward)
-        self.backward = _added(f.backward - keep.backward, f.work_backward)
+        self.forward, self.backward = _added(f, keep)
         if part is None:
             self.held = f.total("held") - keep.total("held")
             self.host, self.disk = f.total("host"), f.total("disk")
@@ -155,13 +154,17 @@ def limits_of(profile: Profile, device: float, host: float | None, disk: float |
     )
 
 
-def _added(difference: float, work: float) -> float:
-    """What a decision adds to a unit's time: its own work, and what that slows down elsewhere (caches, page faults).
+def _added(f: Figures, keep: Figures) -> tuple[float, float]:
+    """What a decision adds to a unit's forward and backward: its own work, and what that slows down elsewhere.
 
-    The work is measured by itself. The difference of two times is what counts, but it is noisy: so it is believed
-    between the work and twice that.
+    The work is measured by itself. The difference of two times is what counts (bookkeeping, caches, page faults), but
+    it is noisy: so it is believed between the work and twice that.
     """
-    return min(max(difference, work), 2 * work)
+    work = f.work_forward + f.work_backward
+    forward, backward = f.forward - keep.forward, f.backward - keep.backward
+    total = min(max(forward + backward, work), 2 * work)
+    share = min(max(forward, f.work_forward), total - f.work_backward)
+    return share, total - share
 
 
 def error_limit(profile: Profile, max_error: float) -> float:

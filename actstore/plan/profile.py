@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -132,7 +132,6 @@ class Profile:
     model: str
     machine: dict[str, str]
     steps: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def saved(self) -> int:
@@ -184,7 +183,6 @@ class Profile:
                 values["model"],
                 values["machine"],
                 values["steps"],
-                values["options"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PayloadError(f"{path}: not a whole profile: {error!r}; measure again", path=path) from error

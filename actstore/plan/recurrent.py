@@ -11,6 +11,7 @@ from actstore.plan.revolve import advances
 
 SHARES = 40  # of the calls: how finely a part of them can be recomputed
 SEGMENT = 8  # calls that share one stored input, in the step that tells what an input takes
+SLOTS = 8  # stored inputs in the step that tells what a replay costs that keeps few of the inputs that it meets
 LEAST = 0.02  # of what recomputation holds: chains whose inputs are less are not worth a replay
 
 
@@ -24,20 +25,20 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
         return
     calls = unit.calls
     saved, stored = keep.total("held") / calls, recompute.total("held") / calls
-    forward = recompute.work_forward
+    forward = max(recompute.forward - keep.forward, recompute.work_forward)
     backward = max(recompute.backward - keep.backward, recompute.work_backward)
 
     def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> Option:
         return Option(
             decision,
             held,
-            forward=share * forward,
+            forward=share * forward + (linking if replays else 0.0),
             backward=share * backward + replays * replay,
             forward_peak=held,
             backward_peak=max(held, peak),
         )
 
-    replay = 0.0  # milliseconds of one
+    replay = linking = 0.0  # milliseconds of one replay, and of the bookkeeping for all of them
     for part in range(1, SHARES):
         first = calls * part // SHARES
         if first:
@@ -49,6 +50,7 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
     chained = (recompute.total("held") - segments.total("held")) / (calls - ceil(calls / SEGMENT))
     if chained <= LEAST * stored:
         return
+    linking = max(0.0, segments.forward - recompute.forward)
     outside = calls * (stored - chained)
     replay = max(segments.backward - recompute.backward, keep.forward) / (calls * (1 - 1 / SEGMENT))
     length = 2
@@ -57,14 +59,21 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
         replays = calls - ceil(calls / length)
         yield option(segments_of(length), held, held + length * chained + saved, replays)
         length *= 2
+    revolve = figures.get(revolve_of(SLOTS))
+    if revolve is not None:
+        linking = max(0.0, revolve.forward - recompute.forward)
+        replay = max(revolve.backward - recompute.backward, keep.forward / 2) / (advances(calls, SLOTS) - (calls - 1))
     slots = 2
     while slots < calls // 2:
         held = outside + (slots + 1) * chained
         replays = advances(calls, slots) - (calls - 1)
-        decision = f"recompute(schedule=revolve, slots={slots})"
-        yield option(decision, held, held + chained + saved, replays)
+        yield option(revolve_of(slots), held, held + chained + saved, replays)
         slots = ceil(1.5 * slots)
 
 
 def segments_of(length: int) -> str:
     return f"recompute(segment={length})"
+
+
+def revolve_of(slots: int) -> str:
+    return f"recompute(schedule=revolve, slots={slots})"

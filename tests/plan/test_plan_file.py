@@ -13,7 +13,7 @@ from actstore import ActivationStore, ConfigError, PayloadError, Plan, Profile
 from actstore.plan.plan import FORMAT, Prediction
 from actstore.planning import replan
 from actstore.probes import machine_of
-from actstore.profiler import digest_of
+from actstore.shapes import digest_of
 from tests.plan.profiles import MIB, on_host, profile
 
 

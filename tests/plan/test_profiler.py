@@ -7,7 +7,8 @@ from torch import nn
 from actstore import ActivationStore
 from actstore.devices import Cpu
 from actstore.ledger import Ledger
-from actstore.profiler import Profiler, digest_of, shapes_of
+from actstore.profiler import Profiler
+from actstore.shapes import digest_of, shapes_of
 from actstore.ticket import Done
 
 MS = 1_000_000

@@ -2,7 +2,7 @@
 
 from actstore.plan.build import kept
 from actstore.plan.profile import Figures, Part, Unit
-from actstore.plan.recurrent import SEGMENT, recurrent_options, segments_of
+from actstore.plan.recurrent import SEGMENT, SLOTS, recurrent_options, revolve_of, segments_of
 from actstore.plan.revolve import advances
 
 CALLS = 160
@@ -50,6 +50,14 @@ def test_revolve():
     found = options(measured())[decision]
     assert found.held == CALLS * OUTSIDE + 4 * CHAINED
     assert found.backward == 480 + 3 * (advances(CALLS, 3) - (CALLS - 1))
+
+
+def test_what_a_replay_costs_under_revolve_is_measured_by_itself():
+    found = measured()
+    replays = advances(CALLS, SLOTS) - (CALLS - 1)
+    found[revolve_of(SLOTS)] = figures(revolve_of(SLOTS), 0, 960.0 + 2 * replays, 400.0)
+    assert options(found)[revolve_of(3)].backward == 480 + 2 * (advances(CALLS, 3) - (CALLS - 1))
+    assert options(found)[segments_of(16)].backward == 480 + 3 * (CALLS - 10)
 
 
 def test_nothing_is_replayed_where_inputs_from_the_call_before_are_small():

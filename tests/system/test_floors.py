@@ -46,9 +46,11 @@ FLOORS = (
             "census",
             "compiled",
             "profiler",
+            "moments",
+            "shapes",
         },
     ),
-    ({"session", "report", "advice", "auto", "probes", "retry"},),
+    ({"session", "arguments", "report", "advice", "auto", "probes", "retry"},),
     ({"check", "planning"},),
     ({"__init__"},),  # the public names, which the floor above uses as any user does
     ({"integrations"}, {"bench", "cli", "__main__"}),

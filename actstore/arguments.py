@@ -1,0 +1,112 @@
+"""Reads the arguments of an ActivationStore."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.errors import ConfigError, PolicyError
+from actstore.plan.plan import Plan
+from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.probes import Wish
+from actstore.spec import Site, Spec
+from actstore.units import parse_nbytes
+
+
+def read_policy(policy: Any) -> Policy:
+    """A policy as a value, from whatever users may give."""
+    if isinstance(policy, str):
+        return Rules.parse(policy)
+    if isinstance(policy, Keep | Encode | Offload | Recompute):
+        return Rules([], default=policy)
+    if isinstance(policy, Rules):
+        return policy
+    if isinstance(policy, Plan):
+        return Rules.parse(policy.text)
+    if callable(policy):
+        return _checked(policy)
+    raise PolicyError(
+        f"policy={policy!r} is neither text, Rules, a decision such as Encode(Int8()), nor a function "
+        "(site, spec) -> decision"
+    )
+
+
+def _checked(policy: Policy) -> Policy:
+    """A user's function, whose answers are decisions about tensors."""
+
+    @functools.wraps(policy)
+    def decide(site: Site, spec: Spec) -> Decision:
+        decision: Any = policy(site, spec)
+        if not isinstance(decision, Keep | Encode | Offload):
+            raise PolicyError(
+                f"the policy function returned {decision!r} for {site} ({spec}); it decides single tensors, and so "
+                "returns Keep(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
+                site=site,
+                decision=decision,
+            )
+        return decision
+
+    return decide
+
+
+def read_wish(
+    model: Module | None,
+    policy: Any,
+    budget: int | str | None,
+    max_error: float,
+    host_budget: int | str | None,
+    disk_budget: int | str | None,
+) -> Wish | None:
+    """What "auto" may use; None for another policy."""
+    if policy != "auto":
+        if budget is not None or max_error:
+            raise ConfigError('budget= and max_error= are for policy "auto", which plans; other policies say it all')
+        return None
+    if model is None or budget is None:
+        raise ConfigError('"auto" plans for a model and a budget: ActivationStore(model, "auto", budget="20GiB")')
+    return Wish.read(budget, max_error, host_budget, disk_budget)
+
+
+def window_under(wish: Wish | None, plan: Plan | None) -> int | None:
+    """That of a plan; an eighth of a budget at most, while it is measured; None for the default."""
+    if plan is not None:
+        return plan.window
+    return None if wish is None else max(2**20, min(wish.device // 8, 32 * 2**20))
+
+
+def read_window(window: int | str) -> int:
+    """Bytes, more than none."""
+    nbytes = parse_nbytes(window, "window")
+    if nbytes == 0:
+        raise ConfigError('window=0 lets nothing move; give some megabytes, such as window="64MiB", or leave it out')
+    return nbytes
+
+
+def read_when_full(when_full: str) -> str:
+    """One of the three words."""
+    if when_full not in ("wait", "keep", "spill"):
+        raise ConfigError(f'when_full={when_full!r}; give "wait", "keep" or "spill"', when_full=when_full)
+    return when_full
+
+
+def names_tags(policy: Policy) -> bool:
+    """Whether some rule is about tags."""
+    return isinstance(policy, Rules) and any("/" in pattern for pattern, _ in policy.rules)
+
+
+def recomputes(policy: Rules) -> bool:
+    """Whether some rule recomputes."""
+    return any(isinstance(decision, Recompute) for _, decision in policy.rules) or isinstance(policy.default, Recompute)
+
+
+def tiers_of(policy: Policy) -> set[str]:
+    """The tiers that rules name."""
+    found: set[str] = set()
+    if isinstance(policy, Rules):
+        for decision in [*(decision for _, decision in policy.rules), policy.default]:
+            inner = decision.inputs if isinstance(decision, Recompute) else decision
+            if isinstance(inner, Offload):
+                found.update(inner.tiers)
+    return found

@@ -1,0 +1,135 @@
+"""When the modules of one step ran, and what the store itself took meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from actstore.devices import Device
+from actstore.ledger import Account
+from actstore.ticket import Ticket
+
+END = "the end of backward"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Moments:
+    """The moments of one step."""
+
+    def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None], writers: set[str]) -> None:
+        self.decisions = decisions
+        self.turned = False  # backward has begun
+        self._turn = turn
+        self._writers = writers
+        self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
+        self.errors: list[tuple[Account, Tensor, Tensor]] = []
+        self.works: list[tuple[Account, str, Ticket, Ticket]] = []  # of the store: encoding, decoding, recomputation
+        self._device = device
+        self._marks: list[tuple[str, str, Ticket]] = []
+        self._calls: dict[str, int] = {}
+        self._grads: dict[int, list[tuple[str, int, Ticket]]] = {}  # by backward: whose output's gradient came when
+        self.note("begin", "")
+
+    def note(self, kind: str, name: str) -> None:
+        self._marks.append((kind, name, self._mark()))
+
+    def _mark(self) -> Ticket:
+        return self._device.mark(self._device.current())
+
+    def work(self, account: Account, direction: str) -> Callable[[], None]:
+        """Some work of the store begins; what this returns is called at its end."""
+        begin = self._mark()
+        return lambda: self.works.append((account, direction, begin, self._mark()))
+
+    def entering(self, name: str) -> Callable[..., None]:
+        def enter(_module: Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # otherwise it is recomputed
+                self._versions.setdefault(name, []).append(_versions(args))
+                self.note("enter", name)
+
+        return enter
+
+    def leaving(self, name: str) -> Callable[..., None]:
+        def leave(_module: Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            self.note("leave", name)
+            entered = self._versions.get(name)
+            if entered and entered.pop() != _versions(args):
+                self._writers.add(name)
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(self._arriving(name, call))
+
+        return leave
+
+    def ending(self, _module: Module, _args: Any, output: Any) -> None:
+        """The model has run; if it computes the loss, backward begins at its output."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def _begin(self, _grad: Tensor | None = None) -> None:
+        if not self.turned:
+            self.turned = True
+            self._turn()
+
+    def _arriving(self, name: str, call: int) -> Callable[[Tensor], None]:
+        def arrive(_grad: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            moments = self._grads.get(task)
+            if moments is None:
+                self._begin()
+                moments = self._grads[task] = []
+                engine: Any = Variable._execution_engine
+                engine.queue_callback(lambda: moments.append((END, 0, self._mark())))
+            moments.append((name, call, self._mark()))
+
+        return arrive
+
+    @property
+    def total(self) -> float:
+        """Milliseconds from the first mark to the last."""
+        return (begin_ns(self._marks[-1][2]) - begin_ns(self._marks[0][2])) / 1e6
+
+    def forward(self) -> dict[str, list[float]]:
+        """Milliseconds of each call of each module, in the order of their first calls."""
+        times: dict[str, list[float]] = {}
+        entered: dict[str, list[int]] = {}
+        for kind, name, ticket in self._marks:
+            if kind == "enter":
+                times.setdefault(name, [])
+                entered.setdefault(name, []).append(begin_ns(ticket))
+            elif kind == "leave" and entered.get(name):
+                times[name].append((begin_ns(ticket) - entered[name].pop()) / 1e6)
+        return times
+
+    def backward(self) -> dict[str, dict[int, float]]:
+        """Milliseconds from the moment when the gradient of a call's output is there to the next such moment."""
+        times: dict[str, dict[int, float]] = {}
+        for moments in self._grads.values():
+            ordered = sorted((begin_ns(ticket), name, call) for name, call, ticket in moments)
+            for (begin, name, call), (end, _, _) in pairwise(ordered):
+                of_calls = times.setdefault(name, {})
+                of_calls[call] = of_calls.get(call, 0.0) + (end - begin) / 1e6
+        return times
+
+
+def _versions(args: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def begin_ns(ticket: Ticket) -> int:
+    ticket.result()
+    span = ticket.span()
+    assert span is not None
+    return span[0]
