@@ -73,7 +73,7 @@ def window_under(wish: Wish | None, plan: Plan | None) -> int | None:
     """That of a plan; an eighth of a budget at most, while it is measured; None for the default."""
     if plan is not None:
         return plan.window
-    return None if wish is None else max(2**20, min(wish.device // 8, 32 * 2**20))
+    return None if wish is None else max(2**16, min(wish.device // 8, 32 * 2**20))
 
 
 def read_window(window: int | str) -> int:

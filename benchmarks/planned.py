@@ -30,7 +30,7 @@ from actstore.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
 MOST = 80  # steps until a plan has to be there
-SETTLED = 8  # steps with a plan before it is timed: time to notice that it is wrong
+SETTLED = 6  # steps with a plan before it is timed: time to notice that it is wrong
 
 Step = Callable[[AbstractContextManager[object]], None]
 
@@ -100,10 +100,10 @@ def gpt(threads: int) -> Case:
 
 
 def lstm(steps: int) -> Case:
-    work = Workload(context=steps, batch=16)
+    work = Workload(context=steps, batch=8)
     torch.manual_seed(0)
     model, batches = Recurrent(128), Batches(work)
-    schedules = ("segment=8", "segment=32", "schedule=sqrt", "schedule=auto", "schedule=revolve, slots=10")
+    schedules = ("segment=8", "schedule=sqrt", "schedule=revolve, slots=10")
     by_hand = ("keep", "cell : recompute", *(f"cell : recompute({text})" for text in schedules))
     return _case(f"LSTM cell, {steps} steps, width 128", model, batches, by_hand, 3)
 
