@@ -190,13 +190,18 @@ def main() -> None:
             for share in SHARES:
                 rows.append(run(case, share, hand["keep"][1], hand))
                 show(rows[-1:])
+                if arguments.json is not None:
+                    write(arguments.json, rows)
     show(rows)
-    if arguments.json is not None:
-        new = {row.case for row in rows}
-        old = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
-        others = [row for row in old if row["case"] not in new]
-        values = {"environment": environment(), "rows": [*others, *map(asdict, rows)]}
-        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write rows, beside those of other models."""
+    new = {row.case for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    others = [row for row in old if row["case"] not in new]
+    values = {"environment": environment(), "rows": [*others, *map(asdict, rows)]}
+    path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 def show(rows: list[Row]) -> None:

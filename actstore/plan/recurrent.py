@@ -29,11 +29,12 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
     backward = max(recompute.backward - keep.backward, recompute.work_backward)
 
     def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> Option:
+        known = figures.get(decision)  # it has run
         return Option(
             decision,
             held,
-            forward=share * forward + (linking if replays else 0.0),
-            backward=share * backward + replays * replay,
+            forward=share * forward + (linking if replays else 0.0) if known is None else _more(known, keep, "forward"),
+            backward=share * backward + replays * replay if known is None else _more(known, keep, "backward"),
             forward_peak=held,
             backward_peak=max(held, peak),
         )
@@ -69,6 +70,12 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
         replays = advances(calls, slots) - (calls - 1)
         yield option(revolve_of(slots), held, held + chained + saved, replays)
         slots = ceil(1.5 * slots)
+
+
+def _more(figures: Figures, keep: Figures, direction: str) -> float:
+    """What a decision that was measured adds in "forward" or "backward"."""
+    difference: float = getattr(figures, direction) - getattr(keep, direction)
+    return max(difference, getattr(figures, f"work_{direction}"))
 
 
 def segments_of(length: int) -> str:
