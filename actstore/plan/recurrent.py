@@ -75,7 +75,8 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
 def _more(figures: Figures, keep: Figures, direction: str) -> float:
     """What a decision that was measured adds in "forward" or "backward"."""
     difference: float = getattr(figures, direction) - getattr(keep, direction)
-    return max(difference, getattr(figures, f"work_{direction}"))
+    work: float = getattr(figures, f"work_{direction}")
+    return max(difference, work)
 
 
 def segments_of(length: int) -> str:
