@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,14 +57,6 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: Non
     monkeypatch.delitem(sys.modules, "planned")
     monkeypatch.setattr("actstore.plan.explain.BUDGETS", 2)
     monkeypatch.setattr(plan_plot, "POINTS", 4)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

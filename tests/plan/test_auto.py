@@ -17,12 +17,7 @@ AFTER = 8  # steps with a plan
 MOST = 60
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(make_store=None, steps=MOST, work=WORK, look=lambda store: None):

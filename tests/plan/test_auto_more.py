@@ -15,13 +15,7 @@ from actstore.plan.profile import Figures, Memory, Part, Profile, Unit
 from actstore.retry import Attempt
 from actstore.shapes import shapes_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
