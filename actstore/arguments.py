@@ -9,8 +9,8 @@ from torch.nn import Module
 
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
+from actstore.plan.wish import Wish
 from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
-from actstore.probes import Wish
 from actstore.spec import Site, Spec
 from actstore.units import parse_nbytes
 

@@ -17,15 +17,16 @@ from torch.nn import Module
 from actstore.errors import ActstoreError, CapacityError, ConfigError
 from actstore.ledger import Ledger
 from actstore.modules import named_modules
-from actstore.plan.build import chain_of, kept, limits_of, policy_of, rules_of
+from actstore.plan.build import chain_of, limits_of, rules_of
 from actstore.plan.chain import Chain, Limits
-from actstore.plan.plan import Plan, Prediction, Row
+from actstore.plan.plan import Plan
 from actstore.plan.profile import KEEP, Profile
 from actstore.plan.timeline import evaluate
+from actstore.plan.wish import Wish
 from actstore.policy import Rules
-from actstore.probes import ALIKE, Probes, Wish, machine_of
+from actstore.probes import ALIKE, Probes, machine_of
 from actstore.profiler import Profiler, Sample
-from actstore.shapes import digest_of
+from actstore.shapes import device_of, digest_of
 from actstore.tierset import TierSet
 from actstore.units import format_nbytes
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from actstore.plan.solve import Solution
 
 log = logging.getLogger("actstore")
+
+CPU = torch.device("cpu")
 
 LOOK = 4  # steps of a plan that are measured, first at once, then after 64, 128, 256 ... steps
 LOOK_AGAIN = 64
@@ -70,7 +73,7 @@ class Auto:
         self._runs = 0  # steps with a plan,
         self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
         self._chase_at = 0  # from which on a step that takes another time than predicted is a reason to plan again
-        self._retries = alloc_retries(_device_of(model))
+        self._retries = alloc_retries(device_of(model) or CPU)
         self._history: list[str] = []
         self._why = ""  # memory ran out
         self._news = ""  # to warn of
@@ -224,6 +227,7 @@ class Auto:
         ----------
         device : bytes to plan with; by default the budget
         """
+        from actstore.plan.outcome import plan_of
         from actstore.plan.solve import solve
 
         assert self._place is not None
@@ -327,61 +331,6 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def plan_of(
-    profile: Profile, chain: Chain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
-) -> Plan:
-    """A solution as what a user sees."""
-    rows = []
-    for i, (unit, layer) in enumerate(zip(profile.units, chain.layers, strict=True)):
-        option = layer.options[solution.choice[i]]
-        saved = kept(profile.figures[unit.kind]).total("saved")
-        stall = sum(stalls[i] for stalls in solution.evaluation.stalls)
-        added = option.forward + option.backward
-        rows.append(Row(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
-    return Plan(
-        policy_of(chain, solution.choice),
-        wish.device,
-        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_error": wish.max_error},
-        chain.plain,
-        Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift),
-        solution.bound,
-        solution.certificate,
-        solution.prices,
-        _window(chain, solution),
-        _limit(chain, solution),
-        tuple(rows),
-        profile,
-        None,
-        history,
-    )
-
-
-def _window(chain: Chain, solution: Solution) -> int | None:
-    """What queues on the device at most, with the payload of a layer that is just made or just needed."""
-    options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
-    largest = max((option.host + option.disk for option in options), default=0)
-    if not largest:
-        return None
-    held = queued = 0.0
-    for i, option in enumerate(options):
-        for events, peak in zip(solution.evaluation.device, (option.forward_peak, option.backward_peak), strict=True):
-            queued = max(queued, events[i] - held - peak)
-        held += option.held
-    return int(queued + largest)
-
-
-def _limit(chain: Chain, solution: Solution) -> str:
-    evaluation = solution.evaluation
-    if evaluation.overhead <= 0:
-        return "compute alone; everything fits"
-    stalls = [sum(part) for part in evaluation.stalls]
-    waits = sum(stalls) + sum(evaluation.drain)
-    direction, layer = evaluation.peak_event()
-    where = f"{('forward', 'backward')[direction]} of {chain.layers[layer].name or 'the loss'}"
-    text = f"memory of the device, most of it in {where}"
-    return f"{text}; compute waits {waits:.1f} ms for copies" if waits > 0 else text
-
-
 def check_plan(plan: Plan, model: Module | None) -> None:
     """Refuse a plan that was made for another model or machine.
 
@@ -391,9 +340,4 @@ def check_plan(plan: Plan, model: Module | None) -> None:
     """
     if model is None:
         raise ConfigError("a plan is for a model: ActivationStore(model, plan)")
-    plan.check(digest_of(model), machine_of(_device_of(model)))
-
-
-def _device_of(model: Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    plan.check(digest_of(model), machine_of(device_of(model) or CPU))

@@ -1,8 +1,8 @@
 """What autograd holds in place of a saved tensor. A handle dies exactly when the graph no longer needs it.
 
 Each keeps the version that its tensor had, beside something that shares the tensor's version counter, so that a
-change in place gets the verdict that autograd gives without a store. It is never the packed tensor itself: an output
-in its own graph would be a cycle that no collector frees.
+change in place gets the verdict that autograd gives without a store. It is never the packed tensor itself, save for
+parameters, which are in no graph's output: an output in its own graph would be a cycle that no collector frees.
 
 * Small: a tuple (alias, version, frame) for parameters and small tensors; the frame accounts for them.
 * Kept: a tensor that waits as it is.

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from actstore.auto import plan_of
 from actstore.check.gradients import require_initialized
 from actstore.check.state import State
 from actstore.check.step import leaves_of, run_backward, takes_store
 from actstore.errors import StateError
 from actstore.plan.build import chain_of, limits_of
+from actstore.plan.outcome import plan_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.plan.solve import solve
-from actstore.probes import Wish
+from actstore.plan.wish import Wish
 from actstore.session import MIN_NBYTES, ActivationStore, is_active
 
 LOOKS = 4  # measured steps of one plan that are enough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from statistics import median
 from typing import Any
@@ -17,54 +17,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from actstore._version import __version__
-from actstore.errors import ConfigError
 from actstore.links import measure_links
 from actstore.plan.build import SHARE
 from actstore.plan.chain import Links
 from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit, medians
 from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
+from actstore.plan.wish import Wish
 from actstore.profiler import FIRST, Profiler, Sample
 from actstore.shapes import Shape, digest_of, has_forward, memory_of
 from actstore.tierset import TierSet
-from actstore.units import parse_budget
 
 SAMPLES = 3  # of each decision on each kind of unit
 MOST_STEPS = 40  # that are measured before the first plan
 ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
 
 FiguresByKind = dict[str, dict[str, Figures]]
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user grants: bytes on the device, in host memory and on disk (None: as much as there is; 0: nothing),
-    and the relative error of payloads."""
-
-    device: int
-    host: int | None
-    disk: int | None
-    max_error: float
-
-    @classmethod
-    def read(
-        cls, budget: int | str, max_error: float, host_budget: int | str | None, disk_budget: int | str | None
-    ) -> Wish:
-        """From what users write.
-
-        Raises
-        ------
-        ConfigError : a budget does not parse, or `max_error` is no relative error
-        """
-        if not 0 <= max_error < 1:
-            raise ConfigError(
-                f"max_error={max_error} is not a relative error; give 0 or more and less than 1, such as 0.01"
-            )
-        return cls(
-            parse_budget(budget, "budget"),
-            None if host_budget is None else parse_budget(host_budget, "host_budget"),
-            0 if disk_budget is None else parse_budget(disk_budget, "disk_budget"),
-            max_error,
-        )
 
 
 class Probes:

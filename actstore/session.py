@@ -39,6 +39,7 @@ from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
 from actstore.retry import Attempt
+from actstore.shapes import device_of
 from actstore.store import Store
 from actstore.tierset import StoreOptions
 from actstore.trace import Trace
@@ -161,7 +162,7 @@ class ActivationStore:
         )
         if self._auto is not None:
             self._store.gauge = self._auto.profiler
-        device = _device_of(model)
+        device = device_of(model)
         if device is not None:  # what its first use waits for is waited for here
             self._store.open(device, "device")
         if "disk" in tiers_of(self._policy) and (device is not None or not gpu_direct):
@@ -175,7 +176,7 @@ class ActivationStore:
             planned = self._auto if self._active == 0 else None
             named = list(named_modules(self._model)) if self._active == 0 and self._model is not None else []
             if planned is not None:
-                place = self._store.place(_device_of(self._model) or torch.device("cpu"))
+                place = self._store.place(device_of(self._model) or torch.device("cpu"))
                 self._follow(planned.next(place, named))
             if self._active == 0:
                 self._store.start()
@@ -189,7 +190,7 @@ class ActivationStore:
                 tracker,
                 census,
                 parameters,
-                self._store.begin(_device_of(self._model) or torch.device("cpu")),
+                self._store.begin(device_of(self._model) or torch.device("cpu")),
                 min_nbytes=self._min_nbytes,
                 allow_mutation=self._allow_mutation,
                 has_model=self._model is not None,
@@ -412,11 +413,6 @@ def _entries() -> list[_Entry]:
     if entries is None:
         entries = _thread.entries = []
     return entries
-
-
-def _device_of(model: Module | None) -> torch.device | None:
-    first = next(model.parameters(), None) if model is not None else None
-    return first.device if first is not None else None
 
 
 def _refuse_mixed_devices(model: Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
@@ -136,3 +137,9 @@ def memory_of(model: Module, optimizers: list[Optimizer]) -> Memory:
         sum(state.nbytes for state in states) if optimizers else None,
         sum(buffer.nbytes for buffer in model.buffers()),
     )
+
+
+def device_of(model: Module | None) -> torch.device | None:
+    """Where the parameters of a model are; None without a model or without any."""
+    first = next(model.parameters(), None) if model is not None else None
+    return first.device if first is not None else None

@@ -127,11 +127,13 @@ class Mover:
         """Make this thread wait for what no stream can wait for, before it holds a chunk; when that was over, and what
         is left to the stream.
         """
-        streams = () if self._waits else tuple(ticket for ticket in after if ticket.on_stream)
+        rest = []
         for ticket in after:
-            if ticket not in streams:
+            if ticket.on_stream and not self._waits:
+                rest.append(ticket)
+            else:
                 ticket.wait_on(None)
-        return perf_counter_ns(), streams
+        return perf_counter_ns(), rest
 
     def _write(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
         """Write `src` from the byte `start` on; its checksum."""

@@ -1,0 +1,66 @@
+"""A solution as the plan that users see."""
+
+from __future__ import annotations
+
+from actstore.plan.build import kept, policy_of
+from actstore.plan.chain import Chain
+from actstore.plan.plan import Plan, Prediction, Row
+from actstore.plan.profile import Profile
+from actstore.plan.solve import Solution
+from actstore.plan.tables import DIRECTIONS
+from actstore.plan.wish import Wish
+
+
+def plan_of(
+    profile: Profile, chain: Chain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
+) -> Plan:
+    """A solution as what a user sees."""
+    rows = []
+    for i, (unit, layer) in enumerate(zip(profile.units, chain.layers, strict=True)):
+        option = layer.options[solution.choice[i]]
+        saved = kept(profile.figures[unit.kind]).total("saved")
+        stall = sum(stalls[i] for stalls in solution.evaluation.stalls)
+        added = option.forward + option.backward
+        rows.append(Row(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
+    return Plan(
+        policy_of(chain, solution.choice),
+        wish.device,
+        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_error": wish.max_error},
+        chain.plain,
+        Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift),
+        solution.bound,
+        solution.certificate,
+        solution.prices,
+        _window(chain, solution),
+        _limit(chain, solution),
+        tuple(rows),
+        profile,
+        None,
+        history,
+    )
+
+
+def _window(chain: Chain, solution: Solution) -> int | None:
+    """What queues on the device at most, with the payload of a layer that is just made or just needed."""
+    options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
+    largest = max((option.host + option.disk for option in options), default=0)
+    if not largest:
+        return None
+    held = queued = 0.0
+    for i, option in enumerate(options):
+        for events, peak in zip(solution.evaluation.device, (option.forward_peak, option.backward_peak), strict=True):
+            queued = max(queued, events[i] - held - peak)
+        held += option.held
+    return int(queued + largest)
+
+
+def _limit(chain: Chain, solution: Solution) -> str:
+    evaluation = solution.evaluation
+    if evaluation.overhead <= 0:
+        return "compute alone; everything fits"
+    stalls = [sum(part) for part in evaluation.stalls]
+    waits = sum(stalls) + sum(evaluation.drain)
+    direction, layer = evaluation.peak_event()
+    where = f"{DIRECTIONS[direction]} of {chain.layers[layer].name or 'the loss'}"
+    text = f"memory of the device, most of it in {where}"
+    return f"{text}; compute waits {waits:.1f} ms for copies" if waits > 0 else text
