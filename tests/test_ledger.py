@@ -132,7 +132,7 @@ def test_threads_and_finalizers():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "deadlock"
     gc.collect()
     assert [account.held for account in ledger.accounts()] == [0] * 4

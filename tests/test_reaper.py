@@ -76,7 +76,7 @@ def test_a_finalizer_that_runs_while_its_own_thread_holds_the_lock():
 
     thread = threading.Thread(target=collect_inside, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive(), "deadlock"
     reaper.drain()
     assert handled == [1]

@@ -144,7 +144,7 @@ def test_a_source_may_change_and_die_while_its_bytes_are_still_on_their_way(back
 
     def late(*args):
         asked.set()
-        assert may_write.wait(30)
+        assert may_write.wait(120)
         return write(*args)
 
     monkeypatch.setattr(os, "pwritev", late)
@@ -156,7 +156,7 @@ def test_a_source_may_change_and_die_while_its_bytes_are_still_on_their_way(back
         with torch.no_grad():
             h.data.fill_(7)  # no version tells
         del h
-        assert asked.wait(30)
+        assert asked.wait(120)
         if not backward_first:
             may_write.set()
             for place in store._store._places.values():

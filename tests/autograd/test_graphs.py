@@ -155,9 +155,9 @@ def test_two_stores_that_recompute_the_same_module_leave_in_any_order():
 
     def work(i):
         with stores[i]:
-            entered.wait(10)
+            entered.wait(120)
             if i == 1:
-                assert left[0].wait(10)
+                assert left[0].wait(120)
         left[i].set()
 
     with ThreadPoolExecutor(2) as executor:
@@ -275,7 +275,7 @@ def on_threads(work):
     start = threading.Barrier(N_THREADS)
 
     def run(i):
-        start.wait(30)
+        start.wait(120)
         return work(i)
 
     with ThreadPoolExecutor(N_THREADS) as executor:
@@ -374,11 +374,11 @@ def test_the_close_of_a_store_that_another_thread_uses_is_refused():
     def work():
         with store:
             entered.set()
-            assert done.wait(10)
+            assert done.wait(120)
 
     with ThreadPoolExecutor(1) as executor:
         future = executor.submit(work)
-        assert entered.wait(10)
+        assert entered.wait(120)
         with pytest.raises(StateError):
             store.close()
         done.set()

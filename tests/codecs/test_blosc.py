@@ -150,7 +150,7 @@ def test_after_a_fork():
     expected = queue.get()
     child = multiprocessing.get_context("fork").Process(target=in_child, args=(queue,))
     child.start()
-    child.join(60)
+    child.join(120)
     assert child.exitcode == 0
     assert queue.get() == expected
 

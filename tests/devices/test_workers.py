@@ -245,10 +245,10 @@ threads = Threads(1, "test-worker")
 inside, go = threading.Event(), threading.Event()
 def work():
     inside.set()
-    go.wait(60)
+    go.wait(120)
     os.write(1, b"worked; ")
 running, waiting = threads.submit(work), threads.submit(os.write, 1, b"never")
-assert inside.wait(60)
+assert inside.wait(120)
 cancel = threads._cancel
 threads._cancel = lambda why: (cancel(why), go.set())
 """

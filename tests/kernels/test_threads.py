@@ -114,7 +114,7 @@ def test_a_forked_child_has_its_own_workers():
     results = context.SimpleQueue()
     child = context.Process(target=_child, args=(results, payload, x))
     child.start()
-    child.join(20)
+    child.join(120)
     alive = child.is_alive()
     if alive:
         child.kill()

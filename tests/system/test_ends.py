@@ -48,7 +48,7 @@ class Gate:
 
     def __call__(self, *args):
         self.inside.set()
-        assert self.open.wait(60)
+        assert self.open.wait(120)
         if self.error is not None:
             raise self.error
         return self.call(*args)
@@ -122,7 +122,7 @@ def waits():
     return "_finish_jobs" in names
 
 def interrupt():
-    assert gate.inside.wait(60)
+    assert gate.inside.wait(120)
     while not waits():
         pass
     while not interrupted.wait(0.1):  # one that comes just before the wait begins does not wake it
@@ -235,7 +235,7 @@ def test_a_fork_with_writes_under_way(start):
         """
 gate = Gate("pwritev")
 loss = forward()
-assert gate.inside.wait(60)
+assert gate.inside.wait(120)
 child = os.fork()
 if child == 0:
     code = 1
@@ -266,7 +266,7 @@ def test_a_child_that_ends_as_python_does(start):
         """
 gate = Gate("pwritev")
 loss = forward()
-assert gate.inside.wait(60)
+assert gate.inside.wait(120)
 child = os.fork()
 if child == 0:
     sys.exit(7)
@@ -290,7 +290,7 @@ def test_a_process_killed_with_writes_under_way_leaves_no_file(start, folder):
         """
 gate = Gate("pwritev")
 loss = forward()
-assert gate.inside.wait(60)
+assert gate.inside.wait(120)
 say("writing")
 gate.open.wait()
 """
@@ -300,7 +300,7 @@ gate.open.wait()
     assert any(path.startswith(f"{folder.resolve()}/") and path.endswith("(deleted)") for path in opened)
     assert list(folder.iterdir()) == []
     process.send_signal(signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(120) == -signal.SIGKILL
     assert list(folder.iterdir()) == []
 
 

@@ -108,7 +108,7 @@ class Gate:
 
     def __call__(self, *args):
         self.inside.set()
-        assert self.open.wait(60)
+        assert self.open.wait(120)
         return self.call(*args)
 
 
@@ -475,7 +475,7 @@ def test_a_read_that_fails_under_several_threads(make, monkeypatch):
             with monkeypatch.context() as patch, gated(patch, "preadv") as gate:
                 gate.call = failing(gate.call, errno.EIO)
                 jobs = [pool.submit(work, number) for number in range(3)]
-                assert gate.inside.wait(60)
+                assert gate.inside.wait(120)
                 gate.open.set()
                 for job in jobs:
                     assert isinstance(job.exception(60), TransferError)
@@ -508,11 +508,11 @@ def test_close_with_writes_under_way(make, monkeypatch):
     with gated(monkeypatch, "pwritev") as gate:
         with store:
             loss = model(*batch).square().mean()
-        assert gate.inside.wait(60)
+        assert gate.inside.wait(120)
         closing = threading.Thread(target=store.close)
         closing.start()
         gate.open.set()
-        closing.join(60)
+        closing.join(120)
         assert not closing.is_alive()
     with pytest.raises(StateError, match="closed before backward"):
         loss.backward()
@@ -526,7 +526,7 @@ def test_close_while_another_thread_waits_for_the_disk(make, monkeypatch):
         loss = model(*batch).square().mean()
     with gated(monkeypatch, "preadv") as gate, ThreadPoolExecutor(2) as pool:
         backward = pool.submit(loss.backward)
-        assert gate.inside.wait(60)
+        assert gate.inside.wait(120)
         closing = pool.submit(store.close)
         gate.open.set()
         closing.result(60)
@@ -545,7 +545,7 @@ def test_a_store_that_is_forgotten_with_writes_under_way(disk_folder, monkeypatc
         store = ActivationStore(model, RAW, min_bytes=0, disk_path=disk_folder)
         with store:
             loss = model(*batch).square().mean()
-        assert gate.inside.wait(60)
+        assert gate.inside.wait(120)
         workers = [thread for thread in threading.enumerate() if thread.name.startswith("actstore")]
         assert workers
         del store

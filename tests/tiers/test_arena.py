@@ -386,6 +386,6 @@ def test_free_in_a_finalizer_while_the_lock_is_held(device):
 
     thread = threading.Thread(target=collect_inside, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive(), "deadlock"
     assert arena.used_nbytes == 0

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from actstore.devices import Cpu, Device
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
+from actstore.testing.tiers import check_tier, pattern
 from actstore.ticket import JobTicket, Ticket
 from actstore.tiers import DiskTier
 from actstore.tiers.disk import WORKERS
 from actstore.tiers.file import NamelessFile, digest, warn_if_memory
 from actstore.tiers.staging import Ring
-from tests.contracts.tiers import check_tier, pattern
 
 CPU = Cpu(torch.device("cpu"))
 CHUNK = 2 * 4096
@@ -69,7 +69,7 @@ class Apart(Device):
     def copy(self, dst, src, stream, after=()):
         def run():
             begin = perf_counter_ns()
-            assert self.go.wait(20)
+            assert self.go.wait(120)
             for ticket in after:
                 ticket.wait_on(None)
             if self.fails:
@@ -164,7 +164,7 @@ class Gate:
         def call(*args):
             self._calls.append(args)
             self._begun.release()
-            assert self.may_go.wait(20)
+            assert self.may_go.wait(120)
             return real(*args)
 
         monkeypatch.setattr(os, name, call)
@@ -284,7 +284,7 @@ def test_a_tier_that_is_forgotten_leaves_nothing(disk_folder):
     gc.collect()
     for thread in threading.enumerate():  # the workers end by themselves
         if thread.name.startswith("actstore-disk"):
-            thread.join(10)
+            thread.join(120)
     assert alive() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -394,7 +394,7 @@ def test_reads_that_wait_for_the_device_leave_chunks_to_writes(disk_folder, apar
     read = tier.read(old, found, [written])
     thread = threading.Thread(target=read.result, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive(), "deadlock"
     assert torch.equal(found, payload)
     tier.free(old)
@@ -771,7 +771,7 @@ def test_a_slot_freed_in_a_finalizer_while_the_lock_is_held(tier):
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive(), "deadlock"
 
 
@@ -812,7 +812,7 @@ def test_close_while_reads_are_under_way(disk_folder, device, monkeypatch):
     while not slot.place.file.closed:
         pass
     gate.open()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive()
     with pytest.raises(StateError, match="closed"):
         ticket.result()
@@ -830,7 +830,7 @@ def test_close_skips_what_is_not_written_yet(disk_folder, monkeypatch):
     while not held[0][0].place.file.closed:
         pass
     gate.open()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive()
     assert gate.calls <= WORKERS
     for slot, ticket in held:

@@ -12,11 +12,11 @@ from actstore import ActivationStore
 from actstore.checksum import checksum
 from actstore.devices import Cpu
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
+from actstore.testing.tiers import check_tier, load, pattern, store
 from actstore.tiers import DiskTier
 from actstore.tiers.staging import Ring
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.autograd.models import build
-from tests.contracts.tiers import check_tier, load, pattern, store
 from tests.devices.late import LateDevice
 from tests.simulation import TraceOperators, here, simulation
 from tests.transfer.programs import PAGE, small_memory
@@ -201,7 +201,7 @@ def test_close_waits_for_what_is_under_way(tier, kvikio, what):
 
     def gate():
         inside.set()
-        assert go.wait(20)
+        assert go.wait(120)
 
     kvikio.CuFile.gate = staticmethod(gate)
     if what == "read":
@@ -209,14 +209,14 @@ def test_close_waits_for_what_is_under_way(tier, kvikio, what):
     else:
         late = tier.reserve(CHUNK)
         ticket = tier.write(late, pattern(CHUNK, 2))
-    assert inside.wait(20)
+    assert inside.wait(120)
     closing = threading.Thread(target=tier.close)
     closing.start()
     while not slot.place.file.closed:
         pass
     assert closing.is_alive()
     go.set()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive()
     if what == "read":
         with pytest.raises(StateError, match="closed"):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from actstore.errors import StateError
+from actstore.testing.tiers import pattern
 from actstore.ticket import DONE
 from actstore.tiers import HostTier
 from actstore.tiers.arena import IDLE_STEPS
-from tests.contracts.tiers import pattern
 from tests.devices.late import LateDevice, LateTicket
 
 SEEDS = range(20)

@@ -1,7 +1,9 @@
 """Buffers that are used again: bounded, exact, shared by threads and finalizers."""
 
 import gc
+import sys
 import threading
+import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,8 +152,9 @@ def test_give_from_a_finalizer_while_the_lock_is_held():
 
     thread = threading.Thread(target=collect_inside, daemon=True)
     thread.start()
-    thread.join(10)
-    assert not thread.is_alive(), "deadlock"
+    thread.join(120)
+    frame = sys._current_frames().get(thread.ident)
+    assert not thread.is_alive(), "deadlock:\n" + "".join(traceback.format_stack(frame))
     assert pool.used_nbytes == 0
 
 

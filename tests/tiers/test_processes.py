@@ -16,7 +16,7 @@ import torch
 from actstore.devices import Cpu
 from actstore.errors import PayloadError, StateError
 from actstore.tiers import DiskTier
-from tests.contracts.tiers import load, pattern, store
+from actstore.testing.tiers import load, pattern, store
 folder = sys.argv[1]
 tier = DiskTier(folder, Cpu(torch.device("cpu")))
 pwritev, hold, inside = os.pwritev, threading.Event(), threading.Event()
@@ -69,7 +69,7 @@ time.sleep(60)
     assert any(str(disk_folder) in path and "(deleted)" in path for path in opened)
     assert list(disk_folder.iterdir()) == []
     process.send_signal(signal.SIGKILL)
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(120) == -signal.SIGKILL
     assert list(disk_folder.iterdir()) == []
 
 
@@ -92,13 +92,13 @@ def gated(fd, views, at):
     if sum(map(len, views)) == 28672:
         print("late", flush=True)
         inside.set()
-        assert hold.wait(30)
+        assert hold.wait(120)
     return pwritev(fd, views, at)
 os.pwritev = gated
 written = [store(tier, pattern(10_000, i)) for i in range(3)]
 early, late = tier.reserve(100), tier.reserve(28672)
 pending = tier.write(late, pattern(28672, 7))
-assert inside.wait(30)
+assert inside.wait(120)
 sys.stdout.flush()
 child = os.fork()
 if child == 0:
