@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from actstore.errors import ActstoreError, CapacityError, ConfigError
+from actstore.inputs import Inputs
 from actstore.ledger import Ledger
 from actstore.modules import named_modules
 from actstore.plan.build import chain_of, limits_of, rules_of
@@ -43,6 +45,7 @@ OFF = 0.1  # of the step: a plan is made again when steps take so much more or l
 GAIN = 0.02  # and decides otherwise when that promises so much
 TIGHTER = 0.9  # of what was held when memory ran out
 LESS = 0.95  # of the budget when the allocator had to give memory back to the system to find some
+SHRUNK = 128  # steps in a row that save less than what is planned for: reason enough to plan for less
 GROWN = 1.1  # times what steps saved when they were measured: reason enough to measure again
 
 
@@ -55,16 +58,20 @@ class Auto:
 
     Parameters
     ----------
+    switch : has a step that was just entered run other rules; whether it could
     sets_window : whether the engine's window is the plan's to set
     """
 
-    def __init__(self, model: Module, ledger: Ledger, wish: Wish, *, sets_window: bool) -> None:
+    def __init__(
+        self, model: Module, ledger: Ledger, wish: Wish, switch: Callable[[Rules], bool], *, sets_window: bool
+    ) -> None:
         self.plan: Plan | None = None
         self._sets_window = sets_window
         self.profiler = Profiler(model, ledger)
         self.probes = Probes(self.profiler, model, wish)
         self._ledger = ledger
         self._wish = wish
+        ledger.limit = wish.device
         self._place: TierSet | None = None
         self._decisions: dict[str, str] = {}
         self._rules = Rules([])
@@ -82,6 +89,11 @@ class Auto:
         self._measured = 0  # bytes of the largest step when it was planned first,
         self._planned_for = 0  # and last
         self._excess = False  # no plan holds the budget, and the one that needs least runs
+        self._switch = switch
+        self._inputs = Inputs(model, self._guard)
+        self._guarded = False  # the step that runs needs more than its plan: it recomputes all instead
+        self._small = 0  # steps in a row that are smaller than planned for,
+        self._recent = 0  # and bytes of the largest of them
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
@@ -94,8 +106,8 @@ class Auto:
 
         Raises
         ------
-        CapacityError : no plan fits into the budget; it names the least that is possible. Only before the first plan:
-            later the plan that needs least runs, and a warning tells
+        CapacityError : no plan fits into the budget; it names the least that is possible, as far as that is known. Only
+            before the first plan: later the plan that needs least runs, and a warning tells
         """
         self._place = place
         sample = self.profiler.finish()
@@ -108,13 +120,18 @@ class Auto:
             self._start_again("the model's modules are others")
         elif sample is not None:
             self.probes.add(sample)
+            self._inputs.saved(sample.saved)
+        if self._guarded and self.plan is not None:
+            self._use(self.plan.decisions)
         if self.plan is not None:
             self._watch(sample)
+        self._guarded = False
         if self.plan is None:
             decisions = self.probes.propose(place)
             if decisions is None:
                 self._first_plan()
             else:
+                self._refuse_hopeless(place)
                 self._use(decisions)
         news, self._news = self._news, ""
         if news:
@@ -135,9 +152,12 @@ class Auto:
         if torch.is_grad_enabled() and len(self._looked) < LOOK:
             assert self._place is not None
             self.profiler.begin(self._place.device, self._decisions)
+        if torch.is_grad_enabled():
+            self._inputs.begin()
 
     def end_forward(self, error: BaseException | None) -> None:
         """Forward has ended, or failed with `error`."""
+        self._inputs.end()
         if error is None:
             self.profiler.end_forward()
         else:
@@ -182,6 +202,7 @@ class Auto:
             return False
         log.warning("%s", self._history[-1])
         self.probes.limit(self._wish)
+        self._ledger.limit = budget
         return True
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -210,6 +231,23 @@ class Auto:
                 raise
             self._make_least(error)
 
+    def _refuse_hopeless(self, place: TierSet) -> None:
+        """Refuse a budget that is far too small as soon as a step has shown that.
+
+        Raises
+        ------
+        CapacityError : what is known by now needs more, and nothing that is still to be tried can change that
+        """
+        if self._planned_for or self.probes.floor(on_host=place.device.on_host) <= self._wish.device:
+            return
+        try:
+            self._solve(self._wish.device)
+        except CapacityError as error:
+            error.add_context(
+                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be"
+            )
+            raise
+
     def _make_least(self, refusal: CapacityError) -> None:
         """Run the plan that needs least memory, where none holds the budget any more."""
         least = float(refusal.facts.get("least", 0)) + self._shift
@@ -220,6 +258,20 @@ class Auto:
             f"that needs least runs, with about {format_nbytes(least)}; give a larger budget= or smaller batches"
         )
 
+    def _solve(self, device: int) -> tuple[Profile, Chain, Limits, Solution]:
+        """The best choice within so many bytes, from what is known now."""
+        from actstore.plan.solve import solve
+
+        profile, wish = self.profile(), self._wish
+        chain = chain_of(profile, wish.max_error)
+        limits = limits_of(profile, max(0.0, device - self._shift), wish.host, wish.disk, wish.max_error)
+        margin = self._inputs.spread  # a larger step than any so far is to be expected
+        if margin:
+            narrow = replace(limits, device=max(0.0, limits.device - margin))
+            with suppress(CapacityError):
+                return profile, chain, narrow, solve(chain, narrow)
+        return profile, chain, limits, solve(chain, limits)
+
     def _make_plan(self, device: int | None = None) -> None:
         """Plan from what is known now. The choice stays where another gains little.
 
@@ -228,20 +280,17 @@ class Auto:
         device : bytes to plan with; by default the budget
         """
         from actstore.plan.outcome import plan_of
-        from actstore.plan.solve import solve
 
         assert self._place is not None
-        profile, wish = self.profile(), self._wish
-        chain = chain_of(profile, wish.max_error)
-        room = max(0.0, (wish.device if device is None else device) - self._shift)
-        limits = limits_of(profile, room, wish.host, wish.disk, wish.max_error)
-        solution = solve(chain, limits)
+        wish = self._wish
+        profile, chain, limits, solution = self._solve(wish.device if device is None else device)
         if self.plan is not None:
             solution = _or_as_before(self._decisions, chain, limits, solution)
         self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
         self._excess = device is not None
+        self._ledger.limit = wish.device if device is None else max(device, wish.device)
         self._planned_for = self.probes.largest
-        self._use({row.unit: row.decision for row in self.plan.rows})
+        self._use(self.plan.decisions)
         if self.plan.window is not None and self._sets_window:
             self._place.engine.resize(self.plan.window)
         self._looked = []
@@ -254,12 +303,19 @@ class Auto:
         plan, peak, probes = self.plan, self._ledger.peak, self.probes
         assert plan is not None
         assert self._place is not None
+        saved = sum(account.saved for account in self._ledger.accounts())
+        if saved and sample is None:
+            self._inputs.saved(saved)
         retries = alloc_retries(self._place.device.torch_device)
         if retries > self._retries:
             self._retries = retries
             self._give_up(int(LESS * self._wish.device), "the device's allocator was short of memory")
-        elif peak > self._wish.device and self._is_news():
+        elif peak > self._wish.device and self._is_news(saved):
             self._too_much(peak)
+        elif self._guarded and self._is_news(saved) and self.probes.largest > self._planned_for / ALIKE:
+            self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
+        elif self._has_shrunk(saved):
+            self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
         elif sample is not None:
             self._looked.append(sample)
             step = median(look.total * probes.scale(look.saved) for look in self._looked)
@@ -269,10 +325,35 @@ class Auto:
                 self._chase_at = self._look_at  # nothing is gained by chasing noise
                 self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
 
-    def _is_news(self) -> bool:
+    def _guard(self, scale: float) -> None:
+        """The step's input is so many times as large as that of the step that was planned for."""
+        if self.plan is None or self._excess or scale * self.plan.predicted.peak <= self._wish.device:
+            return
+        before, rules = self._decisions, self._rules
+        self._use(self.probes.least())
+        self._guarded = self._switch(self._rules)
+        if self._guarded:
+            self.profiler.cancel()
+        else:
+            self._decisions, self._rules = before, rules
+
+    def _has_shrunk(self, saved: int) -> bool:
+        """Whether many steps in a row have saved less than what was planned for."""
+        if not saved or saved >= ALIKE * self.probes.largest:
+            self._small = self._recent = 0
+            return False
+        self._small, self._recent = self._small + 1, max(self._recent, saved)
+        if self._small < SHRUNK or not self._recent:
+            return False
+        self._inputs.shrink(self._recent / self.probes.largest)
+        self.probes.shrink(self._recent)
+        self._small = self._recent = 0
+        return True
+
+    def _is_news(self, saved: int) -> bool:
         """Whether a step that held too much says something that the plan does not know."""
         before = self.probes.largest
-        self.probes.grow(sum(account.saved for account in self._ledger.accounts()))
+        self.probes.grow(saved)
         return not self._excess or self.probes.largest > before / ALIKE
 
     def _too_much(self, peak: int) -> None:
@@ -298,6 +379,8 @@ class Auto:
         self._history.append(f"{why}: measured again")
         log.info("%s", self._history[-1])
         self.plan, self._shift, self._looked = None, 0.0, []
+        self._inputs.forget()
+        self._ledger.limit = self._wish.device
         self.probes.close()
         self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
 
@@ -319,7 +402,9 @@ def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solut
 
 def alloc_retries(device: torch.device) -> int:
     """How often the allocator of the device had to return what it had cached to find memory."""
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+    # which `memory_stats` makes flat and sorts, for a hundred figures of which one is read at each step
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return int(stats.get("num_alloc_retries", 0))
 
 
 def ran_out(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -66,7 +66,7 @@ class Moments:
                 self._writers.add(name)
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
-            for tensor in tree_leaves(output):
+            for tensor in _leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(self._arriving(name, call))
 
@@ -125,7 +125,16 @@ class Moments:
 
 
 def _versions(args: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [leaf._version for leaf in _leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """`tree_leaves`, at once for a tensor or a tuple of tensors: recurrent cells are called a thousand times."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if type(value) is tuple and all(isinstance(leaf, Tensor) for leaf in value):
+        return value
+    return tree_leaves(value)
 
 
 def begin_ns(ticket: Ticket) -> int:

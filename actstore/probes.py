@@ -79,6 +79,14 @@ class Probes:
         """A step saves as much as this."""
         self.largest = max(self.largest, saved)
 
+    def shrink(self, saved: int) -> None:
+        """No step saves more than this any more."""
+        self.largest = saved
+
+    def least(self) -> dict[str, str]:
+        """The decisions that need least memory, as far as is known without a plan."""
+        return {name: "recompute" for name, shape in self._shapes.items() if self._recomputable(shape)}
+
     def limit(self, wish: Wish) -> None:
         """From now on propose what fits into this."""
         self._wish = wish
@@ -101,7 +109,7 @@ class Probes:
         if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
         if not self.steps:
-            return {name: "recompute" for name, shape in self._shapes.items() if shape.recomputable}
+            return self.least()
         if self.steps >= MOST_STEPS:
             return None
         figures = self.figures()
@@ -129,6 +137,24 @@ class Probes:
                     count[decision] += 1
                     break
         return chosen if wanted else None
+
+    def floor(self, *, on_host: bool) -> float:
+        """Bytes that a step holds at its turn whatever is still tried, by a cautious guess; 0 before the first step.
+
+        A unit that can move, lose something, or be replayed, is taken to hold nothing; one that can be recomputed half
+        of what its recomputation holds, since its parts may hold less; others half of what they save.
+        """
+        wish, figures = self._wish, self.figures()
+        free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_error > 0
+        floor = 0.0
+        for name, kind in self._kinds.items():
+            shape, saved = self._shapes[name], self._saved(figures, name)
+            if not shape.named or not name:
+                floor += saved
+            elif not free and self._calls.get(name, 1) == 1:
+                held = (f.total("held") for d, f in figures[kind].items() if "recompute" in d and ":" not in d)
+                floor += min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
+        return floor
 
     def figures(self) -> FiguresByKind:
         """The medians of what was measured."""
@@ -171,8 +197,8 @@ class Probes:
         return shape.recomputable and shape.name not in self._profiler.writers
 
     def scale(self, saved: int) -> float:
-        """How much more the largest step is than one that saves so many bytes."""
-        return self.largest / saved if 0 < saved < ALIKE * self.largest else 1.0
+        """How much more the largest step is than one that saves so many bytes; less than 1 since steps have shrunk."""
+        return self.largest / saved if saved and not ALIKE <= saved / max(1, self.largest) <= 1 / ALIKE else 1.0
 
     def _shares(self) -> dict[str, float]:
         """How much of a step the units are that do not run in each (experts), so that all make up the largest step."""
@@ -206,11 +232,10 @@ class Probes:
     def _forms(self, name: str, decision: str) -> list[str]:
         """Ways to try a decision, first choice first. Where a unit is called again and again, some calls are kept."""
         calls = self._calls.get(name, 1)
-        if decision != "recompute" or calls == 1:
+        if decision not in (KEEP, "recompute") or calls == 1:
             return [decision]
-        return [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept] + [
-            decision
-        ]
+        some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
+        return [decision, *some] if decision == KEEP else [*some, decision]
 
     def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
         """The most that a step will hold. What was never measured counts as kept, and a schedule as none."""

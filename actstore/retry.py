@@ -30,7 +30,8 @@ class Attempt:
 
     def __init__(self, model: Module, given: Any = ()) -> None:
         modules = list(model.modules())
-        self._parameters = list(model.parameters())
+        own = (parameter for module in modules for parameter in module._parameters.values())
+        self._parameters = list(dict.fromkeys(parameter for parameter in own if parameter is not None))
         self._generators = Generators(modules)
         device = next((p.device for p in self._parameters if p.device.type != "cpu"), None)
         self._states: list[tuple[Any, Tensor]] = [(torch.default_generator, torch.get_rng_state())]

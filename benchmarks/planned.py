@@ -24,8 +24,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from actstore import ActivationStore, CapacityError
+from actstore.bench import workloads
 from actstore.bench.environment import environment
-from actstore.bench.workload import Batches, Workload, build, vocabulary
+from actstore.bench.workload import Workload
+from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
@@ -93,10 +95,10 @@ class Row:
 
 def gpt(threads: int) -> Case:
     work = Workload(threads=threads)
-    model, batches = build(work), Batches(work)
+    job = workloads.make(work)
     halves = "blocks.*.attn : recompute", "blocks.*.mlp : recompute"
     by_hand = ("keep", "recompute", "expack", *halves, "; ".join(halves))
-    return _case("GPT, 6 layers, width 256", model, batches, by_hand, 7)
+    return _case("GPT, 6 layers, width 256", job.model, job.batch, by_hand, 7)
 
 
 def lstm(steps: int) -> Case:
@@ -109,7 +111,7 @@ def lstm(steps: int) -> Case:
 
 
 def _case(
-    name: str, model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]], by_hand: tuple[str, ...], rounds: int
+    name: str, model: nn.Module, batch: Callable[[int], tuple[Tensor, ...]], by_hand: tuple[str, ...], rounds: int
 ) -> Case:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     count = iter(range(10**9))

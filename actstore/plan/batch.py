@@ -68,10 +68,13 @@ class _Batch:
             breach += _excess(needed - limit, limit)
         total = tables.plain + added
         over = np.zeros(len(self.order))
+        crossing = np.full(len(self.order), inf)
         for direction in (FORWARD, BACKWARD):
-            waits, most = self._half(direction, np.maximum(0.0, limits.host - host))
-            total += waits
+            waits, drain, most = self._half(direction, np.maximum(0.0, limits.host - host))
+            total += waits + drain
+            np.minimum(crossing, drain, out=crossing)
             np.maximum(over, most, out=over)
+        total += tables.crossing * crossing
         breach += _excess(over, limits.device)
         back = np.empty_like(self.order)
         back[self.order] = np.arange(len(self.order))
@@ -83,8 +86,8 @@ class _Batch:
         change = table[self.at, self.to] - own[self.at]
         return np.asarray(own.sum() + np.bincount(self.rows, change, minlength=len(self.order)), dtype=np.float64)
 
-    def _half(self, direction: int, room: Floats) -> tuple[Floats, Floats]:
-        """What one direction waits, and by how many bytes it exceeds the device at most."""
+    def _half(self, direction: int, room: Floats) -> tuple[Floats, Floats, Floats]:
+        """What one direction waits, and drains, and by how many bytes it exceeds the device at most."""
         tables, size = self.tables, len(self.order)
         near_rate, far_rate, limit = tables.near_rate[direction], tables.far_rate[direction], tables.limits.device
         two = tables.two_lanes
@@ -122,7 +125,7 @@ class _Batch:
             waits[:count] += stall
             q += near
             h += hold
-        return waits + np.maximum(queued / near_rate, undelivered / far_rate), over
+        return waits, np.maximum(queued / near_rate, undelivered / far_rate), over
 
     def _step(self, direction: int, i: int, state: Floats, limit: float) -> Floats:
         """The state of the base after layer `i`: held, queued, undelivered, waits, bytes over the limit."""

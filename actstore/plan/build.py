@@ -32,15 +32,26 @@ def chain_of(profile: Profile, max_error: float = 0.0) -> Chain:
 
 
 def kept(figures: dict[str, Figures]) -> Figures:
-    """The figures of a unit that keeps everything, from those of its recomputation where that was never measured."""
+    """The figures of a unit that keeps everything, from those of its recomputation where that was never measured.
+
+    What a recomputation took is a forward: the first one did its bookkeeping, too, which small units feel.
+    """
     found = figures.get(KEEP)
     if found is not None:
         return found
     other = next(iter(figures.values()))
-    backward = other.backward - other.forward if "recompute" in other.decision else other.backward
+    again = other.work_backward if "recompute" in other.decision else 0.0
     parts = {name: replace(part, held=part.saved, host=0, disk=0) for name, part in other.parts.items()}
     return replace(
-        other, decision=KEEP, backward=max(backward, other.backward / 2), parts=parts, transient=0, error=0.0
+        other,
+        decision=KEEP,
+        forward=min(other.forward, again) if again else other.forward,
+        backward=max(other.backward - again, other.backward / 2),
+        parts=parts,
+        transient=0,
+        error=0.0,
+        work_forward=0.0,
+        work_backward=0.0,
     )
 
 

@@ -47,12 +47,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What bytes travel on, each direction by itself.
+    """What bytes travel on. Rates are those of one direction alone.
 
     Attributes
     ----------
     out, back : between the compute device and host memory
     disk_out, disk_back : to the disk and from it
+    both_ways, disk_both_ways : part of its rate that each direction keeps while the other one runs, too
     on_host : whether the compute device is the CPU, so that what waits for the disk waits on the device; otherwise it
         has crossed the link before and waits in host memory
     """
@@ -62,6 +63,8 @@ class Links:
     disk_out: float = inf
     disk_back: float = inf
     on_host: bool = False
+    both_ways: float = 1.0
+    disk_both_ways: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from actstore import html
 from actstore.errors import CapacityError, ConfigError
 from actstore.plan.naming import pattern_of, short
 from actstore.plan.profile import KEEP
 from actstore.plan.study import Budget, Other, Study
-from actstore.plan.text import columns, percent, wrapped
+from actstore.plan.text import columns, percent, unwrapped, wrapped
 from actstore.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ BUDGETS = 6
 COUNTS = 56  # characters
 LAST = 3  # reasons to plan again that are shown
 TIE = 0.001  # of the step: decisions that differ by less are equally fast
+BOUGHT = "What memory buys:"
 ITSELF = "(model and loss)"  # what the model itself saves, and the loss
 
 
@@ -53,9 +55,33 @@ def groups_of(plan: Plan) -> list[Group]:
 def explain(plan: Plan) -> str:
     """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
     study, groups = Study(plan), groups_of(plan)
-    parts = [_headline(plan), _table(groups), _reasons(plan, study, groups), _limits(plan), _budgets(plan, study)]
+    budgets = _budgets(plan, study)
+    parts: list[Iterable[str]] = [
+        _headline(plan),
+        columns(_table(groups)),
+        _reasons(plan, study, groups),
+        _limits(plan),
+    ]
+    parts.append(wrapped(budgets) if isinstance(budgets, str) else [BOUGHT, *columns(budgets, numbers=True)])
     parts += [_memory(plan), _history(plan)]
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+
+
+def to_html(plan: Plan) -> str:
+    """The same for notebooks."""
+    study, groups = Study(plan), groups_of(plan)
+    units, budgets = _table(groups), _budgets(plan, study)
+    largest = max(group.total("saved") for group in groups) or 1.0
+    parts = [html.table(units[0], units[1:], words=(0, 6), bar=2, bars=[g.total("held") / largest for g in groups])]
+    parts += [html.items(unwrapped(_reasons(plan, study, groups))), html.line(" ".join(_limits(plan)))]
+    if isinstance(budgets, str):
+        parts.append(html.line(budgets))
+    else:
+        parts += [html.line(BOUGHT), html.table(budgets[0], budgets[1:], words=(3, 4))]
+    parts.append(html.line(" ".join(_memory(plan))))
+    first, *why = list(_history(plan)) or [""]
+    parts += [html.line(first), html.items(unwrapped(why))]
+    return html.section(" ".join(_headline(plan)), *parts)
 
 
 def _headline(plan: Plan) -> Iterator[str]:
@@ -72,13 +98,13 @@ def _headline(plan: Plan) -> Iterator[str]:
         yield from wrapped(f"Measured: {plan.measured.step:.1f} ms a step ({off}), peak {peak}.")
 
 
-def _table(groups: Sequence[Group]) -> list[str]:
+def _table(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = [("unit", "saved", "held", "moved", "adds ms", "waits ms", "decision")]
     for group in groups:
         sizes = (format_nbytes(group.total(name)) for name in ("saved", "held", "moved"))
         times = (f"{group.total(name):.2f}" for name in ("extra", "stall"))
         cells.append((group.name, *sizes, *times, group.rows[0].decision))
-    return columns(cells)
+    return cells
 
 
 def _reasons(plan: Plan, study: Study, groups: Sequence[Group]) -> Iterator[str]:
@@ -141,25 +167,23 @@ def _limits(plan: Plan) -> Iterator[str]:
     yield from wrapped(text)
 
 
-def _budgets(plan: Plan, study: Study) -> Iterator[str]:
-    """A row for each of some budgets."""
+def _budgets(plan: Plan, study: Study) -> list[tuple[str, ...]] | str:
+    """A row for each of some budgets; or why there are none."""
     try:
         front = study.front(BUDGETS)
     except (CapacityError, ConfigError) as error:
-        yield from wrapped(f"What more memory would buy: not known ({error}).")
-        return
+        return f"What more memory would buy: not known ({error})."
     mine = Budget(plan.budget, plan.predicted.step, tuple(row.decision for row in plan.rows))
     near = 0.02 * max(plan.budget, *(budget.device for budget in front))
     rows = sorted([mine, *(b for b in front if abs(b.device - mine.device) > near)], key=lambda b: b.device)
-    cells = [("budget", "step ms", "plain = 1", "", "units")]
+    cells: list[tuple[str, ...]] = [("budget", "step ms", "plain = 1", "", "units")]
     for budget in rows:
         what = "this plan" if budget is mine else "least" if budget is rows[0] else ""
         cells.append((
             format_nbytes(budget.device), f"{budget.step:.1f}", f"{budget.step / plan.plain:.3f}" if plan.plain else "",
             what, _counts(plan, budget.decisions),
         ))  # fmt: skip
-    yield "What memory buys:"
-    yield from columns(cells, numbers=True)
+    return cells
 
 
 def _counts(plan: Plan, decisions: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ and with a second lane y, e, D in their place for what is not yet on the disk, a
     y_i >= e_(i-1) - D s_i      e_i >= y_i - D (...) + sum far z      e_i >= sum far z
     p_i >= y_i + H - host       d_i - sum near z >= e_i - sum far z + H - host
 
+What both directions of a link cost each other at the turn is not in it, so that its value is a bound all the same.
 Limits are variables with equal bounds: the reduced cost of one is what a unit more of it saves.
 """
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actstore.errors import ConfigError, PayloadError
+from actstore.plan.fields import read_as
 from actstore.plan.profile import Profile, read_json, write_json
 from actstore.units import format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT = "actstore plan 1"
 
@@ -80,6 +85,11 @@ class Plan:
     measured: Prediction | None = None
     history: tuple[str, ...] = field(default=())
 
+    @property
+    def decisions(self) -> dict[str, str]:
+        """What each unit does."""
+        return {row.unit: row.decision for row in self.rows}
+
     def check(self, model: str, machine: dict[str, str]) -> None:
         """Refuse a model or a machine that the plan was not made for.
 
@@ -119,24 +129,16 @@ class Plan:
         Raises
         ------
         ConfigError : the file cannot be opened
-        PayloadError : it is not a plan
+        PayloadError : it is not a plan; the field is named
         """
         values = read_json(Path(path), FORMAT)
         del values["format"]
+        if isinstance(values.get("profile"), dict):
+            values["profile"] = Profile.from_dict(values["profile"], str(path))
         try:
-            measured = values["measured"]
-            return cls(
-                **{
-                    **values,
-                    "predicted": Prediction(**values["predicted"]),
-                    "measured": None if measured is None else Prediction(**measured),
-                    "rows": tuple(Row(**row) for row in values["rows"]),
-                    "history": tuple(values["history"]),
-                    "profile": Profile.from_dict(values["profile"], str(path)),
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise PayloadError(f"{path}: not a whole plan: {error!r}; plan again", path=str(path)) from error
+            return read_as(cls, values)
+        except ConfigError as error:
+            raise PayloadError(f"{path}: not a plan: {error}; plan again", path=str(path), **error.facts) from error
 
     def compare(self, other: Plan) -> str:
         """Where another plan decides otherwise, and what it predicts, for people; empty where it is the same."""
@@ -162,5 +164,21 @@ class Plan:
 
         return explain(self)
 
+    def plot(self) -> Figure:
+        """A picture of what memory buys, and of what each unit does. Asks the solver for some seconds.
+
+        Raises
+        ------
+        ConfigError : matplotlib is not installed (the extra `bench`)
+        """
+        from actstore.plan.plot import draw
+
+        return draw(self)
+
     def __str__(self) -> str:
         return self.explain()
+
+    def _repr_html_(self) -> str:
+        from actstore.plan.explain import to_html
+
+        return to_html(self)

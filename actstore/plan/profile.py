@@ -16,10 +16,12 @@ from typing import Any
 
 from actstore.errors import ConfigError, PayloadError
 from actstore.plan.chain import Links
+from actstore.plan.fields import read_as
 from actstore.units import format_nbytes
 
 KEEP = "keep"
 FORMAT = "actstore profile 1"
+MOST_CALLS = 10**6  # of a unit in a step
 
 
 @dataclass(frozen=True)
@@ -166,26 +168,35 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str = "") -> Profile:
+        """What `to_dict` made.
+
+        Raises
+        ------
+        PayloadError : it is not a profile; the field is named
+        """
+        values = {name: value for name, value in values.items() if name != "format"}
+        if isinstance(links := values.get("links"), dict):
+            values["links"] = {name: rate for name, rate in links.items() if rate is not None}
         try:
-            links: dict[str, Any] = {name: inf if rate is None else rate for name, rate in values["links"].items()}
-            return cls(
-                tuple(Unit(**{**unit, "parts": tuple(unit["parts"])}) for unit in values["units"]),
-                {
-                    kind: {
-                        name: Figures(**{**f, "parts": {p: Part(**v) for p, v in f["parts"].items()}})
-                        for name, f in decisions.items()
-                    }
-                    for kind, decisions in values["figures"].items()
-                },
-                Links(**links),
-                values["rest"],
-                Memory(**values["memory"]),
-                values["model"],
-                values["machine"],
-                values["steps"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PayloadError(f"{path}: not a whole profile: {error!r}; measure again", path=path) from error
+            return read_as(cls, values)._checked()
+        except ConfigError as error:
+            raise PayloadError(f"{path}: not a profile: {error}; measure again", path=path, **error.facts) from error
+
+    def _checked(self) -> Profile:
+        """Itself, if its parts go together.
+
+        Raises
+        ------
+        ConfigError : they do not
+        """
+        for i, unit in enumerate(self.units):
+            if not self.figures.get(unit.kind):
+                raise ConfigError(f"units[{i}].kind is {unit.kind!r}, which has no figures", field=f"units[{i}].kind")
+            if not 1 <= unit.calls <= MOST_CALLS:
+                raise ConfigError(
+                    f"units[{i}].calls is {unit.calls}, not from 1 to {MOST_CALLS:,}", field=f"units[{i}].calls"
+                )
+        return self
 
     def __str__(self) -> str:
         lines = [

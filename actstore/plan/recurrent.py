@@ -18,7 +18,8 @@ LEAST = 0.02  # of what recomputation holds: chains whose inputs are less are no
 def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) -> Iterator[Option]:
     """Recomputation of the first calls, of all of them, and of all with replayed inputs.
 
-    Every call is taken to be alike. What an input from the call before takes is the difference that segments make.
+    Every call is taken to be alike. What an input from the call before takes is the difference that segments make. To
+    look for its inputs takes a call of a chain about as long as a replay: few slots replay much, and look as often.
     """
     recompute, segments = figures.get("recompute"), figures.get(segments_of(SEGMENT))
     if recompute is None:
@@ -34,12 +35,14 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
             decision,
             held,
             forward=share * forward + (linking if replays else 0.0) if known is None else _more(known, keep, "forward"),
-            backward=share * backward + replays * replay if known is None else _more(known, keep, "backward"),
+            backward=share * backward + (replays and (replays + calls) * replay)
+            if known is None
+            else _more(known, keep, "backward"),
             forward_peak=held,
             backward_peak=max(held, peak),
         )
 
-    replay = linking = 0.0  # milliseconds of one replay, and of the bookkeeping for all of them
+    replay = linking = 0.0  # milliseconds of one replay, and of the bookkeeping for all of them in forward
     for part in range(1, SHARES):
         first = calls * part // SHARES
         if first:
@@ -53,7 +56,7 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
         return
     linking = max(0.0, segments.forward - recompute.forward)
     outside = calls * (stored - chained)
-    replay = max(segments.backward - recompute.backward, keep.forward) / (calls * (1 - 1 / SEGMENT))
+    replay = max(segments.backward - recompute.backward, keep.forward) / (2 * calls - ceil(calls / SEGMENT))
     length = 2
     while length <= calls // 2:
         held = outside + (ceil(calls / length) + 1) * chained
@@ -63,7 +66,7 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
     revolve = figures.get(revolve_of(SLOTS))
     if revolve is not None:
         linking = max(0.0, revolve.forward - recompute.forward)
-        replay = max(revolve.backward - recompute.backward, keep.forward / 2) / (advances(calls, SLOTS) - (calls - 1))
+        replay = max(revolve.backward - recompute.backward, keep.forward / 2) / (advances(calls, SLOTS) + 1)
     slots = 2
     while slots < calls // 2:
         held = outside + (slots + 1) * chained

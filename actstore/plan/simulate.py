@@ -118,7 +118,7 @@ def simulate(
     CapacityError : the choice does not fit the limits, or comes to a standstill
     """
     limits = Limits(inf) if limits is None else limits
-    hardware = Hardware(chain.links) if hardware is None else hardware
+    hardware = Hardware(chain.links, both_ways=chain.links.both_ways) if hardware is None else hardware
     chain = replace(chain, links=hardware.links)
     counts = {"chunks": chunks, "ranks": ranks, "stages": stages, "microbatches": microbatches}
     if wrong := [f"{name}={count}" for name, count in counts.items() if count < 1]:

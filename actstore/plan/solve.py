@@ -58,7 +58,7 @@ class Solution:
         """Prediction and bound in one line."""
         predicted = f"predicted {self.evaluation.total:.1f} ms"
         if self.bound is None:
-            return f"{predicted}, no bound: scipy is not installed"
+            return f"{predicted}, no bound: scipy is not installed (pip install 'actstore[plan]')"
         return f"{predicted}, bound {self.bound:.1f} ms, within {100 * self.gap:.2f} % of optimal"
 
 

@@ -35,6 +35,8 @@ class Tables:
     near : bytes that leave the device and come back to it
     far : of these, bytes that go on to the disk from host memory; zero where the device is the host
     host, disk, error : what counts against those limits
+    crossing : what a millisecond costs that both directions run at the turn, beyond the two that they take one after
+        the other: more than nothing where they hinder each other by more than half
     near_rate, far_rate : pairs, bytes/ms; bytes for the disk cannot come faster than they cross the first lane, so
         that is the most that `far_rate` can be
 
@@ -67,6 +69,9 @@ class Tables:
         self.near_rate = [min(rate, FAST) for rate in (disk if links.on_host else link)]
         self.far_rate = [min(rates) for rates in zip(self.near_rate, disk, strict=True)]
 
+        kept = links.disk_both_ways if links.on_host else links.both_ways
+        self.crossing = max(0.0, 1 / min(kept, links.disk_both_ways if self.two_lanes else 1.0) - 2)
+
     @property
     def two_lanes(self) -> bool:
         """Whether anything waits in host memory for the disk."""
@@ -94,6 +99,13 @@ def _check_limits(chain: Chain, limits: Limits) -> None:
             raise ConfigError(
                 f"the rate `{name}` is {rate} bytes/ms; give more than zero, and leave out the options that need a "
                 "link which does not exist"
+            )
+    for name in ("both_ways", "disk_both_ways"):
+        part = getattr(chain.links, name)
+        if not 0 < part <= 1:
+            raise ConfigError(
+                f"each direction of a link keeps the part {part} of its rate beside the other (`{name}`); give more "
+                "than 0 and at most 1"
             )
     if not 0 <= chain.rest < inf:
         raise ConfigError(f"the time that no layer takes is {chain.rest} ms; give zero or more, and finite")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
 WIDTH = 118
@@ -19,6 +19,17 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     whole = UNIT.sub("\N{NO-BREAK SPACE}", text)
     lines = wrap(whole, WIDTH, initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def unwrapped(lines: Iterable[str]) -> list[str]:
+    """The texts that `wrapped` broke into lines with an indent."""
+    found: list[str] = []
+    for line in lines:
+        if found and line.startswith("    "):
+            found[-1] += " " + line.strip()
+        else:
+            found.append(line.strip())
+    return found
 
 
 def columns(cells: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:

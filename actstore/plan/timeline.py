@@ -3,7 +3,8 @@
 Compute runs F1..FN, then BN..B1. What leaves the device queues on the lane from it and flows while compute goes on; a
 layer's forward starts when what is held, what still queues and what the layer itself needs fit, and what is missing is
 a stall. Backward is the same in reversed time: what came back early is what "still queues". At the turn both queues
-are empty, and the time for that is the drain.
+are empty, and the time for that is the drain: one direction after the other, or both at once where each keeps less
+than half of its rate beside the other, as nobody makes the first wait until the second is done.
 
 Bytes for the disk cross the link first, before other bytes, and wait in host memory while there is room; without room
 they wait on the device. With L bytes queued on the device, C not yet on the disk, room R in host memory, link rate B
@@ -146,15 +147,17 @@ def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
         if needed > allowed + slack(allowed):
             broken.append(Breach(name, needed, allowed))
     added = sum(option.forward + option.backward for option in chosen)
-    waits = sum(sum(half.stalls) + half.drain for half in halves)
     forward, backward = halves
+    crossing = tables.crossing * min(forward.drain, backward.drain) / 2
+    drain = forward.drain + crossing, backward.drain + crossing
+    waits = sum(forward.stalls) + sum(backward.stalls) + sum(drain)
     return Evaluation(
         tuple(choice),
         tables.plain + added + waits,
         tables.plain,
         added,
         (tuple(forward.stalls), tuple(backward.stalls)),
-        (forward.drain, backward.drain),
+        drain,
         (tuple(forward.device), tuple(backward.device)),
         (tuple(forward.host), tuple(backward.host)),
         waiting + max(forward.staged, backward.staged),

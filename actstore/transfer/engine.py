@@ -30,7 +30,7 @@ from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.loan import Loan
 from actstore.transfer.order import Lessons, Run
-from actstore.transfer.parcel import Berth, State
+from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.traffic import GRAIN, Traffic
 from actstore.units import round_up
@@ -40,6 +40,7 @@ HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: four of a chunk each
 
 SMALL_NBYTES = 2**20  # smaller payloads travel together
 PARCEL_NBYTES = 4 * 2**20
+PARCELS = 256  # make up the limit of what is held, at least
 BERTH = 64  # payloads begin at multiples of it
 
 
@@ -85,18 +86,40 @@ class Engine:
         """Whether a payload could leave for `tier` now without waiting for others."""
         with self._lock:
             self._tidy()
-            return self._traffic.window(tier).admits(round_up(nbytes, GRAIN))
+            return self._traffic.window(tier).admits(round_up(nbytes, GRAIN)) and self._traffic.shed(nbytes)
+
+    def make_room(self, nbytes: int) -> None:
+        """Have `nbytes` more fit within the limit of what is held, as far as something is on its way out or came early.
+
+        The compute stream waits for copies out; the host waits only where a host thread is the one that copies.
+        """
+        while True:
+            with self._lock:
+                self._tidy()
+                oldest = None if self._traffic.shed(nbytes) else self._traffic.oldest()
+                shares = [] if oldest is None else oldest.shares()
+            if oldest is None:
+                self._tell()
+                return
+            self._wait_for(oldest, shares)
 
     def board(self, run: Run, tier: Tier, nbytes: int, account: Account) -> Berth | None:
         """Room for one payload on the device, and in `tier`; None when the tier is full.
 
-        When the window is full, the compute stream waits for the oldest copy; the host waits only where a host thread
-        is the one that copies. Call `depart` once the payload's encoding is queued, or `cancel`.
+        When the window is full, or the limit of what is held, the compute stream waits for the oldest copy; the host
+        waits only where a host thread is the one that copies. Call `depart` once the payload's encoding is queued, or
+        `cancel`.
         """
         stream = self._device.current()
         size = round_up(max(nbytes, 1), BERTH)
         small = size < SMALL_NBYTES
-        capacity = PARCEL_NBYTES if small else round_up(size, GRAIN)
+        ledger = self._traffic.ledger
+        together = (
+            min(PARCEL_NBYTES, ledger.limit / PARCELS) if small else 0
+        )  # what backward wants none of comes along
+        capacity = max(round_up(size, GRAIN), round_up(int(together), GRAIN))
+        if not ledger.fits(nbytes):
+            self.make_room(nbytes)
         while True:
             with self._lock:
                 self._tidy()
@@ -121,17 +144,7 @@ class Engine:
                     else:
                         parcel.closed = parcel.alone = True
                     return self._traffic.assign(self, parcel, size, nbytes, account)
-                motion = oldest.motion
-            self._tell()
-            assert motion is not None
-            stall = None
-            with suppress(ActstoreError):  # `land` deals with writes that failed
-                stall = self._device.wait(stream, motion)
-            with self._lock:
-                if stall is not None:
-                    self._traffic.times.expect("stall", stall, tier.name, [(account, nbytes)])
-                if oldest.state is State.OFFLOADING:
-                    self._traffic.land(oldest)  # 3
+            self._wait_for(oldest, [(account, nbytes)])
 
     def depart(self, berth: Berth) -> None:
         """The encoding of a payload is queued on the current stream: its parcel leaves when it is full."""
@@ -174,6 +187,8 @@ class Engine:
         StateError : the payload was given back
         """
         stream, account = self._device.current(), berth.account
+        if berth.parcel.state is State.RESIDENT and not self._traffic.ledger.fits(berth.parcel.used):
+            self.make_room(berth.parcel.used)
         with self._lock:
             self._tidy()
             parcel = berth.parcel
@@ -289,6 +304,19 @@ class Engine:
             self._traffic.buffers.close()
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, parcel: Parcel, shares: list[tuple[Account, int]]) -> None:
+        """Have the compute stream wait until a parcel has left; `shares` say for whose sake."""
+        self._tell()
+        motion, stall = parcel.motion, None
+        assert motion is not None
+        with suppress(ActstoreError):  # `land` deals with writes that failed
+            stall = self._device.wait(self._device.current(), motion)
+        with self._lock:
+            if stall is not None:
+                self._traffic.times.expect("stall", stall, parcel.tier.name, shares)
+            if parcel.state is State.OFFLOADING:
+                self._traffic.land(parcel)  # 3
 
     def _tidy(self) -> None:
         """Take note of what has happened since the last time; the caller owns the lock."""

@@ -101,6 +101,10 @@ class Parcel:
         """Whether backward is expected to ask for it now, or has begun to read it."""
         return any(berth.reads or self.run.expects(berth.serial) for berth in self.unread)
 
+    def shares(self) -> list[tuple[Account, int]]:
+        """Whose bytes they are."""
+        return [(berth.account, berth.nbytes) for berth in self.berths]
+
     def turn(self, state: State) -> None:
         """Go to another state.
 

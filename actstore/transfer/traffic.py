@@ -99,7 +99,7 @@ class Traffic:
         parcel.berths.add(berth)
         parcel.unread.add(berth)
         run.berths[berth.serial] = berth
-        self.ledger.add(account, 0, 0, nbytes)
+        self.ledger.move(account, 0, 0, nbytes)
         return berth
 
     def seal(self, parcel: Parcel) -> None:
@@ -126,7 +126,7 @@ class Traffic:
                 raise
             self.strand(parcel, error if isinstance(error, ActstoreError) else TransferError(str(error)))
             return
-        self.times.expect("offload", parcel.motion, parcel.tier.name, _shares(parcel))
+        self.times.expect("offload", parcel.motion, parcel.tier.name, parcel.shares())
 
     def land(self, parcel: Parcel) -> None:
         """The bytes have left the buffer, or the compute stream has been made to wait until they have."""
@@ -183,7 +183,7 @@ class Traffic:
         self.lookahead.nbytes += parcel.capacity
         self.fetching.append(parcel)
         self.book_held(parcel, 1)
-        self.times.expect("fetch", motion, parcel.tier.name, _shares(parcel))
+        self.times.expect("fetch", motion, parcel.tier.name, parcel.shares())
 
     def lendable(self, berth: Berth) -> bool:
         parcel = berth.parcel
@@ -272,6 +272,8 @@ class Traffic:
             if parcel.state is State.RESIDENT:
                 if not self.lookahead.admits(parcel.capacity) and not self.make_room(parcel.capacity):
                     return
+                if not self.ledger.fits(parcel.used + self.ledger.reserve):
+                    return
                 try:
                     self.fetch(parcel)
                 except (torch.OutOfMemoryError, MemoryError):
@@ -287,6 +289,35 @@ class Traffic:
                 if self.lookahead.admits(nbytes):
                     return True
         return False
+
+    def shed(self, nbytes: int) -> bool:
+        """Drop what the tiers have too and nobody reads, until `nbytes` fit within the limit of all that is held.
+
+        What nobody is expected to ask for goes first, then what was fetched last.
+        """
+        if self.ledger.fits(nbytes):
+            return True
+        early = [parcel for parcel in (*self.fetching, *reversed(self.ready)) if self._is_spare(parcel)]
+        for parcel in sorted(early, key=Parcel.wanted):
+            if self.ledger.fits(nbytes):
+                break
+            if parcel.state is State.READY:
+                self.evict(parcel)
+            else:
+                self.give_up(parcel)
+        return self.ledger.fits(nbytes)
+
+    def _is_spare(self, parcel: Parcel) -> bool:
+        """Whether a parcel that was fetched, or has left, can be dropped from the device."""
+        idle = not parcel.users and not any(berth.reads for berth in parcel.unread)
+        return idle and (parcel in self.ready or parcel.state is State.FETCHING)
+
+    def oldest(self) -> Parcel | None:
+        """A parcel that is on its way out, the oldest of its tier; what waits for more payloads leaves if none is."""
+        if not any(window.flights for window in self.windows.values()):
+            for parcel in list(self.open.values()):
+                self.seal(parcel)
+        return next((window.flights[0] for window in self.windows.values() if window.flights), None)
 
     def forget(self, berth: Berth) -> None:
         """Nobody needs a payload any more."""
@@ -347,7 +378,7 @@ class Traffic:
     def book_held(self, parcel: Parcel, sign: int) -> None:
         """Book payloads as come to the device, or as gone from it. They count there while they are in both places."""
         for berth in parcel.berths:
-            self.ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes)
+            self.ledger.move(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes)
 
     def tidy(self) -> None:
         """Take note of what has happened since the last time."""
@@ -375,7 +406,3 @@ class Traffic:
                 self.lookahead.late(nbytes)
             else:
                 self.lookahead.in_time()
-
-
-def _shares(parcel: Parcel) -> list[tuple[Account, int]]:
-    return [(berth.account, berth.nbytes) for berth in parcel.berths]

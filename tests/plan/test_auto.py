@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, CapacityError, ConfigError, Plan
-from actstore.bench.workload import Batches, Workload, build
+from actstore.bench import workloads
+from actstore.bench.workload import Workload
 
 WORK = Workload(layers=3, width=64, context=64, batch=8, threads=1)
 MIB = 2**20
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def train(make_store=None, steps=MOST, work=WORK, look=lambda store: None):
     """The weights after `steps`, or as soon as a plan has run for a while; the store, and how many steps it was."""
     torch.manual_seed(0)
-    model = build(work)
-    batches = Batches(work)
+    job = workloads.make(work)
+    model, batches = job.model, job.batch
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     store = None if make_store is None else make_store(model)
     planned = 0
@@ -86,8 +87,13 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_possible()
 
 
 def test_a_disk_is_used_where_it_is_granted(tmp_path):
-    found, store, steps = train(auto(int(0.6 * saved_bytes()), disk_budget="1GiB", disk_path=tmp_path))
+    budget, peaks = int(0.35 * saved_bytes()), []
+    found, store, steps = train(
+        auto(budget, disk_budget="1GiB", disk_path=tmp_path),
+        look=lambda store: peaks.append(store.report().peak_held_bytes),
+    )
     wanted, _, _ = train(steps=steps)
+    assert max(peaks) <= budget
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     decisions = {name for figures in store.plan.profile.figures.values() for name in figures}
     assert "raw @ disk" in decisions
@@ -107,7 +113,8 @@ def test_lossy_codecs_need_a_grant():
 def test_evaluation_and_failures_in_between():
     """Steps without gradients, and steps that fail, are not measured; the model can be copied at any time."""
     wanted, _, _ = train(steps=MOST)
-    model, batches = build(WORK), Batches(WORK)
+    job = workloads.make(WORK)
+    model, batches = job.model, job.batch
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     store = ActivationStore(model, "auto", budget=int(0.6 * saved_bytes()), min_bytes=0)
     for step in range(MOST):

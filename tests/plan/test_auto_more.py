@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.optim import optimizer as optimizers
 
 from actstore import ActivationStore, CapacityError, probes
+from actstore import auto as automatic
 from actstore.plan.build import chain_of
 from actstore.plan.profile import Figures, Memory, Part, Profile, Unit
 from actstore.retry import Attempt
@@ -118,7 +119,19 @@ def test_a_batch_that_grows_is_planned_for():
     run(model, store, 20, 64)
     assert all(row.decision == "keep" for row in store.plan.rows)
     peaks = run(model, store, 8, 1024)
-    assert peaks[0] > budget >= max(peaks[2:])
+    assert budget >= max(peaks)  # the first of which recomputes all
+    assert any("more than planned for" in why for why in store.plan.history)
+
+
+def test_a_batch_that_shrinks_is_planned_for(monkeypatch):
+    monkeypatch.setattr(automatic, "SHRUNK", 8)
+    model, budget = Net(), int(0.5 * full(1024))
+    store = auto(model, budget)
+    run(model, store, 20, 1024)
+    assert any(row.decision != "keep" for row in store.plan.rows)
+    assert max(run(model, store, 20, 64)) <= budget
+    assert all(row.decision == "keep" for row in store.plan.rows)
+    assert max(run(model, store, 20, 1024)) <= budget
 
 
 def test_training_more_of_the_model_is_measured_again():
@@ -140,7 +153,7 @@ def test_a_step_that_no_plan_can_hold_is_told_and_training_goes_on():
     with pytest.warns(RuntimeWarning, match="no plan keeps the budget") as warned:
         peaks = run(model, store, 60, 2048)
     assert len(warned) <= 2
-    assert peaks[-1] <= 0.6 * peaks[0]  # it recomputes all
+    assert max(peaks) <= 0.6 * full(2048)  # all is recomputed
     plan = store.plan
     run(model, store, 20, 2048)
     assert store.plan.rows == plan.rows  # and that is that
@@ -149,8 +162,9 @@ def test_a_step_that_no_plan_can_hold_is_told_and_training_goes_on():
 def test_a_budget_that_is_too_small_is_refused_again_and_again():
     model = Net()
     store = auto(model, "1KiB")
-    with pytest.raises(CapacityError, match="at least"):
-        run(model, store, 45)  # the first of which find out what is the least
+    run(model, store, 1)
+    with pytest.raises(CapacityError, match=r"after 1 measured steps, .* at least"):
+        run(model, store, 1)  # far too small: one step is enough to know
     for _ in range(3):
         with pytest.raises(CapacityError, match="at least"):
             run(model, store, 1)
@@ -158,6 +172,16 @@ def test_a_budget_that_is_too_small_is_refused_again_and_again():
     assert all("forward" not in vars(module) for module in model.modules())
     store.close()
     assert min(run(model, ActivationStore(model, "recompute", min_bytes=0), 1)) > 0
+
+
+def test_a_budget_that_is_just_enough_is_never_refused():
+    model = Net()
+    least = max(run(model, ActivationStore(model, "recompute", min_bytes=0), 1))
+    store = auto(model, int(0.7 * least))  # too little, but parts might hold less: it is measured
+    with pytest.raises(CapacityError, match="at least") as refused:
+        run(model, store, 45)
+    assert store._auto.probes.steps > 3
+    assert max(run(model, auto(model, int(1.001 * refused.value.facts["least"])), 45)) > 0
 
 
 @pytest.mark.parametrize("steps", [3, 45])

@@ -1,6 +1,7 @@
 """Files of plans and profiles: what is written is read, and nothing else."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, ConfigError, PayloadError, Plan, Profile
+from actstore import ActivationStore, ActstoreError, ConfigError, PayloadError, Plan, Profile
 from actstore.plan.plan import FORMAT, Prediction
+from actstore.plan.profile import write_json
 from actstore.planning import replan
 from actstore.probes import machine_of
 from actstore.shapes import digest_of
@@ -74,6 +76,63 @@ def test_a_changed_figure_is_refused_and_the_next_step_named(text: str, tmp_path
         PayloadError, match=r"plan\.json: its checksum is .* changed after it was written.*actstore plan"
     ):
         Plan.read(path)
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5), st.just([]), st.just({}), st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+
+
+def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """Where values stand in JSON."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, child in children for place in places(child, (*path, key)))]
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_a_file_edited_by_hand_is_a_plan_or_refused_by_name(text: str, tmp_path: Path, data: st.DataObject) -> None:
+    """With a checksum that fits: a figure of another size is believed, a value of another type is not."""
+    values = json.loads(text)
+    del values["checksum"]
+    *path, key = data.draw(st.sampled_from(places(values)[1:]), label="where")
+    holder = values
+    for step in path:
+        holder = holder[step]  # type: ignore[index]
+    if data.draw(st.booleans(), label="removed"):
+        del holder[key]
+    else:
+        holder[key] = data.draw(JUNK, label="junk")
+    file = tmp_path / "plan.json"
+    write_json(file, values)
+    with suppress(ActstoreError):
+        Plan.read(file).explain()
+
+
+@pytest.mark.parametrize(
+    ("path", "junk", "said"),
+    [
+        (("rows", 3, "held"), "x", r"rows\[3\]\.held is 'x', not a number"),
+        (("budget",), 1.5, "budget is 1.5, not a whole number"),
+        (("profile", "figures", "Block", "keep", "forward"), None, r"figures\['Block'\]\['keep'\]\.forward is None"),
+        (("profile", "units", 2, "kind"), "Blok", r"units\[2\]\.kind is 'Blok', which has no figures"),
+        (("profile", "units", 2, "calls"), 0, r"units\[2\]\.calls is 0"),
+        (("profile", "links", "out"), -1, "links.out is -1"),
+        (("profile",), 3, "profile is 3, not an object"),
+        (("unknown",), 3, "unknown is not a field"),
+    ],
+)
+def test_a_wrong_field_is_named(text: str, tmp_path: Path, path: tuple[str, ...], junk: object, said: str) -> None:
+    values = json.loads(text)
+    del values["checksum"]
+    holder = values
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = junk
+    write_json(tmp_path / "plan.json", values)
+    with pytest.raises(PayloadError, match=f"not a (plan|profile): {said}"):
+        Plan.read(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,9 @@ def test_without_scipy(monkeypatch):
     optimum = solve(chain, limits).evaluation.total
     monkeypatch.setitem(sys.modules, "scipy", None)
     solution = solve(chain, limits)
-    assert solution.certificate == f"predicted {solution.evaluation.total:.1f} ms, no bound: scipy is not installed"
+    assert solution.certificate == (
+        f"predicted {solution.evaluation.total:.1f} ms, no bound: scipy is not installed (pip install 'actstore[plan]')"
+    )
     assert solution.evaluation.feasible
     assert optimum <= solution.evaluation.total <= 1.05 * optimum
     assert solve(chain, Limits(100 * GIB)).gap == 0

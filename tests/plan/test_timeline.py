@@ -105,6 +105,21 @@ def test_what_the_last_layer_offloads_is_waited_for():
     assert found.total == 60
 
 
+def test_directions_that_hinder_each_other_by_more_than_half_cost_more_at_the_turn():
+    of = chain(OFFLOAD, out=10, back=5)
+    half, quarter = (replace(of, links=replace(of.links, both_ways=part)) for part in (0.5, 0.25))
+    assert evaluation(half).total == 60  # one after the other
+    assert (
+        sum(evaluation(quarter).drain) == 10 / 0.25 + 10
+    )  # 100 B come back beside those that leave, 10 ms' worth later
+    for seed in range(40):
+        of, limits, choice = random_case(seed)
+        tables = Tables(replace(of, links=replace(of.links, both_ways=0.3, disk_both_ways=0.2)), limits)
+        found = evaluated(tables, choice)
+        assert scores(tables, choice, [((0, choice[0]),)]).total[0] == pytest.approx(found.total)
+        assert found.total >= evaluate(of, choice, limits).total - 1e-9
+
+
 def test_the_disk_is_behind_the_link():
     found = evaluation(chain(DISK, out=10, back=10, disk_out=5, disk_back=4))
     assert found.drain == (20, 25)

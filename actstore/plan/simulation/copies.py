@@ -91,6 +91,8 @@ class Copies:
         self.write, self.read = Lane(clock, links.disk_out, node.write), Lane(clock, links.disk_back, node.read)
         self.out.slowed_by((self.back,), hardware.both_ways)
         self.back.slowed_by((self.out,), hardware.both_ways)
+        self.write.slowed_by((self.read,), links.disk_both_ways)
+        self.read.slowed_by((self.write,), links.disk_both_ways)
         self._leaves, self._comes = (self.write, self.read) if links.on_host else (self.out, self.back)
         self._clock, self._node, self._ended = clock, node, ended
         self._on_host, self._latency = links.on_host, hardware.latency
