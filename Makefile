@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-codecs test test-slow test-ops test-debug soak check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug soak check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -25,6 +25,9 @@ $(STAMP): requirements-dev.txt pyproject.toml
 bench: $(STAMP)  ## train a small GPT with every store and compare memory, time and gradient error
 	@mkdir -p build
 	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
+
+bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: an hour on two cores; ARGS="--part llama"
+	$(BIN)/python -m benchmarks.suite $(ARGS)
 
 bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Tensor.copy_ and bitsandbytes
 	@mkdir -p build
@@ -60,8 +63,9 @@ ifneq ($(CSRC),)
 	$(BIN)/clang-format -i $(CSRC)
 endif
 
-gpu:  ## run all that needs a GPU with $(PYTHON) as it is; installs nothing
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
+# A dry run on a CPU takes the virtual environment, a run on a GPU what PYTHON has.
+gpu: $(if $(filter cpu,$(DEVICE)),$(STAMP))  ## run all that needs a GPU, with $(PYTHON) as it is; installs nothing. DEVICE=cpu SCALE=small RESULTS=DIR: a dry run
+	PYTHONPATH=. $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(DEVICE),--device $(DEVICE)) $(if $(SCALE),--scale $(SCALE)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
 
 clean:  ## remove what the targets made, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,8 +1,11 @@
 """All that needs a GPU, in one run of at most nine minutes: ``make gpu``.
 
 Each part is a process of its own with a time limit; what is there when the time ends is kept. The figures go to
-``results/<gpu>.json`` and ``results/<gpu>.md`` beside this file after each part. A part that was run before and not
-now keeps its older figures, with their time and versions. Nothing is installed.
+``results/<gpu>.json`` and ``results/<gpu>.md`` beside this file after each part, with pictures. A part that was run
+before and not now keeps its older figures, with their time and versions. Nothing is installed.
+
+``make gpu DEVICE=cpu SCALE=small RESULTS=DIR`` runs every part on the CPU, to see that all of it works: the same files,
+in which no figure is of a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,94 +28,51 @@ import torch
 
 from actstore.bench.environment import environment
 from benchmarks.gpu_page import page
+from benchmarks.gpu_parts import DRY_TOTAL_S, PARTS, PICTURES, TOTAL_S, Part
+from benchmarks.gpu_place import Place
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 WORK = ROOT / "build" / "gpu"
-TOTAL_S = 525.0  # of nine minutes; the rest is for starting and writing
 KILL_S = 5.0
-
-# On the machine with the GPU pytest may lack the plugin behind an option of pyproject.toml.
-_PYTEST = (
-    "-m",
-    "pytest",
-    "-q",
-    "-rfE",
-    "--continue-on-collection-errors",
-    "-o",
-    "addopts=",
-    "-W",
-    "default",  # the packages there are other versions than the pinned ones: their warnings are no failures
-    "-W",
-    "ignore::pytest.PytestConfigWarning",
-)
-_CODECS = "tests/codecs/test_cuda.py"
-_TRANSFER = ("benchmarks/gpu_transfer.py",)
-# What is kept beside the figures: the file in the work folder, and the ending of its name among the results.
-_KEPT = {
-    "main.png": ".png",
-    "transfer.png": "-transfer.png",
-    "transfer.ndjson": "-transfer.ndjson",
-    "transfer.chrome.json": "-transfer.chrome.json",
-}
+OURS = ("actstore", "benchmarks", "tests")
 
 
-@dataclass(frozen=True)
-class Part:
-    """One command, run by this Python in the root of the repository.
-
-    Attributes
-    ----------
-    command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder
-    limit_s : after this long it is stopped
-    """
-
-    name: str
-    command: tuple[str, ...]
-    limit_s: float
-
-
-PARTS = (
-    Part("ceilings", ("benchmarks/gpu_device.py", "ceilings", "--json", "{json}"), 60),
-    Part("transfer", (*_TRANSFER, "--json", "{json}", "--trace", "{trace}", "--plot", "{plot}"), 120),
-    Part("kernels", ("benchmarks/gpu_device.py", "kernels", "--json", "{json}"), 150),
-    Part("tests", (*_PYTEST, "tests", "-m", "gpu", f"--ignore={_CODECS}"), 150),
-    Part("codecs", (*_PYTEST, _CODECS), 150),
-    Part("main", ("benchmarks/gpu_train.py", "main", "--json", "{json}", "--plot", "{plot}"), 210),
-    Part("exact", ("benchmarks/gpu_train.py", "exact", "--json", "{json}"), 150),
-    Part("hotpath", ("benchmarks/hotpath.py", "--device", "cuda", "--json", "{json}"), 60),
-    Part("sanitizer", ("benchmarks/gpu_sanitizer.py",), 150),
-)
-
-
-def run_part(part: Part, limit_s: float, work: Path) -> dict[str, Any]:
+def run_part(part: Part, limit_s: float, work: Path, place: Place) -> dict[str, Any]:
     """Run a part for at most `limit_s` seconds.
 
     Returns
     -------
-    dict : ``status`` (ok, failed or stopped), ``seconds``, ``said`` (its last line), and ``figures``, what it wrote as
-        JSON, complete or not; None where it wrote none. Its whole output is in ``<part>.log`` in the work folder.
+    dict : ``status`` (ok, failed, stopped, or left out where a package is missing), ``seconds``, ``said`` (its last
+        line), and ``figures``, what it wrote as JSON, complete or not; None where it wrote none. Its whole output is in
+        ``<part>.log`` in the work folder.
     """
     work.mkdir(parents=True, exist_ok=True)
-    files = {kind: work / f"{part.name}.{kind}" for kind in ("json", "log", "png", "ndjson", "chrome.json")}
-    for file in files.values():
-        file.unlink(missing_ok=True)
-    named = {"json": files["json"], "plot": files["png"], "trace": files["ndjson"]}
-    command = [sys.executable, *(argument.format_map(named) for argument in part.command)]
+    for old in [*work.glob(f"{part.name}.*"), *work.glob(f"{part.name}-*")]:
+        old.unlink()
+    files = {kind: work / f"{part.name}.{ending}" for kind, ending in _FILES.items()}
+    named = {f"{{{kind}}}": str(file) for kind, file in files.items()}
+    command = [sys.executable, *(named.get(argument, argument) for argument in part.arguments(place))]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
+    environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS adds in one order only with this
+    if not place.on_gpu:
+        environ["OMP_NUM_THREADS"] = "1"  # parts run side by side, on few cores
     start = monotonic()
     with files["log"].open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
         status = _wait(process, limit_s)
-    said = [line.strip() for line in files["log"].read_text(errors="replace").splitlines() if line.strip()]
-    return {
-        "status": status,
-        "seconds": round(monotonic() - start, 1),
-        "said": said[-1] if said else "",
-        "figures": _read(files["json"]),
-    }
+    lines = files["log"].read_text(errors="replace").splitlines()
+    said = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", said) if status == "failed" else None
+    if missing and missing[1] not in OURS:
+        status, said = "left out", f"{missing[1]} is not installed"
+    seconds = round(monotonic() - start, 1)
+    return {"status": status, "seconds": seconds, "said": said, "figures": _read(files["json"])}
+
+
+_FILES = {"json": "json", "log": "log", "plot": "png", "trace": "ndjson"}
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
@@ -138,41 +100,41 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def write(found: dict[str, Any], name: str, out: Path | None) -> None:
-    """Write the figures and their page to the results folder, and to `out` with the logs and pictures."""
-    for folder in [RESULTS, *([out] if out else [])]:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-        (folder / f"{name}.md").write_text(page(found))
-        for kept, ending in _KEPT.items():
-            if (WORK / kept).exists():
-                shutil.copy(WORK / kept, folder / f"{name}{ending}")
-    if out is not None:
-        for log in WORK.glob("*.log"):
-            shutil.copy(log, out)
+def write(found: dict[str, Any], name: str, results: Path, work: Path) -> None:
+    """Write the figures, their page and the pictures to the results folder."""
+    results.mkdir(parents=True, exist_ok=True)
+    for file in PICTURES:
+        if (work / file).exists():
+            shutil.copy(work / file, results / f"{name}-{file}")
+    pictures = {file: f"{name}-{file}" for file in PICTURES if (results / f"{name}-{file}").exists()}
+    (results / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (results / f"{name}.md").write_text(page(found, pictures))
 
 
-def run_all(parts: list[Part], out: Path | None, total_s: float = TOTAL_S) -> int:
-    """Run the parts in order, writing after each; the exit code."""
+def run_all(parts: Iterable[Part], results: Path, work: Path, place: Place, total_s: float) -> int:
+    """Run the parts in order, those side by side that stand so, writing after each; the exit code."""
     end = monotonic() + total_s
     env = environment()
-    name = slug(env["gpu"])
-    found: dict[str, Any] = _read(RESULTS / f"{name}.json") or {"parts": {}}
-    found["gpu"] = env["gpu"]
+    name = slug(env["gpu"]) if place.on_gpu else "dry-run"
+    found: dict[str, Any] = _read(results / f"{name}.json") or {"parts": {}}
+    found |= {"gpu": env["gpu"], "dry_run": not place.on_gpu}
     good = True
-    for part in parts:
-        limit_s = min(part.limit_s, end - monotonic())
-        if limit_s < 1:
-            print(f"{part.name:<10} not run: the time is over")
+    for _, group in groupby(parts, key=lambda part: part.name if part.alone else ""):
+        some, left_s = list(group), end - monotonic()
+        if left_s < 1:
+            print("not run, the time is over:", ", ".join(part.name for part in some))
             good = False
             continue
-        print(f"{part.name:<10} ", end="", flush=True)
-        result = run_part(part, limit_s, WORK)
-        good &= result["status"] == "ok"
-        print(f"{result['status']}, {result['seconds']:.0f} s. {result['said']}", flush=True)
-        found["parts"][part.name] = {"environment": env, **result}
-        write(found, name, out)
-    print(f"figures: benchmarks/results/{name}.md; output of each part: build/gpu/<part>.log")
+        with ThreadPoolExecutor(len(some)) as threads:
+            limits_s = {part: min(part.limit_s, left_s) if place.on_gpu else left_s for part in some}
+            running = {threads.submit(run_part, part, limits_s[part], work, place): part for part in some}
+            for done in as_completed(running):
+                part, result = running[done], done.result()
+                good &= result["status"] in ("ok", "left out")
+                print(f"{part.name:<10} {result['status']}, {result['seconds']:.0f} s. {result['said']}", flush=True)
+                found["parts"][part.name] = {"environment": env, **result}
+                write(found, name, results, work)
+    print(f"figures: {os.path.relpath(results / name)}.md; output of each part: {os.path.relpath(work)}/<part>.log")
     return 0 if good else 1
 
 
@@ -180,12 +142,20 @@ def main() -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=names, help="run only this part; may be repeated")
-    parser.add_argument("--out", type=Path, help="write the results, logs and pictures to this folder too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
+    parser.add_argument("--scale", choices=("full", "small"), help="small is that of a dry run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="write figures, pictures and logs to this folder")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    place, results = Place(options.device, options.scale == "small"), options.results.resolve()
+    if place.on_gpu and not torch.cuda.is_available():
         print("no CUDA device here: make gpu measures on a GPU and writes nothing without one", file=sys.stderr)
         return 2
-    return run_all([part for part in PARTS if not options.part or part.name in options.part], options.out)
+    if not place.on_gpu and (results == RESULTS or not place.small):
+        print("a dry run: make gpu DEVICE=cpu SCALE=small RESULTS=a folder of its own", file=sys.stderr)
+        return 2
+    work = WORK if results == RESULTS else results / "parts"
+    chosen = [part for part in PARTS if not options.part or part.name in options.part]
+    return run_all(chosen, results, work, place, TOTAL_S if place.on_gpu else DRY_TOTAL_S)
 
 
 if __name__ == "__main__":

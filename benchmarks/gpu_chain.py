@@ -182,12 +182,13 @@ def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[s
     """What `steps` steps allocate after some that are alike."""
     store = ActivationStore(policy=policy, min_bytes=0, **options)
     try:
-        for _ in range(WARMUP):
+        for _ in range(2 * WARMUP):
             chain.step(store)
+            synchronize(chain.device)  # the host runs ahead in each step alike
         before = dict(_counters(store, chain.device))
         for _ in range(steps):
             chain.step(store)
-        synchronize(chain.device)
+            synchronize(chain.device)
         after = dict(_counters(store, chain.device))
         return {
             "steps": steps,

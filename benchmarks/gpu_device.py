@@ -1,4 +1,4 @@
-"""What a GPU can move and what the codecs reach of it: ``python benchmarks/gpu_device.py ceilings|kernels``.
+"""What a GPU can move and what the codecs reach of it: ``python benchmarks/gpu_device.py``.
 
 Times are taken with CUDA events around each call, after a warm-up; the figures are medians. Each call works on other
 buffers than the one before, far larger together than the cache. GB/s is 10^9 bytes a second, bytes read plus written.
@@ -11,9 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -25,53 +23,34 @@ from actstore.codecs import Codec
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import KernelUnavailable, SpecError
 from actstore.spec import Spec
+from benchmarks import gpu_place
+from benchmarks.gpu_place import MIB, ROTATION, Place, rate
 
-MIB = 2**20
 NBYTES = 512 * MIB  # of one source buffer
-ROTATION = 4  # buffers of each kind
 REPEATS = 40
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 4096
 CHECKED_ROWS = 256  # a multiple of the tokens that share a scale
-
-Run = Callable[[int], Any]
-
-
-def time_events(run: Run, repeats: int = REPEATS) -> list[float]:
-    """Milliseconds of each of `repeats` calls of ``run(i)`` on the current stream."""
-    for index in range(ROTATION):
-        run(index)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda.synchronize()
-    marks[0].record()
-    for index in range(repeats):
-        run(index % ROTATION)
-        marks[index + 1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+FEW = ("int8", "expack")  # codecs of a dry run
 
 
-def rate(times_ms: list[float], nbytes: int) -> dict[str, float]:
-    """Median and quartiles in milliseconds, and the rate of `nbytes` at the median."""
-    low, _, high = quantiles(times_ms, n=4)
-    middle = median(times_ms)
-    return {"ms": middle, "low_ms": low, "high_ms": high, "gbps": nbytes / middle / 1e6}
-
-
-def ceilings() -> dict[str, Any]:
+def ceilings(place: Place) -> dict[str, Any]:
     """Device copy, and pinned copies over the link, each way alone and both at once."""
-    device = [torch.rand(NBYTES // 4, device="cuda") for _ in range(2 * ROTATION)]
-    found: dict[str, Any] = {"nbytes": NBYTES}
-    times = time_events(lambda i: device[i].copy_(device[ROTATION + i]))
-    found["device_copy"] = rate(times, 2 * NBYTES)
-    host = [torch.rand(NBYTES // 4).pin_memory() for _ in range(2)]
-    times = time_events(lambda i: device[i].copy_(host[0], non_blocking=True))
-    found["host_to_device"] = rate(times, NBYTES)
-    times = time_events(lambda i: host[1].copy_(device[i], non_blocking=True))
-    found["device_to_host"] = rate(times, NBYTES)
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    nbytes, repeats = place.sized((NBYTES, REPEATS), (4 * MIB, 5))
+    device = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
+    found: dict[str, Any] = {"nbytes": nbytes}
 
-    def both(index: int) -> None:
+    def measure(name: str, run: Callable[[int], Any], moved: int) -> None:
+        found[name] = rate(place.times_ms(run, repeats), moved)
+
+    measure("device_copy", lambda i: device[i].copy_(device[ROTATION + i]), 2 * nbytes)
+    host = [torch.rand(nbytes // 4) for _ in range(2)]
+    if place.on_gpu:
+        host = [memory.pin_memory() for memory in host]
+    measure("host_to_device", lambda i: device[i].copy_(host[0], non_blocking=True), nbytes)
+    measure("device_to_host", lambda i: host[1].copy_(device[i], non_blocking=True), nbytes)
+
+    def on_two_streams(index: int) -> None:
         here = torch.cuda.current_stream()
         for stream in streams:
             stream.wait_stream(here)
@@ -82,7 +61,12 @@ def ceilings() -> dict[str, Any]:
         for stream in streams:
             here.wait_stream(stream)
 
-    found["both_ways"] = rate(time_events(both), 2 * NBYTES)
+    def one_by_one(index: int) -> None:
+        device[index].copy_(host[0])
+        host[1].copy_(device[ROTATION + index])
+
+    streams = [torch.cuda.Stream() for _ in range(2)] if place.on_gpu else []
+    measure("both_ways", on_two_streams if place.on_gpu else one_by_one, 2 * nbytes)
     return found
 
 
@@ -109,33 +93,34 @@ def poison(trip: Trip) -> None:
         trip.out.view(torch.uint8).fill_(0xFF)
 
 
-def kernels(save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy measured beside them."""
-    copies = [torch.rand(NBYTES // 4, device="cuda") for _ in range(2 * ROTATION)]
-    copy = rate(time_events(lambda i: copies[i].copy_(copies[ROTATION + i])), 2 * NBYTES)
+    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(FEW)))
+    copies = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
+    copy = rate(place.times_ms(lambda i: copies[i].copy_(copies[ROTATION + i]), REPEATS), 2 * nbytes)
     copies.clear()
-    found: dict[str, Any] = {"nbytes": NBYTES, "device_copy": copy, "rows": []}
-    for contender in select([])[0]:
+    found: dict[str, Any] = {"nbytes": nbytes, "device_copy": copy, "rows": []}
+    for contender in select(names)[0]:
         for dtype, name in contender.inputs(list(DTYPES)):
-            row = {"codec": contender.name, "dtype": str(dtype).removeprefix("torch."), "data": name}
+            row: dict[str, Any] = {"codec": contender.name, "dtype": str(dtype).removeprefix("torch."), "data": name}
             try:
-                row |= kernel_row(contender, dtype, name, copy["gbps"], "cuda", NBYTES)
+                row |= kernel_row(contender, dtype, name, copy["gbps"], place, nbytes)
             except (SpecError, KernelUnavailable) as error:  # runs on the CPU only, or a package is missing
                 row["left_out"] = str(error).splitlines()[0]
             except Exception as error:  # the other rows go on; the part fails
                 row |= {"correct": False, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
             found["rows"].append(row)
             save(found)
-            torch.cuda.empty_cache()
+            place.empty_cache()
     return found
 
 
 def kernel_row(
-    contender: Contender, dtype: torch.dtype, name: str, copy_gbps: float, device: str, nbytes: int
+    contender: Contender, dtype: torch.dtype, name: str, copy_gbps: float, place: Place, nbytes: int
 ) -> dict[str, Any]:
-    """One codec on one dtype: the error of a trip, the ratio, and on a GPU the rates both ways."""
+    """One codec on one dtype: the error of a trip, the ratio, and the rates both ways."""
     shape = (nbytes // dtype.itemsize // COLUMNS, COLUMNS)
-    sources = [data.make(name, shape, dtype, seed, device) for seed in range(ROTATION)]
+    sources = [data.make(name, shape, dtype, seed, place.device) for seed in range(ROTATION)]
     trips = [contender.trip(source) for source in sources]
     for trip in trips:
         poison(trip)
@@ -146,28 +131,27 @@ def kernel_row(
     good &= contender.codec is None or matches(contender.codec, sources[0], found)
     size = trips[0].payload_nbytes()
     row: dict[str, Any] = {"error": error, "ratio": nbytes / size, "correct": good}
-    if good and device != "cpu":
+    if good:
         for verb, run in (("encode", lambda i: trips[i].encode()), ("decode", lambda i: trips[i].decode())):
-            row[verb] = rate(time_events(run), nbytes + size)
+            row[verb] = rate(place.times_ms(run, place.sized(REPEATS, 3)), nbytes + size)
             row[verb]["of_copy"] = row[verb]["gbps"] / copy_gbps
     return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ceilings", "kernels"))
+    gpu_place.add_options(parser)
     parser.add_argument("--json", type=Path, required=True, help="write the figures to this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing to measure", file=sys.stderr)
-        return 2
+    place = gpu_place.place_of(options)
 
     def save(found: dict[str, Any]) -> None:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
-    found = ceilings() if options.what == "ceilings" else kernels(save)
-    save(found)
-    return 0 if all(row.get("correct", True) for row in found.get("rows", [])) else 1
+    found = kernels(place, save)
+    wrong = [f"{row['codec']} {row['dtype']}" for row in found["rows"] if not row.get("correct", True)]
+    print(f"{len(found['rows'])} rows{', wrong: ' if wrong else ''}{', '.join(wrong)}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks import gpu_page_transfer
+from benchmarks import gpu_page_llama, gpu_page_transfer
+from benchmarks.gpu_verdicts import verdicts
 from benchmarks.markdown import cell, table
 
 MIB = 2**20
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page of one GPU; each part says when and with what it was measured."""
-    lines = [f"# {found['gpu']}", "", "Written by `make gpu`; how each figure is measured: [README](../README.md).", ""]
-    for name, part in found["parts"].items():
+def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
+    """The page of one GPU; each part says when and with what it was measured.
+
+    Parameters
+    ----------
+    pictures : files beside the page, by what their part calls them
+    """
+    dry = "**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**"
+    lines = [dry, ""] if found["dry_run"] else []
+    title = "Dry run of the GPU suite" if found["dry_run"] else found["gpu"]
+    lines += [f"# {title}", "", "Written by `make gpu`; how each figure is measured: [README](../README.md).", ""]
+    lines += ["## Verdicts", "", *_verdicts(found["parts"]), ""]
+    for file, words in _PICTURES.items():
+        if file in pictures:
+            lines += [f"![{words}]({pictures[file]})", ""]
+    for name in [name for name in _TITLES if name in found["parts"]]:
+        part = found["parts"][name]
         env, figures = part["environment"], part["figures"]
-        lines += [f"## {_TITLES.get(name, name)}", ""]
+        lines += [f"## {_TITLES[name]}", ""]
         if part["status"] != "ok":
             lines += [f"**{part['status']}** after {part['seconds']} s: {cell(part['said'])}", ""]
-        if name in _SAID:
-            lines += [f"`{part['said'].strip('= ')}`", ""]
-        elif figures is not None:
+        if figures is not None and name in _PAGES:
             lines += [*_PAGES[name](figures), ""]
-        lines += [f"{env['time']}: actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}", ""]
+        elif part["status"] == "ok":
+            lines += [part["said"], ""]
+        lines += [
+            f"{part['seconds']:.0f} s, {env['time']}: actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
+        ]
+        lines += [""]
     return "\n".join(lines)
+
+
+def _verdicts(parts: dict[str, Any]) -> list[str]:
+    words = {True: "PASS", False: "**FAIL**", None: "not measured"}
+    rows = [[verdict.promise, words[verdict.good], verdict.found or "-"] for verdict in verdicts(parts)]
+    return table(["promise", "verdict", "measured"], rows)
+
+
+def _tests(figures: dict[str, Any]) -> list[str]:
+    """Counts, what failed, and why tests were skipped."""
+    counts = ", ".join(f"{len(figures[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
+    lines = [counts + ("." if figures["finished"] else "; not finished."), ""]
+    lines += [f"- `{test}` **failed**: {cell(reason)}" for test, reason in figures["failed"].items()]
+    skipped = Counter(figures["skipped"].values())
+    lines += [f"- {count} skipped: {cell(reason)}" for reason, count in skipped.most_common()]
+    return lines if lines[-1] else lines[:-1]
 
 
 def _cupy(env: dict[str, Any]) -> str:
@@ -31,7 +66,9 @@ def _cupy(env: dict[str, Any]) -> str:
     return f"{', '.join(versions) or 'no CuPy'}, Python {env['python']}"
 
 
-def _ceilings(figures: dict[str, Any]) -> list[str]:
+def _ceilings(figures: dict[str, Any] | None) -> list[str]:
+    if not figures:
+        return []
     names = {
         "device_copy": "device copy, read plus written",
         "host_to_device": "pinned host to device",
@@ -44,7 +81,7 @@ def _ceilings(figures: dict[str, Any]) -> list[str]:
         if key in figures
     ]
     size = f"Buffers of {figures['nbytes'] / MIB:.0f} MiB."
-    return [size, "", *table(["copy", "GB/s", "median ms", "quartiles ms"], rows)]
+    return [size, "", *table(["copy", "GB/s", "median ms", "quartiles ms"], rows), ""]
 
 
 def _spread(times: dict[str, float]) -> str:
@@ -86,8 +123,8 @@ def _kernel_rates(row: dict[str, Any]) -> list[str]:
 def _bench(figures: dict[str, Any]) -> list[str]:
     work = figures["workload"]
     size = (
-        f"GPT, {work['layers']} layers, width {work['width']}, heads {work['heads']}, context {work['context']}, "
-        f"batch {work['batch']}, {work['dtype']}; {work['steps']} timed steps."
+        f"{work['model']}, {work['layers']} layers, width {work['width']}, heads {work['heads']}, "
+        f"context {work['context']}, batch {work['batch']}, {work['dtype']}; {work['steps']} timed steps."
     )
     rows = [[row["name"], *_bench_cells(row)] for row in figures["rows"]]
     header = ["row", "step ms", "times plain", "saved MiB", "held MiB", "peak MiB", "loss", "gradient error"]
@@ -122,22 +159,29 @@ def _hotpath(figures: dict[str, Any]) -> list[str]:
 
 
 _TITLES = {
-    "ceilings": "What the GPU and its link can move",
+    "llama": "Llama blocks",
+    "context": "The largest context that fits",
     "transfer": "The transfer engine",
     "kernels": "Codecs",
+    "exact": "Exactness in float32",
+    "hotpath": "Host time for a saved tensor of 4 KB",
     "tests": "Tests that need a GPU",
     "codecs": "Tests of the codecs on the GPU",
     "sanitizer": "compute-sanitizer over the kernels",
-    "main": "The main job",
-    "exact": "Exactness in float32",
-    "hotpath": "Host time for a saved tensor of 4 KB",
 }
-_SAID = ("tests", "codecs", "sanitizer")  # parts whose last line is all
-_PAGES = {
-    "ceilings": _ceilings,
-    "transfer": gpu_page_transfer.lines,
+_PICTURES = {
+    "llama.png": "Llama blocks: memory against time",
+    "llama-timeline.png": "one step of the Llama blocks with raw @ host",
+    "context.png": "the largest context that fits",
+    "transfer.png": "one step of a chain whose compute is longer than its copies",
+}
+_PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "llama": gpu_page_llama.lines,
+    "context": gpu_page_llama.context,
+    "transfer": lambda figures: [*_ceilings(figures.get("ceilings")), *gpu_page_transfer.lines(figures)],
     "kernels": _kernels,
-    "main": _bench,
+    "tests": _tests,
+    "codecs": _tests,
     "exact": _bench,
     "hotpath": _hotpath,
 }

@@ -12,7 +12,7 @@ MIB = 2**20
 def lines(figures: dict[str, Any]) -> list[str]:
     """What was measured, beside the goals; what misses its goal is bold."""
     goals = figures["goals"]
-    found = _link(figures["link"], goals["of_ceiling"]) if figures.get("link") else []
+    found = _link(figures["link"], figures["policy"], goals["of_ceiling"]) if figures.get("link") else []
     for name, title in (("hidden", "Compute longer than the transfer"), ("exposed", "Compute shorter")):
         if name in figures:
             found += [f"{title}:", "", *_step(figures[name], goals), ""]
@@ -32,11 +32,11 @@ def _goal(text: str, good: bool) -> str:
     return text if good else f"**{text}**"
 
 
-def _link(rows: list[dict[str, Any]], goal: float) -> list[str]:
+def _link(rows: list[dict[str, Any]], policy: str, goal: float) -> list[str]:
     rows_found = []
     for row in rows:
         window = f", window {row['window_nbytes'] / MIB:.0f}" if row["window_nbytes"] else ""
-        cells = [f"{row['count']} of {row['nbytes'] / MIB:.0f}{window}" if row["correct"] else "**WRONG**"]
+        cells = [f"{row['count']} of {row['nbytes'] / MIB:g}{window}" if row["correct"] else "**WRONG**"]
         for name in ("out", "back", "both"):
             flow = row[name]
             cells.append(f"{flow['gbps']:.1f}")
@@ -46,14 +46,14 @@ def _link(rows: list[dict[str, Any]], goal: float) -> list[str]:
                 cells.append("-")
         rows_found.append([*cells, f"{row['both']['host_us']:.0f}"])
     header = ["payloads, MiB", "out GB/s", "of link", "back GB/s", "of link", "both GB/s", "of link", "host us"]
-    about = f"Payloads through the engine, `raw @ host`; the goal is {100 * goal:.0f} % of the link, the rest is bold."
+    about = f"Payloads through the engine, `{policy}`; the goal is {100 * goal:.0f} % of the link, the rest is bold."
     return [about, "", *table(header, rows_found), ""]
 
 
 def _step(figures: dict[str, Any], goals: dict[str, float]) -> list[str]:
     share, goal = figures["stall_share"], goals["stall_share"]
     rows = [
-        ["layers, MiB saved by each", f"{figures['layers']}, {figures['nbytes'] / MIB:.0f}", ""],
+        ["layers, MiB saved by each", f"{figures['layers']}, {figures['nbytes'] / MIB:g}", ""],
         ["gradients equal", "yes" if figures["equal"] else "**NO**", "yes"],
         ["step without a store, ms", f"{figures['plain_ms']:.1f}", ""],
         ["step, ms", f"{figures['store_ms']:.1f}", ""],
@@ -86,7 +86,7 @@ def _price(rows: list[dict[str, Any]]) -> list[str]:
     names = ("direct", "encode", "encode_and_copy")
     cells = [
         [
-            f"{row['nbytes'] / MIB:.0f}",
+            f"{row['nbytes'] / MIB:g}",
             *(f"{row[name]['ms']:.3f}" for name in names),
             f"{row['encode_and_copy']['ms'] / row['direct']['ms']:.3f}",
         ]
@@ -98,7 +98,7 @@ def _price(rows: list[dict[str, Any]]) -> list[str]:
 def _pinning(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         [
-            f"{row['nbytes'] / MIB:.0f}",
+            f"{row['nbytes'] / MIB:g}",
             "refused" if row["refused"] else f"{row['register_ms']:.1f}",
             "-" if row["refused"] else f"{row['unregister_ms']:.1f}",
             f"{row['torch_ms']:.1f}",

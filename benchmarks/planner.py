@@ -90,7 +90,7 @@ def row_of(name: str, chain: Chain, budget: float, time_limit: float) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/planner-cpu.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/intel-xeon-2-cores/planner.json"))
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for search and solver of one plan")
     options = parser.parse_args()
 

@@ -1,17 +1,14 @@
-"""Counts what saved-tensor hooks are given and what they keep, by storage."""
+"""Counts what saved-tensor hooks are given, by storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-
-Payload = Callable[[Any], Iterable[Tensor]]
-"""The tensors in what a pack hook returned."""
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -33,6 +30,7 @@ class Census:
         own = [*model.parameters(), *model.buffers()]
         self._own = {_weak(t.untyped_storage()) for t in own}
         self._seen: dict[StorageWeakRef, int] = {}
+        self._at_end: int | None = None
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage under `tensor`, if it is a new one."""
@@ -43,14 +41,12 @@ class Census:
 
     @property
     def saved_bytes(self) -> int:
-        """Of all storages that were counted."""
-        return sum(self._seen.values())
+        """Of all storages that were counted until forward ended."""
+        return sum(self._seen.values()) if self._at_end is None else self._at_end
 
-    @property
-    def held_bytes(self) -> int:
-        """Of those that are still alive."""
-        alive: list[int] = [nbytes for key, nbytes in self._seen.items() if not key.expired()]
-        return sum(alive)
+    def end(self) -> None:
+        """Forward has ended: backward reads its first tensor. What comes after is not counted."""
+        self._at_end = self.saved_bytes
 
     def plain(self) -> saved_tensors_hooks:
         """Hooks that change nothing and count each saved tensor: what autograd holds by itself."""
@@ -59,22 +55,11 @@ class Census:
             self.add(tensor)
             return tensor.detach()
 
-        return saved_tensors_hooks(pack, _identity)
-
-    def around(self, hooks: saved_tensors_hooks, payload: Payload) -> saved_tensors_hooks:
-        """The same hooks, with the tensors that they keep counted."""
-
-        def pack(tensor: Tensor) -> Any:
-            packed = hooks.pack_hook(tensor)
-            for kept in payload(packed):
-                self.add(kept)
+        def unpack(packed: Tensor) -> Tensor:
+            self.end()
             return packed
 
-        return saved_tensors_hooks(pack, hooks.unpack_hook)
-
-
-def _identity(packed: Tensor) -> Tensor:
-    return packed
+        return saved_tensors_hooks(pack, unpack)
 
 
 def own_storages(model: nn.Module) -> set[int]:
@@ -82,6 +67,24 @@ def own_storages(model: nn.Module) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """The gradients of all parameters, zeros where there is none."""
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+@contextmanager
+def recorded_gradients(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Fill a list with copies of the gradients as backward accumulated them, whatever a step does to them later.
+
+    One for each parameter, zeros where nothing arrived. Complete after the context.
+    """
+    parameters = list(model.parameters())
+    found: dict[Tensor, Tensor] = {}
+    gradients: list[Tensor] = []
+
+    def record(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found[parameter] = parameter.grad.detach().clone()
+
+    hooks = [p.register_post_accumulate_grad_hook(record) for p in parameters if p.requires_grad]
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
+        gradients += [found[p] if p in found else torch.zeros_like(p) for p in parameters]

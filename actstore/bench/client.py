@@ -18,7 +18,6 @@ from typing import Any, Self
 from actstore.bench.rows import Row
 from actstore.bench.workload import Workload
 
-ANSWER_LIMIT_S = 900.0
 _ROOT = Path(__file__).resolve().parents[2]  # the worker must import the actstore that is running here
 
 
@@ -26,17 +25,21 @@ class RowFailed(Exception):
     """A row's process crashed, went silent or answered with an error; the message is the reason."""
 
 
+class RowLeftOut(RowFailed):
+    """The row has no meaning for this model; the message is the reason."""
+
+
 class Client:
     """A fresh process that trains one row. Use it as a context manager: leaving it ends the process.
 
     Parameters
     ----------
-    limit_s : how long an answer may take
+    limit_s : how long an answer may take; the row's own limit unless given
     """
 
-    def __init__(self, work: Workload, row: Row, disk_path: str | None, limit_s: float = ANSWER_LIMIT_S) -> None:
+    def __init__(self, work: Workload, row: Row, disk_path: str | None, limit_s: float | None = None) -> None:
         self._start = {"workload": work.to_dict(), "row": row.to_dict(), "disk_path": disk_path}
-        self._limit_s = limit_s
+        self._limit_s = row.limit_s if limit_s is None else limit_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -56,9 +59,10 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Build the model and run the steps that are not timed."""
-        self.ask("start", **self._start)
+    def start(self) -> list[float]:
+        """Build the model and run the steps that are not timed; their losses."""
+        losses: list[float] = self.ask("start", **self._start)["losses"]
+        return losses
 
     def step(self) -> tuple[float, float]:
         """Train one step; its milliseconds and its loss."""
@@ -81,6 +85,8 @@ class Client:
             raise RowFailed(self._epitaph()) from None
         line = self._read_line(do)
         answer: dict[str, Any] = json.loads(line)
+        if "left_out" in answer:
+            raise RowLeftOut(answer["left_out"])
         if "error" in answer:
             raise RowFailed(answer["error"])
         return answer

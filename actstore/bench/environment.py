@@ -14,9 +14,12 @@ import torch
 
 from actstore._version import __version__
 from actstore.bench.trainer import cores
-from actstore.bench.workload import text_digest
+from actstore.bench.workloads.text import text_digest
 
-PACKAGES = ("numpy", "numba", "bitsandbytes", "blosc2", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = (
+    "numpy", "numba", "scipy", "scikit-learn", "blosc2", "cupy-cuda12x", "cupy-cuda13x", "triton",
+    "bitsandbytes", "deepspeed", "torchtune", "torchao", "trl", "transformers", "accelerate",
+)  # fmt: skip
 
 
 def environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from actstore.errors import ConfigError
@@ -27,11 +28,13 @@ def check_writable(path: Path | None, option: str) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Find out whether there is a picture of this kind.
+    """Find out whether there is a picture of this kind, and what draws it.
 
     Raises
     ------
-    ConfigError : another ending than .png, .svg or .pdf
+    ConfigError : another ending than .png, .svg or .pdf; or matplotlib is not installed
     """
     if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
+    if path is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'")

@@ -7,6 +7,7 @@ from math import hypot
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
@@ -121,5 +122,7 @@ def _annotate(axes: Axes, label: Label, offset: tuple[int, int], fontsize: float
         va="bottom" if dy > 0 else "top" if dy < 0 else "center",
         fontsize=fontsize,
         color=label.color,
+        zorder=5,
+        path_effects=[withStroke(linewidth=2.5, foreground="white")],
         arrowprops={"arrowstyle": "-", "color": label.color, "linewidth": 0.6} if far else None,
     )

@@ -74,7 +74,7 @@ def plan(
         made.write(output)
         typer.echo(f'\nTo run it: ActivationStore(model, actstore.Plan.read("{output}"))')
     if plot is not None:
-        from actstore.bench.plan_plot import save
+        from actstore.plan.plot import save
 
         save(made, plot)
 

@@ -2,94 +2,96 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from actstore.bench.labels import Label, place
 from actstore.bench.result import Result, RowResult
 from actstore.bench.table import MIB
+from actstore.pictures import look
 
-
-@dataclass(frozen=True)
-class _Look:
-    label: str
-    color: str
-    marker: str
-
-
-_LOOKS = {
-    "plain": _Look("plain PyTorch", "#222222", "s"),
-    "peer": _Look("other libraries", "#8a8a8a", "^"),
-    "lossless": _Look("actstore, exact gradients", "#0b6bcb", "o"),
-    "lossy": _Look("actstore, lossy", "#d9640d", "D"),
-}
+_LEAST = 2.0**-10  # MiB that are drawn for a row that holds nothing: the axis is logarithmic
 
 
 def save(result: Result, path: Path) -> None:
-    """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format.
+    """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format."""
+    draw(result).savefig(path)
 
-    Rows without time or memory are not in the picture.
+
+def draw(result: Result) -> Figure:
+    """The figure of a result.
+
+    Rows without time or memory are not in the picture. A line joins the exact rows of ours that none of them beats in
+    both, another one those of plain and its peers.
     """
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     rows = [row for row in result.rows if row.ratio is not None and row.held_bytes is not None]
-    for kind, look in _LOOKS.items():
-        mine = [row for row in rows if _kind(row) == kind]
+    figure = look.figure(5.6 if len(rows) <= 16 else 7.2)
+    axes = figure.add_subplot()
+    for kind, drawn in look.KINDS.items():
+        mine = [row for row in rows if row.look == kind]
         if mine:
+            x, y = zip(*map(_point, mine), strict=True)
             axes.scatter(
-                [row.ratio or 0.0 for row in mine],
-                [_height(row) for row in mine],
-                s=64,
-                color=look.color,
-                marker=look.marker,
-                label=look.label,
-                zorder=3,
-                edgecolors="white",
+                x, y, s=64, color=drawn.color, marker=drawn.marker, label=drawn.label, zorder=3, edgecolors="white",
                 linewidths=0.8,
-            )
+            )  # fmt: skip
     _dress(axes, result, rows)
+    for ours, color in ((True, look.BLUE), (False, look.GREY)):
+        _draw_front(axes, [row for row in rows if row.bit_equal and (row.kind == "ours") == ours], color)
     if rows:
-        figure.legend(loc="outside lower center", ncols=len(_LOOKS), frameon=False, fontsize=9)
+        figure.legend(loc="outside lower center", ncols=len(look.KINDS), frameon=False, fontsize=look.NORMAL)
     figure.draw_without_rendering()
-    place(axes, _labels(rows))
-    figure.savefig(path)
+    place(axes, labels(rows), look.NORMAL if len(rows) <= 16 else look.SMALL)
+    return figure
 
 
-def _kind(row: RowResult) -> str:
-    if row.kind == "ours":
-        return "lossless" if row.bit_equal else "lossy"
-    return row.kind
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one beats in both coordinates, from left to right: each next one is lower."""
+    found: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    return found
 
 
-def _height(row: RowResult) -> float:
-    return (row.held_bytes or 0) / MIB
+def labels(rows: list[RowResult]) -> list[Label]:
+    """The names of the rows, at their marks."""
+    return [Label(row.name, *_point(row), look.KINDS[row.look].color) for row in rows]
 
 
-def _labels(rows: list[RowResult]) -> list[Label]:
-    return [Label(row.name, row.ratio or 0.0, _height(row), _LOOKS[_kind(row)].color) for row in rows]
+def _point(row: RowResult) -> tuple[float, float]:
+    return row.ratio or 0.0, max((row.held_bytes or 0) / MIB, _LEAST)
+
+
+def _draw_front(axes: Axes, rows: list[RowResult], color: str) -> None:
+    """Up to its first point a front holds whatever is asked for; after its last one it gets no lower."""
+    points = front([_point(row) for row in rows])
+    if points:
+        x, y = zip(*points, strict=True)
+        high, right = axes.get_ylim()[1], axes.get_xlim()[1]
+        axes.step([x[0], *x, right], [high, *y, y[-1]], where="post", color=color, alpha=0.35, linewidth=1.3, zorder=2)
 
 
 def _dress(axes: Axes, result: Result, rows: list[RowResult]) -> None:
-    work, env = result.workload, result.environment
-    where = env["gpu"] if work["device"].startswith("cuda") else env["processor"]
-    size = f"{work['layers']} layers, width {work['width']}, context {work['context']}, batch {work['batch']}"
-    axes.set_title("What each store costs in time and saves in memory", loc="left", fontweight="bold", pad=22)
-    axes.text(
-        0, 1.02, f"GPT, {size}, {work['dtype']}; {where}", transform=axes.transAxes, fontsize=8.5, color="#555555"
+    look.heading(
+        axes,
+        "What each store costs in time and saves in memory",
+        f"{result.subject}; {result.place}; lines: best exact rows",
     )
     axes.set_xlabel("step time, plain PyTorch = 1 (further left is faster)")
     axes.set_ylabel("activations held at the end of forward, MiB (lower is smaller)")
-    ratios = [row.ratio or 0.0 for row in rows] or [1.0]
-    heights = [_height(row) for row in rows] or [1.0]
-    spread = max(ratios) - min(ratios) or 0.2
-    axes.set_xlim(min(ratios) - 0.12 * spread, max(ratios) + 0.2 * spread)
-    axes.set_ylim(-0.09 * max(heights), 1.1 * max(heights))
-    axes.axvline(1, color="#cccccc", linewidth=1, zorder=1)
-    axes.grid(True, color="#eeeeee", zorder=0)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    x, y = zip(*(map(_point, rows) if rows else [(1.0, 1.0)]), strict=True)
+    spread = max(x) - min(x) or 0.2
+    axes.set_xlim(min(x) - 0.12 * spread, max(x) + 0.2 * spread)
+    axes.set_yscale("log")
+    reach = max(y) / min(y)
+    axes.set_ylim(min(y) / max(1.3, reach**0.12), max(y) * max(1.3, reach**0.12))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.axvline(1, color=look.RULE, linewidth=1, zorder=1)
+    look.clean(axes)

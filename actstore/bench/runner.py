@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
-from actstore.bench.client import Client, RowFailed
+from actstore.bench.client import Client, RowFailed, RowLeftOut
 from actstore.bench.environment import environment
 from actstore.bench.result import Result, RowResult
 from actstore.bench.rows import PLAIN, Row
 from actstore.bench.workload import Workload
+from actstore.bench.workloads.user import is_users
 
 Progress = Callable[[str], None]
 """Called with the name of the row each time one of its timed steps is done."""
@@ -35,25 +37,26 @@ class Metronome:
     ----------
     failed : why it failed; empty while it works
     times_ms : of all steps that it made
-    loss : after the last of them
+    losses : of all steps, warm-up too
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.failed = ""
         self.times_ms: list[float] = []
-        self.loss = 0.0
+        self.losses: list[float] = []
 
     def step_ms(self) -> float | None:
         """The time of one more plain step; None when plain has failed."""
         if self.failed:
             return None
         try:
-            elapsed_ms, self.loss = self._client.step()
+            elapsed_ms, loss = self._client.step()
         except RowFailed as error:
             self.failed = str(error)
             return None
         self.times_ms.append(elapsed_ms)
+        self.losses.append(loss)
         return elapsed_ms
 
 
@@ -63,15 +66,17 @@ def run(
     disk_path: str | None = None,
     progress: Progress = _silent,
     row_done: Callable[[Result], None] = _forget,
+    repeats: int = 1,
 ) -> Result:
     """Measure `rows`, of which the first is plain. A row that fails is kept with the reason, and the others go on.
 
-    `row_done` is given the result so far after each row.
+    `row_done` is given the result so far after each row. All rows run `repeats` times, each time in new processes and,
+    but for the first, in a new order; memory and gradients are checked once.
     """
     result = Result(environment(), work.to_dict())
     present: list[Row] = []
     for row in rows:
-        reason = row.missing()
+        reason = row.missing(work)
         if reason:
             result.left_out.append({"name": row.name, "reason": reason})
         else:
@@ -81,12 +86,26 @@ def run(
         plain = RowResult(PLAIN.name, PLAIN.kind)
         result.rows.append(plain)
         metronome.failed = _guarded(lambda: _run_plain(plain, client, metronome, work, progress))
-        for row in present[1:]:
-            found = RowResult(row.name, row.kind, row.policy)
-            result.rows.append(found)
-            with Client(work, row, disk_path) as worker:
-                found.failed = _guarded(partial(_run_row, found, worker, metronome, work, progress))
-            row_done(result)
+        if metronome.failed and is_users(work.model):  # so would every row
+            plain.failed = metronome.failed
+            return result
+        running = {row: RowResult(row.name, row.kind, row.policy) for row in present[1:]}
+        for repeat in range(repeats):
+            for row in Random(repeat).sample(list(running), len(running)) if repeat else list(running):
+                found = running[row]
+                if repeat == 0:
+                    result.rows.append(found)
+                with Client(work, row, disk_path) as worker:
+                    try:
+                        found.failed = _guarded(partial(_run_row, found, worker, metronome, work, progress))
+                    except RowLeftOut as reason:
+                        result.rows.remove(found)
+                        result.left_out.append({"name": row.name, "reason": str(reason)})
+                        del running[row]
+                if found.failed:
+                    found.failed = f"in repeat {repeat + 1}: {found.failed}" if repeat else found.failed
+                    del running[row]
+                row_done(result)
         if metronome.times_ms:
             plain.set_times(metronome.times_ms, list(metronome.times_ms))
         plain.failed = metronome.failed or _guarded(lambda: plain.update(client.ask("check")))
@@ -97,23 +116,25 @@ def _guarded(measure: Callable[[], None]) -> str:
     """Run `measure`; the reason where the row failed, empty where it did not."""
     try:
         measure()
+    except RowLeftOut:
+        raise
     except RowFailed as error:
         return str(error)
     return ""
 
 
 def _run_plain(plain: RowResult, client: Client, metronome: Metronome, work: Workload, progress: Progress) -> None:
-    client.start()
+    metronome.losses += client.start()
     for _ in range(work.steps):
         if metronome.step_ms() is None:
             raise RowFailed(metronome.failed)
         progress(plain.name)
-    _set_loss(plain, metronome.loss)
+    plain.set_losses(list(metronome.losses))
     plain.update(client.ask("peaks"))
 
 
 def _run_row(found: RowResult, client: Client, metronome: Metronome, work: Workload, progress: Progress) -> None:
-    client.start()
+    losses = client.start()
     times: list[float] = []
     beats: list[float | None] = []
     for index in range(work.steps):
@@ -121,19 +142,18 @@ def _run_row(found: RowResult, client: Client, metronome: Metronome, work: Workl
             beats.append(metronome.step_ms())
         elapsed_ms, loss = client.step()
         times.append(elapsed_ms)
+        losses.append(loss)
         if index % 2:
             beats.append(metronome.step_ms())
         progress(found.name)
-    found.set_times(times, beats)
-    _set_loss(found, loss)
-    found.update(client.ask("peaks"))
-    found.update(client.ask("check"))
+    first = not found.losses
+    found.add_times(times, beats)
+    if first:
+        found.set_losses(losses)
+        found.update(client.ask("peaks"))
+        found.update(client.ask("check"))
 
 
-def _set_loss(found: RowResult, loss: float) -> None:
-    found.loss, found.loss_hex = loss, loss.hex()
-
-
-def steps_of(work: Workload, rows: list[Row]) -> int:
+def steps_of(work: Workload, rows: list[Row], repeats: int = 1) -> int:
     """How many times `run` will call its progress, if no row fails."""
-    return work.steps * sum(not row.missing() for row in rows)
+    return work.steps * (1 + repeats * sum(not row.missing(work) for row in rows[1:]))

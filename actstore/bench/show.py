@@ -80,7 +80,7 @@ def _show_planned(planned: Plan | Profile, plot: Path | None) -> None:
         return
     typer.echo(planned.explain())
     if plot is not None:
-        from actstore.bench.plan_plot import save
+        from actstore.plan.plot import save
 
         save(planned, plot)
 

@@ -9,9 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actstore import html
 from actstore.bench.result import Result, RowResult
+from actstore.bench.versus import versus
 
 MIB = 2**20
+DUELS = "Each peer, and the fastest row of ours that holds no more and is as exact:"
 _COLUMNS = ("step\nms", "times\nplain", "saved\nMiB", "held\nMiB", "held\n%", "peak\nMiB", "\nloss", "gradient\nerror")
 
 
@@ -20,37 +23,79 @@ def render(result: Result) -> RenderableType:
     table = Table(
         title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    table.add_column("\nrow", no_wrap=True)
+    table.add_column("\nrow", max_width=32)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
-        table.add_row(Text(row.name), *_cells(row), style="red" if row.failed else None)
-    notes = [Text(f"{row.name} failed: {row.failed}", style="red") for row in result.failed]
-    notes += [Text(f"{out['name']} is left out: {out['reason']}", style="yellow") for out in result.left_out]
-    if result.busy:
-        low, high = result.busy
-        words = (
-            f"The machine was busy: half of plain's steps took {low:.0f} to {high:.0f} ms. Run again when it is quiet."
-        )
-        notes.append(Text(words, style="yellow"))
-    return Group(table, Text(), *notes, Text(_legend(result), style="dim"))
+        table.add_row(Text(row.name), *cells(row), style="red" if row.failed else None)
+    notes = [Text(text, style="red" if text in _failures(result) else "yellow") for text in _notes(result)]
+    return Group(table, Text(_legend(result), style="dim"), *_duels(result), Text(), *notes)
 
 
-def _title(result: Result) -> str:
-    work, env = result.workload, result.environment
-    cuda = work["device"].startswith("cuda")
-    where = env["gpu"] if cuda else f"{env['processor']}, {work['threads'] or env['cores']} threads"
-    return (
-        f"GPT {work['layers']} layers, width {work['width']}, context {work['context']}, batch {work['batch']}, "
-        f"{work['dtype']}\n{where}, torch {env['torch']}"
+def to_html(result: Result) -> str:
+    """The same for notebooks."""
+    most = max((row.held_bytes or 0 for row in result.rows), default=0) or 1
+    found = [(one.peer, one.ours or one.reason, _number(one.times, ".2f")) for one in versus(result.rows)]
+    return html.section(
+        _title(result),
+        html.table(
+            ("row", *(name.replace("\n", " ").strip() for name in _COLUMNS)),
+            [(row.name, *cells(row)) for row in result.rows],
+            bar=4,
+            bars=[(row.held_bytes or 0) / most for row in result.rows],
+        ),
+        html.line(" ".join(_legend(result).split("\n"))),
+        html.line(DUELS if found else ""),
+        html.table(("peer", "ours", "our time over its"), found, words=(0, 1)) if found else "",
+        html.items(_notes(result)),
     )
 
 
-def _cells(row: RowResult) -> list[str]:
+def _failures(result: Result) -> list[str]:
+    return [f"{row.name} failed: {row.failed}" for row in result.failed]
+
+
+def _notes(result: Result) -> list[str]:
+    """What failed, and what to know before the figures are believed."""
+    notes = _failures(result)
+    notes += [
+        f"{row.name} leaves other buffers (running statistics) than plain: {100 * row.state_error:.2g} % off"
+        for row in result.rows
+        if row.state_error
+    ]
+    notes += [f"{out['name']} is left out: {out['reason']}" for out in result.left_out]
+    if result.busy:
+        low, high = result.busy
+        notes.append(
+            f"The machine was busy: half of plain's steps took {low:.0f} to {high:.0f} ms. Run again when it is quiet."
+        )
+    return notes
+
+
+def _duels(result: Result) -> list[RenderableType]:
+    """Each peer beside the best of ours; nothing where there is no peer."""
+    found = versus(result.rows)
+    if not found:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("peer", "ours"):
+        table.add_column(name)
+    table.add_column("our time over its", justify="right")
+    for one in found:
+        times = "" if one.times is None else f"{one.times:.2f}"
+        table.add_row(Text(one.peer), Text(one.ours or one.reason), times, style=None if one.faster else "yellow")
+    return [Text(f"\n{DUELS}", style="bold"), table]
+
+
+def _title(result: Result) -> str:
+    return f"{result.subject}\n{result.place}, torch {result.environment['torch']}"
+
+
+def cells(row: RowResult) -> list[str]:
     fraction = row.held_fraction
     return [
         _number(row.step_ms, ".1f" if (row.step_ms or 0) < 100 else ".0f"),
-        _number(row.ratio, ".2f"),
+        _ratio(row),
         _mib(row.saved_bytes),
         _mib(row.held_bytes),
         _number(None if fraction is None else 100 * fraction, ".1f"),
@@ -62,6 +107,10 @@ def _cells(row: RowResult) -> list[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _ratio(row: RowResult) -> str:
+    return _number(row.ratio, ".2f") + (f" ±{row.spread:.2f}" if row.spread else "")
 
 
 def _mib(nbytes: int | None) -> str:
@@ -84,7 +133,8 @@ def _legend(result: Result) -> str:
     peak = "what the GPU's allocator gave out" if work["device"].startswith("cuda") else "the process's resident memory"
     same = "" if work["device"].startswith("cuda") else " On a CPU host memory is that device."
     return (
-        f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps.\n"
+        f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps,\n"
+        "± half of the distance between their quartiles.\n"
         "saved: what plain autograd would hold, each storage once, parameters excluded.\n"
         f"held: on the compute device at the end of forward; % of saved.{same}\n"
         f"peak: high-water of {peak}, model and libraries included.\n"

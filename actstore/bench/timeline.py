@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from actstore.pictures import look
 from actstore.trace import Event, Lane, Summary, Trace
 from actstore.trace.spans import Spans, union
 from actstore.trace.summary import format_ms, format_percent
@@ -19,16 +19,8 @@ from actstore.units import format_nbytes
 PIXELS = 2000  # of the time axis; what lies closer together is one bar
 MOST_BARS = 300  # of one kind in one lane; more of them are drawn as the part of each bin that they fill
 BINS = 400
-_COLORS = {
-    "forward": "#cfe0f3",
-    "backward": "#dcd3ee",
-    "encode": "#0b6bcb",
-    "decode": "#6a3fb5",
-    "offload": "#2a9d6f",
-    "fetch": "#e39b16",
-    "stall": "#d62728",
-}
-_NESTED = ("encode", "decode")  # drawn inside of forward and backward
+_COLORS = {**look.TIMES, "offload": look.GREEN, "fetch": look.ORANGE}
+_NESTED = ("recompute", "encode", "decode")  # drawn inside of forward and backward
 _TALL, _LOW = 0.72, 0.40  # heights of bars
 
 
@@ -47,8 +39,7 @@ def save(trace: Trace, path: Path, step: int | None = None) -> None:
 def draw(events: list[Event], summary: Summary, subtitle: str) -> Figure:
     """The figure of some events, with lanes from top to bottom and milliseconds from left to right."""
     lanes = summary.lanes
-    figure = Figure(figsize=(11, 1.75 + 0.72 * max(2, len(lanes))), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = look.figure(1.75 + 0.72 * max(2, len(lanes)))
     axes = figure.add_subplot()
     zero = min((event.begin_ns for event in events), default=0)
     end = max((event.end_ns for event in events), default=0)
@@ -71,7 +62,9 @@ def draw(events: list[Event], summary: Summary, subtitle: str) -> Figure:
     kinds = [kind for kind in _COLORS if any(event.kind == kind for event in events)]
     if kinds:
         patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=9)
+        figure.legend(
+            handles=patches, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=look.NORMAL
+        )
     return figure
 
 
@@ -112,7 +105,13 @@ def _name_halves(axes: Axes, events: list[Event], zero: int) -> None:
         if mine:
             middle = (min(e.begin_ns for e in mine) + max(e.end_ns for e in mine)) / 2
             axes.text(
-                (middle - zero) / 1e6, -_TALL / 2 - 0.04, kind, ha="center", va="bottom", fontsize=8.5, color="#555555"
+                (middle - zero) / 1e6,
+                -_TALL / 2 - 0.04,
+                kind,
+                ha="center",
+                va="bottom",
+                fontsize=look.SMALL,
+                color=look.NOTE,
             )
 
 
@@ -135,13 +134,11 @@ def _subtitle(trace: Trace, step: int | None) -> str:
 
 def _dress(axes: Axes, lanes: tuple[Lane, ...], summary: Summary, subtitle: str, length_ns: int) -> None:
     words = summary.words
-    axes.set_title(words[:1].upper() + words[1:], loc="left", fontweight="bold", pad=18)
-    axes.text(0, 1, subtitle, transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    look.heading(axes, words[:1].upper() + words[1:], subtitle)
     axes.set_xlabel("milliseconds from the first event")
     axes.set_xlim(0, length_ns / 1e6 or 1)
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.75)
-    axes.set_yticks(range(len(lanes)), [_label(lane, length_ns) for lane in lanes], fontsize=8.5)
+    axes.set_yticks(range(len(lanes)), [_label(lane, length_ns) for lane in lanes], fontsize=look.SMALL)
     axes.tick_params(axis="y", length=0)
-    axes.grid(True, axis="x", color="#eeeeee", zorder=0)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    look.clean(axes, "x")
+    axes.spines["left"].set_visible(False)

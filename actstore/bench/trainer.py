@@ -9,12 +9,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from actstore.bench.census import gradients
+from actstore.bench import workloads
+from actstore.bench.allocator import Held, count_maps
+from actstore.bench.census import Census, recorded_gradients
 from actstore.bench.meter import PeakMeter
+from actstore.bench.peers import Wrap, wrap
 from actstore.bench.rows import Row
-from actstore.bench.workload import Batches, Workload, build
-from actstore.bench.wraps import Plain, Wrap, wrap
+from actstore.bench.workload import Workload
+from actstore.bench.workloads.job import Job, fix_seed
 
 LEARNING_RATE = 1e-3
 LOSS_SCALE = 1024.0  # where float16 gradients start; the scaler moves it
@@ -36,9 +40,45 @@ def fix_numerics(work: Workload) -> None:
 
 @dataclass
 class _Training:
+    job: Job
     wrap: Wrap
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+
+
+class _State:
+    """The weights and buffers of a model as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = [tensor.detach().clone() for tensor in _tensors(model)]
+
+    def restore(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(_tensors(model), self._values, strict=True):
+                tensor.copy_(value)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def settle(wrapped: Wrap) -> None:
+    """Give a wrap the steps that it measures and plans in, which do not train."""
+    job = wrapped.job
+    state = _State(job.model)
+    while not wrapped.settled:
+        fix_seed(job.work.seed)
+        job.backward(wrapped.forward(*job.batch(0)))
+        job.model.zero_grad()
+        state.restore(job.model)
+
+
+@dataclass
+class _Weighed:
+    held_bytes: int | None
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+    figures: dict[str, int]
 
 
 class Trainer:
@@ -46,42 +86,45 @@ class Trainer:
 
     def __init__(self, work: Workload, row: Row, disk_path: str | None) -> None:
         fix_numerics(work)
+        count_maps()
         self._work, self._row, self._disk_path = work, row, disk_path
-        self._batches = Batches(work)
         self._meter = PeakMeter(work.device)
         self._training: _Training | None = None
         self._step = 0
         self._baseline_bytes = 0
 
-    def start(self) -> None:
-        """Build the model and its optimizer, and train the steps that are not timed."""
+    def start(self) -> list[float]:
+        """Build the model and its optimizer, and train the steps that are not timed; their losses."""
         work = self._work
-        model = build(work)
+        job = workloads.make(work)
         self._training = _Training(
-            wrap(self._row, model, work, self._disk_path),
-            torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+            job,
+            wrap(self._row, job, self._disk_path),
+            torch.optim.AdamW(job.model.parameters(), lr=LEARNING_RATE),
             torch.amp.GradScaler(work.device_type, init_scale=LOSS_SCALE, enabled=work.dtype == "float16"),
         )
         self._synchronize()
         self._baseline_bytes = self._meter.now_bytes()
-        for _ in range(work.warmup):
-            self.step()
+        settle(self._training.wrap)
+        losses = [self.step()[1] for _ in range(work.warmup)]
         self._meter.reset()
+        return losses
 
     def step(self) -> tuple[float, float]:
         """Train one step; its time in milliseconds, forward to optimizer, and its loss."""
         assert self._training is not None, "start comes first"
         run = self._training
-        torch.manual_seed(self._work.seed + self._step)
-        x, y = self._batches(self._step)
+        fix_seed(self._work.seed + self._step)
+        batch = run.job.batch(self._step)
         self._step += 1
         self._synchronize()
         start = perf_counter()
-        loss = run.wrap.forward(x, y)
-        torch.autograd.backward(run.scaler.scale(loss))
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        run.optimizer.zero_grad()
+        loss = run.wrap.forward(*batch)
+        if not run.job.trains:
+            run.job.backward(run.scaler.scale(loss))
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.optimizer.zero_grad()
         self._synchronize()
         elapsed_ms = (perf_counter() - start) * 1e3
         return elapsed_ms, loss.item()
@@ -106,43 +149,72 @@ class Trainer:
 
         Returns
         -------
-        dict : saved_bytes, held_bytes, peak_held_bytes, stored_bytes, grad_error, bit_equal
+        dict : saved_bytes, held_bytes, peak_held_bytes, stored_bytes, grad_error, bit_equal, state_error
 
         Notes
         -----
-        The row makes two steps and the second counts, so that a store that learns from the first shows what it does
-        from then on.
+        Each makes three steps from the same weights: the first for a store that learns from it, the second for the
+        gradients, the third for the bytes.
         """
-        self.close()
-        work = self._work
-        model = build(work)
-        x, y = self._batches(0)
-        scale = LOSS_SCALE if work.dtype == "float16" else 1.0
-        torch.manual_seed(work.seed)
-        plain = Plain(model, work).weigh(x, y, scale)
-        expected = [g.clone() for g in gradients(model)]
-        row = wrap(self._row, model, work, self._disk_path)
-        for _ in range(2):
-            model.zero_grad()
-            torch.manual_seed(work.seed)
-            memory = row.weigh(x, y, scale)
-        found = gradients(model)
-        row.close()
+        if self._training is not None and self._training.job.calls:
+            self.close()
+        if self._training is None:
+            wrapped = wrap(self._row, workloads.make(self._work), self._disk_path)
+            settle(wrapped)
+        else:
+            wrapped, self._training = self._training.wrap, None
+        fresh = Wrap(workloads.make(self._work))
+        state = _State(fresh.job.model)
+        saved_bytes = self._saved_bytes(fresh.job)
+        while fresh.job.calls != wrapped.job.calls:
+            self._once(min(fresh, wrapped, key=lambda one: one.job.calls), state)
+        plain = self._weigh(fresh, state)
+        found = self._weigh(wrapped, state)
         return {
-            "saved_bytes": plain.saved_bytes if memory.saved_bytes is None else memory.saved_bytes,
-            "held_bytes": memory.held_bytes,
-            "peak_held_bytes": memory.peak_held_bytes,
-            "stored_bytes": memory.stored_bytes,
-            "grad_error": relative_error(found, expected),
-            "bit_equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+            "saved_bytes": saved_bytes,
+            "held_bytes": found.held_bytes,
+            "grad_error": relative_error(found.gradients, plain.gradients),
+            "bit_equal": all(torch.equal(a, b) for a, b in zip(found.gradients, plain.gradients, strict=True)),
+            "state_error": relative_error(found.buffers, plain.buffers),
+            **found.figures,
         }
+
+    def _saved_bytes(self, job: Job) -> int:
+        census = Census(job.model, self._work.device_type)
+        fix_seed(self._work.seed)
+        with census.plain():
+            loss = job.loss(*job.batch(0))
+        job.backward(loss)
+        return census.saved_bytes
+
+    def _weigh(self, wrapped: Wrap, state: _State) -> _Weighed:
+        model = wrapped.job.model
+        self._once(wrapped, state)
+        with recorded_gradients(model) as gradients:
+            self._once(wrapped, state)
+        buffers = [buffer.detach().clone() for buffer in model.buffers()]
+        held = Held(self._work.device)
+        with held.watch():
+            self._once(wrapped, state)
+        figures = wrapped.figures()
+        wrapped.close()
+        held.release()
+        return _Weighed(held.nbytes, gradients, buffers, figures)
+
+    def _once(self, wrapped: Wrap, state: _State) -> None:
+        job = wrapped.job
+        state.restore(job.model)
+        fix_seed(self._work.seed)
+        loss = wrapped.forward(*(tensor.clone() for tensor in job.batch(0)))  # only the graph keeps the batch
+        job.backward(loss, LOSS_SCALE if self._work.dtype == "float16" else 1.0)
+        job.model.zero_grad()
 
     def _synchronize(self) -> None:
         if self._work.on_cuda:
             torch.cuda.synchronize(self._work.device)
 
 
-def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """``||found - expected|| / ||expected||`` over all tensors together, in float64; 0.0 only where they are equal."""
     off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     norm = sum(float(b.double().square().sum()) for b in expected)

@@ -3,13 +3,14 @@
 Requests are lines of JSON on standard input, answers lines of JSON on standard output, one for one:
 
 ==========================================================  ==================================================
-``{"do": "start", "workload": .., "row": .., "disk_path"}``  ``{}``, when the model is built and warmed up
+``{"do": "start", "workload": .., "row": .., "disk_path"}``  ``{"losses": [..]}`` of the steps that warmed up
 ``{"do": "step"}``                                          ``{"ms": .., "loss": ..}``
 ``{"do": "peaks"}``                                         memory of the steps so far
 ``{"do": "check"}``                                         gradient error, bytes saved and held; ends training
 ==========================================================  ==================================================
 
-An answer ``{"error": ..}`` ends the process; so does the end of standard input.
+An answer ``{"error": ..}``, or ``{"left_out": ..}`` where the row has no meaning for the model, ends the process; so
+does the end of standard input.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import traceback
 from typing import Any
 
+from actstore.bench.peers import NotApplicable
 from actstore.bench.rows import Row
 from actstore.bench.trainer import Trainer
 from actstore.bench.workload import Workload
@@ -29,8 +31,7 @@ def _answer(request: dict[str, Any], trainer: Trainer | None) -> tuple[dict[str,
     if trainer is None:
         work, row = Workload.from_dict(request["workload"]), Row(**request["row"])
         trainer = Trainer(work, row, request["disk_path"])
-        trainer.start()
-        return {}, trainer
+        return {"losses": trainer.start()}, trainer
     if request["do"] == "step":
         elapsed_ms, loss = trainer.step()
         return {"ms": elapsed_ms, "loss": loss}, trainer
@@ -45,12 +46,14 @@ def main() -> int:
     for line in sys.stdin:
         try:
             answer, trainer = _answer(json.loads(line), trainer)
+        except NotApplicable as reason:
+            answer = {"left_out": str(reason)}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        if "error" in answer:
+        if answer.keys() & {"error", "left_out"}:
             return 1
     if trainer is not None:
         trainer.close()

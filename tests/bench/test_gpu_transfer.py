@@ -20,11 +20,13 @@ from actstore.trace import Event, Trace
 from actstore.transfer.buffers import Buffers
 from benchmarks import gpu, gpu_chain, gpu_page, gpu_page_transfer, gpu_transfer
 from benchmarks.gpu_chain import Chain
+from benchmarks.gpu_place import Place
 from benchmarks.gpu_shuttle import Shuttle, shuttle_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 KIB, MIB = 2**10, 2**20
 CPU = Cpu(torch.device("cpu"))
+HERE = Place("cpu", small=True)
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_a_chain_is_measured_with_a_store_and_without(chain: Chain, tmp_path: Pa
     assert (found["layers"], found["nbytes"]) == (4, 256 * KIB)
     assert len(found["samples"]) == 2
     assert found["hits"] + found["late"] + found["misses"] == 4
-    assert min(found["plain_ms"], found["store_ms"], found["offload_ms"]) > 0
+    assert min(found["plain_ms"], found["store_ms"]) > 0  # a payload that comes back at once was never copied
 
 
 def test_wrong_gradients_of_a_chain_are_found(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +163,13 @@ def test_what_fails_is_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     seen = []
 
-    def first(found: dict[str, Any], save: Any) -> int:
+    def first(place: Place, found: dict[str, Any], save: Any) -> int:
         found["half"] = 1
         save()
         seen.append(json.loads(file.read_text())["half"])
         raise OSError("no memory\nsecond line")
 
-    found = gpu_transfer.run_all({"first": first, "second": lambda found, save: found["half"] + 1}, file)
+    found = gpu_transfer.run_all({"first": first, "second": lambda place, found, save: found["half"] + 1}, file, HERE)
     assert seen == [1]
     assert found["second"] == 2
     assert found["failed"] == {"first": "OSError: no memory"}
@@ -183,6 +185,7 @@ def test_without_a_gpu_the_measurement_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+NOTHING = {"goals": gpu_transfer.GOALS, "failed": {}, "policy": "raw @ host"}
 FLOW = {"nbytes": 2**30, "ms": 20.0, "gbps": 53.7, "host_us": 41.2, "of_ceiling": 0.97}
 STEP = {
     "layers": 32, "nbytes": 64 * MIB, "products": 9, "equal": True, "plain_ms": 100.0, "store_ms": 101.0, "ratio": 1.01,
@@ -191,6 +194,7 @@ STEP = {
 FIGURES: dict[str, Any] = {
     "goals": gpu_transfer.GOALS,
     "failed": {"price": "OutOfMemoryError: a | b"},
+    "policy": "raw @ host",
     "link": [
         {"nbytes": MIB, "count": 1024, "window_nbytes": None, "correct": True, "out": FLOW, "back": FLOW,
          "both": FLOW | {"of_ceiling": 0.5}},
@@ -231,26 +235,15 @@ def test_the_page_shows_figures_beside_goals() -> None:
 def test_the_price_of_a_buffer_is_shown() -> None:
     times = {"ms": 2.0, "low_ms": 1.9, "high_ms": 2.1, "gbps": 50.0}
     row = {"nbytes": 64 * MIB, "direct": times, "encode": times | {"ms": 0.05}, "encode_and_copy": times | {"ms": 2.1}}
-    page = gpu_page_transfer.lines({"goals": gpu_transfer.GOALS, "failed": {}, "price": [row]})
+    page = gpu_page_transfer.lines(NOTHING | {"price": [row]})
     assert page[-1] == "| 64 | 2.000 | 0.050 | 2.100 | 1.050 |"
 
 
 def test_half_a_measurement_makes_a_page() -> None:
     env = {"time": "now", "actstore": "1", "torch": "2", "python": "3"}
-    for part in [{}, *({name: FIGURES[name]} for name in FIGURES if name not in ("goals", "failed"))]:
-        figures = {"goals": gpu_transfer.GOALS, "failed": {}, **part}
+    for part in [{}, *({name: FIGURES[name]} for name in FIGURES if name not in NOTHING)]:
+        figures = {**NOTHING, **part}
         found = {"environment": env, "status": "stopped", "seconds": 1, "said": "", "figures": figures}
-        assert "## The transfer engine" in gpu_page.page({"gpu": "Some GPU", "parts": {"transfer": found}})
-
-
-def test_what_a_part_draws_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
-    code = "import sys; [open(name, 'w').write(name[-4:]) for name in sys.argv[1:]]"
-    part = gpu.Part("transfer", ("-c", code, "{json}", "{trace}", "{plot}"), 60)
-    assert gpu.run_part(part, 60, tmp_path / "work")["status"] == "ok"
-    gpu.write({"gpu": "Some GPU", "parts": {}}, "some-gpu", tmp_path / "out")
-    for folder in ("results", "out"):
-        assert (tmp_path / folder / "some-gpu-transfer.ndjson").read_text() == "json"
-        assert (tmp_path / folder / "some-gpu-transfer.png").read_text() == ".png"
-        assert not (tmp_path / folder / "some-gpu.png").exists()
+        assert "## The transfer engine" in gpu_page.page(
+            {"gpu": "Some GPU", "dry_run": False, "parts": {"transfer": found}}, {}
+        )

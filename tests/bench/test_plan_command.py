@@ -12,21 +12,25 @@ pytest.importorskip("typer")
 import torch
 
 from actstore import ActivationStore, ConfigError, Plan, Profile, StateError, make_plan
-from actstore.bench import cli, plan_plot
-from actstore.bench.workload import Batches, Workload, build
+from actstore.bench import cli, workloads
+from actstore.bench.workload import Workload
+from actstore.plan import plot as plan_plot
 from actstore.plan.study import Study
 from actstore.planning import replan
 from tests.plan.profiles import MIB, on_host, profile
 
 SCRIPT = """
-from actstore.bench.workload import Batches, Workload, build
+from actstore.bench import workloads
+from actstore.bench.workload import Workload
+from actstore.plan import plot as plan_plot
 import torch
 
 
 def make_step():
     torch.set_num_threads(1)
     work = Workload(layers=2, width=64, heads=2, context=32, batch=4)
-    model, batch = build(work), Batches(work)(0)
+    job = workloads.make(work)
+    model, batch = job.model, job.batch(0)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -88,9 +92,10 @@ def test_a_script_is_planned(
     assert f"ActivationStore(model, POLICY):\n\n{plan.text}\n" in said.out
     assert Profile.read(tmp_path / "measured.json") == plan.profile
     assert (tmp_path / "plan.png").stat().st_size > 10_000
-    model = build(TINY)
+    job = workloads.make(TINY)
+    model = job.model
     with ActivationStore(model, plan, min_bytes=0) as store:
-        loss = model(*Batches(TINY)(0))
+        loss = model(*job.batch(0))
     loss.backward()
     assert store.report().peak_held_bytes <= plan.budget
 
@@ -223,7 +228,8 @@ def test_any_plan_is_drawn(made: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["returns the loss", "enters the store"])
 def test_a_step_is_planned_in_either_form(form: str) -> None:
-    model, batch = build(TINY), Batches(TINY)(0)
+    job = workloads.make(TINY)
+    model, batch = job.model, job.batch(0)
     optimizer = torch.optim.AdamW(model.parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -243,7 +249,8 @@ def test_a_step_is_planned_in_either_form(form: str) -> None:
 
 
 def test_steps_that_cannot_be_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = build(TINY), Batches(TINY)(0)
+    job = workloads.make(TINY)
+    model, batch = job.model, job.batch(0)
     with pytest.raises(ConfigError, match="computed no gradient"):
         make_plan(model, lambda: None, "1MiB")
     with pytest.raises(ConfigError, match="the step takes a, b"):

@@ -40,9 +40,9 @@ def test_times_are_paired() -> None:
 
 def test_a_busy_machine_is_named(result: Result) -> None:
     quiet, busy = [600.0, 610.0, 590.0, 620.0] * 5, [600.0, 610.0, 2000.0, 3000.0] * 5
-    result.rows[0].step_samples_ms = quiet
+    result.rows[0].set_times(quiet, list(quiet))
     assert result.busy is None
-    result.rows[0].step_samples_ms = busy
+    result.rows[0].set_times(busy, list(busy))
     assert result.busy is not None
     console = Console(width=100, file=StringIO(), color_system=None)
     console.print(render(result))

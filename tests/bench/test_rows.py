@@ -4,54 +4,51 @@ from __future__ import annotations
 
 import pytest
 
-from actstore.bench import rows
-from actstore.bench.rows import BITSANDBYTES, PLAIN, ROWS, parse_policies, select
+from actstore.bench.rows import ROWS, parse_policies, rows_for, select
 from actstore.errors import ActstoreError, ConfigError
 
 
-def test_all_rows_are_there() -> None:
-    assert [row.name for row in ROWS] == [
+def test_the_usual_rows_are_a_good_part_of_all() -> None:
+    usual = [row.name for row in ROWS if row.usual]
+    assert usual == [
         "plain",
         "torch checkpoint",
+        "checkpoint every k-th",
+        "selective checkpoint",
+        "checkpoint_sequential",
         "save_on_cpu",
         "bitsandbytes 8-bit",
-        "raw @ host",
         "raw @ disk",
-        "expack",
         "int8",
-        "int8 @ host",
         "int8 @ disk",
         "int4",
         "recompute",
-        "recompute(raw @ disk)",
         "recompute(int8)",
+        "auto 50 %",
     ]
-
-
-def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "find_spec", lambda name: None)
-    assert BITSANDBYTES.missing() == "bitsandbytes is not installed"
-    assert PLAIN.missing() == ""
+    assert [row.name for row in rows_for(("a : int8",))] == [*(row.name for row in ROWS), "a : int8"]
+    assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def test_select_keeps_plain_and_the_order() -> None:
-    assert [row.name for row in select(list(ROWS), ["int8", "raw @ host"])] == ["plain", "raw @ host", "int8"]
-    assert select(list(ROWS), []) == list(ROWS)
+    assert [row.name for row in select(list(ROWS), ["int8", "raw @ host"])] == ["plain", "int8", "raw @ host"]
+    assert select(list(ROWS), []) == [row for row in ROWS if row.usual]
+    assert select(list(ROWS), ["all"]) == list(ROWS)
     with pytest.raises(ConfigError, match="no row is called 'int9'; near ones: int8"):
         select(list(ROWS), ["int9"])
 
 
 def test_parse_policies() -> None:
-    (row,) = parse_policies([" mine = blocks.*.mlp : int8 @ disk "])
+    (row,) = parse_policies([" mine = blocks.*.mlp : int8 @ disk "], list(ROWS))
     assert (row.name, row.kind, row.policy) == ("mine", "ours", "blocks.*.mlp : int8 @ disk")
 
 
-@pytest.mark.parametrize("option", ["int8", "=int8", "mine=", "plain=int8"])
+@pytest.mark.parametrize("option", ["int8", "=int8", "mine=", "plain=int8", "all=int8"])
 def test_parse_policies_refuses(option: str) -> None:
     with pytest.raises(ConfigError, match="--policy"):
-        parse_policies([option])
+        parse_policies([option], list(ROWS))
 
 
 def test_a_policy_that_does_not_parse_is_refused_before_the_run() -> None:
     with pytest.raises(ActstoreError, match="int9"):
-        parse_policies(["mine=int9"])
+        parse_policies(["mine=int9"], list(ROWS))

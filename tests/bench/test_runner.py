@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Self
+
 import pytest
 
-from actstore.bench import rows
-from actstore.bench.client import Client, RowFailed
+from actstore.bench import rows, runner
+from actstore.bench.client import Client, RowFailed, RowLeftOut
 from actstore.bench.result import Result
 from actstore.bench.rows import BITSANDBYTES, PLAIN, Row
 from actstore.bench.runner import run, steps_of
@@ -49,3 +51,55 @@ def test_a_killed_process_is_a_failed_row(tiny: Workload) -> None:
 def test_a_silent_process_is_a_failed_row(tiny: Workload) -> None:
     with Client(tiny, PLAIN, None, limit_s=0.01) as client, pytest.raises(RowFailed, match="no answer to 'start'"):
         client.start()
+
+
+class FakeClient:
+    """Answers at once: plain takes 10 ms, a row twice that, in its second process three times."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, work: Workload, row: Row, disk_path: str | None) -> None:
+        self.name = row.name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def start(self) -> list[float]:
+        self.started.append(self.name)
+        if self.name == "meaningless":
+            raise RowLeftOut("it has no blocks")
+        if self.name == "fragile" and self.started.count(self.name) == 2:
+            raise RowFailed("gone")
+        return [1.0]
+
+    def step(self) -> tuple[float, float]:
+        return (10.0 if self.name == "plain" else 10.0 * (1 + self.started.count(self.name))), 0.5
+
+    def ask(self, do: str) -> dict[str, object]:
+        return {}
+
+
+def test_repeats_are_new_processes_in_a_new_order(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClient, "started", [])
+    monkeypatch.setattr(runner, "Client", FakeClient)
+    names = ["a", "b", "meaningless", "fragile", "c"]
+    chosen = [PLAIN, *(Row(name, "ours", "keep") for name in names)]
+    seen: list[str] = []
+    result = run(tiny, chosen, progress=seen.append, repeats=3)
+    assert result.left_out == [{"name": "meaningless", "reason": "it has no blocks"}]
+    assert [row.name for row in result.rows] == ["plain", "a", "b", "fragile", "c"]
+    assert [row.failed for row in result.rows] == ["", "", "", "in repeat 2: gone", ""]
+    started = FakeClient.started
+    assert started[:6] == ["plain", *names]
+    assert sorted(started[6:10]) == ["a", "b", "c", "fragile"]
+    assert sorted(started[10:]) == ["a", "b", "c"]
+    assert started[6:] != [name for name in names if name in started[6:]]
+    found = result.rows[1]
+    assert found.repeat_ratios == [2.0, 3.0, 4.0]
+    assert found.ratio == 3.0
+    assert len(found.step_samples_ms) == len(found.plain_samples_ms) == 3 * tiny.steps
+    assert found.losses == [1.0, 0.5, 0.5]
+    assert len(seen) == steps_of(tiny, [PLAIN, *chosen[1:3], chosen[5]], 3) + tiny.steps  # and one repeat of "fragile"

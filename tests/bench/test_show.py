@@ -91,7 +91,7 @@ def test_shows_results_of_benchmarks(result: Result, tmp_path: Path) -> None:
     result.write(tmp_path / "r.json")
     assert "held" in show(tmp_path / "r.json", "--plot", tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 5000
-    codecs = Path(__file__).parents[2] / "benchmarks" / "results" / "codecs-cpu.json"
+    codecs = Path(__file__).parents[2] / "benchmarks" / "results" / "intel-xeon-2-cores" / "codecs.json"
     assert "int8(affine)" in show(codecs)
 
 

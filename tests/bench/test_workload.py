@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from actstore.bench.workload import Batches, Workload, autocast, build, text, text_digest, vocabulary
+from actstore.bench import workloads
+from actstore.bench.workload import Workload
+from actstore.bench.workloads.text import Batches, text, text_digest, vocabulary
 from actstore.errors import ConfigError
 
 
@@ -20,7 +22,6 @@ from actstore.errors import ConfigError
         ({"warmup": -1}, "--warmup -1"),
         ({"dropout": 1.0}, "--dropout 1.0 is not a probability"),
         ({"dtype": "int8"}, "not one of float32, bfloat16, float16"),
-        ({"context": 10**9}, "longer than the text"),
     ],
 )
 def test_refuses(tiny: Workload, change: dict[str, object], message: str) -> None:
@@ -59,16 +60,16 @@ def test_batches_follow_the_step_and_the_seed(tiny: Workload) -> None:
 
 
 def test_the_seed_makes_the_model(tiny: Workload) -> None:
-    for a, b in zip(build(tiny).parameters(), build(tiny).parameters(), strict=True):
+    for a, b in zip(workloads.make(tiny).model.parameters(), workloads.make(tiny).model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_dropout_and_autocast_reach_the_model(tiny: Workload) -> None:
     work = dataclasses.replace(tiny, dropout=0.5, dtype="bfloat16")
-    model, (x, y) = build(work), Batches(work)(0)
+    job = workloads.make(work)
+    batch = job.batch(0)
     seen: list[torch.dtype] = []
-    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    with autocast(work):
-        one, other = model(x, y), model(x, y)
+    job.model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    one, other = job.loss(*batch), job.loss(*batch)
     assert one.item() != other.item()
     assert seen[0] == torch.bfloat16

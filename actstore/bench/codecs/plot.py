@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from actstore.bench.codecs.contenders import FAMILIES
 from actstore.bench.codecs.result import CodecResult, CodecRow, dtypes_of
 from actstore.bench.labels import Label, columns, place
+from actstore.pictures import look
 
-_COLORS = ("#d9640d", "#b3009e", "#7a5195", "#0b6bcb", "#1a8a4a", "#a07800", "#6b6b6b")
+_COLORS = (look.VERMILION, "#b3009e", "#7a5195", look.BLUE, look.GREEN, look.ORANGE, look.GREY)
 _COLOR_OF = dict(zip(FAMILIES, _COLORS, strict=True))
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 _EXACT = 0.4  # where marks of lossless codecs lie: this part of the least error
@@ -32,8 +31,7 @@ def save(result: CodecResult, path: Path) -> None:
     dtypes = dtypes_of(result.good)
     dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), "")
     rows = [row for row in result.good if row.dtype == dtype or not row.error]
-    figure = Figure(figsize=(13, 2.6 + max(4.2, 0.24 * len(rows))), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = look.figure(2.6 + max(4.2, 0.24 * len(rows)), width=13)
     left, right = figure.subplots(1, 2, width_ratios=(1.45, 1))
     lossy, exact = _draw_errors(left, [row for row in rows if row.error])
     _draw_speeds(right, rows)
@@ -107,17 +105,14 @@ def _draw_speeds(axes: Axes, rows: list[CodecRow]) -> None:
 
 def _dress(left: Axes, right: Axes, result: CodecResult, dtype: str) -> None:
     env, setting = result.environment, result.setting
-    left.set_title("What each codec loses and what it keeps", loc="left", fontweight="bold", pad=22)
-    right.set_title("How fast, copy_ of the same tensor = 1", loc="left", fontweight="bold", pad=22)
     notes = (
         f"{dtype}; marks: Gaussian data unless named; lines: best to worst of six kinds of data",
         f"encode above decode; {setting['size_mb']:g} MB, {env['processor']}, {setting['threads']} threads",
     )
-    for axes, note in zip((left, right), notes, strict=True):
-        axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8.5, color="#555555")
-        axes.grid(True, axis="both" if axes is left else "x", color="#eeeeee", zorder=0)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    titles = ("What each codec loses and what it keeps", "How fast, copy_ of the same tensor = 1")
+    for axes, title, note in zip((left, right), titles, notes, strict=True):
+        look.heading(axes, title, note)
+        look.clean(axes, "both" if axes is left else "x")
     left.set_xlabel("bits per element (further left is smaller)")
     left.set_ylabel("relative L2 error, % (lower is better)")
     left.set_xticks(_BITS)

@@ -1,0 +1,106 @@
+"""Bytes that are in use, by what allocates them: one measure for every row, whatever keeps the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+PROBE_NBYTES = 1 << 20
+
+
+class _MallInfo2(ctypes.Structure):
+    """struct mallinfo2 of glibc: mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+_maps: WeakSet[mmap.mmap] = WeakSet()
+
+
+class _Map(mmap.mmap):
+    """A map that is counted while it lives."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Map:
+        made = super().__new__(cls, *args, **kwargs)
+        _maps.add(made)
+        return made
+
+
+def count_maps() -> None:
+    """Count, from now on, the memory maps that Python code makes. For a process of the benchmark only."""
+    mmap.mmap = _Map  # type: ignore[misc]
+
+
+def in_use(device: str) -> Callable[[], int] | None:
+    """A function that tells the bytes in use; None where the system cannot tell.
+
+    On a GPU, what PyTorch's allocator has given out. On the CPU, what the C allocator has, which is where tensors come
+    from and whatever else a row makes, and memory maps since `count_maps`. Tensors that are shared between views, kept
+    in caches or by compiled code are counted like all others, each once.
+    """
+    if torch.device(device).type == "cuda":
+        return partial(torch.cuda.memory_allocated, device)
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _MallInfo2
+
+    def host() -> int:
+        info = mallinfo2()
+        return int(info.uordblks + info.hblkhd) + sum(map(len, list(_maps)))
+
+    before = host()
+    probe = torch.empty(PROBE_NBYTES, dtype=torch.uint8)
+    seen = host() - before
+    return host if probe.numel() <= seen < 2 * probe.numel() else None  # another allocator may stand in for malloc
+
+
+class Held:
+    """Bytes that a forward leaves behind: those in use when backward begins, less those in use when all is let go.
+
+    Attributes
+    ----------
+    nbytes : the difference, after `release`; None where it cannot be had
+    """
+
+    def __init__(self, device: str) -> None:
+        self._in_use = in_use(device)
+        self._at_backward: int | None = None
+        self.nbytes: int | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forward and backward inside; the first backward marks the end of forward, whoever calls it."""
+        gc.collect()  # what earlier steps left in cycles is not this one's
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+
+        def marked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._at_backward is None and self._in_use is not None:
+                self._at_backward = self._in_use()
+            return function(*args, **kwargs)
+
+        torch.autograd.backward, torch.autograd.grad = partial(marked, backward), partial(marked, grad)
+        try:
+            yield
+        finally:
+            torch.autograd.backward, torch.autograd.grad = backward, grad
+
+    def release(self) -> None:
+        """To be called when gradients and everything of the row, but not the model, are let go."""
+        gc.collect()
+        if self._at_backward is not None and self._in_use is not None:
+            self.nbytes = max(0, self._at_backward - self._in_use())

@@ -1,0 +1,120 @@
+"""Two results of the benchmark, row by row: what grew, and whether that is more than noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actstore.bench.result import Result, RowResult
+
+DRAWS = 4000  # of the bootstrap
+CONFIDENCE = 0.95
+ON_THE_WAY = 0.1  # of what is saved: how much more may happen to be on its way to a tier when forward ends
+
+_MACHINE = ("system", "processor", "cores", "gpu", "gpu_capability", "cuda", "torch", "text_sha256")
+_FREE = ("steps", "warmup")  # of a workload: they say how long was measured, not what
+
+
+@dataclass(frozen=True)
+class Growth:
+    """New over old, with the interval in which it lies at `CONFIDENCE`; a point where there is nothing to resample."""
+
+    low: float
+    middle: float
+    high: float
+
+    def above(self, limit: float) -> bool:
+        """Whether it is certain, as far as the interval goes, that the growth is more than `limit`."""
+        return self.low > 1 + limit
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row in both results.
+
+    Attributes
+    ----------
+    time : of the step as a multiple of plain's in the same run; None for plain, the measure of the others
+    held : of `held_bytes`
+    worse : what else is worse, in words; empty where nothing is
+    """
+
+    old: RowResult
+    new: RowResult
+    time: Growth | None
+    held: Growth | None
+    worse: str
+
+    def complaints(self, limit: float) -> Iterator[str]:
+        """What grew by more than `limit`, a fraction, for sure."""
+        if self.worse:
+            yield self.worse
+        for what, growth in (("takes", self.time), ("holds", self.held)):
+            if growth is not None and growth.above(limit):
+                yield f"{what} {100 * (growth.middle - 1):.1f} % more"
+
+
+def differences(old: Result, new: Result) -> list[str]:
+    """What makes the two results unlike each other: of the machine, of torch and of the workload, each in words."""
+    before, after = dict(old.workload), dict(new.workload)
+    for work in (before, after):
+        work.setdefault("model", "gpt")  # results were once of this one alone
+    names = [name for name in sorted({*before, *after}) if name not in _FREE]
+    return [
+        *_unlike(old.environment, new.environment, _MACHINE),
+        *(f"workload: {line}" for line in _unlike(before, after, names)),
+    ]
+
+
+def packages(old: Result, new: Result) -> list[str]:
+    """Versions that differ, of actstore and of what the rows use."""
+    names = sorted({*old.environment, *new.environment} - {*_MACHINE, "time", "memory_bytes", "gpu_memory_bytes"})
+    return _unlike(old.environment, new.environment, names)
+
+
+def _unlike(old: dict[str, Any], new: dict[str, Any], names: Any) -> list[str]:
+    return [f"{name} {old.get(name)} and {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+
+
+def changes(old: Result, new: Result) -> list[Change]:
+    """The rows that both have, in the order of the new one."""
+    before = {row.name: row for row in old.rows}
+    return [_change(before[row.name], row) for row in new.rows if row.name in before]
+
+
+def only(one: Result, other: Result) -> list[str]:
+    """Names of rows that only `one` has."""
+    names = {row.name for row in other.rows}
+    return [row.name for row in one.rows if row.name not in names]
+
+
+def _change(old: RowResult, new: RowResult) -> Change:
+    worse = ""
+    if new.failed and not old.failed:
+        worse = f"fails now: {new.failed}"
+    elif old.bit_equal and new.bit_equal is False:
+        worse = f"was exact, and has a gradient error of {new.grad_error:.2e}"
+    return Change(old, new, None if new.kind == "plain" else _time(old, new), _held(old, new), worse)
+
+
+def _time(old: RowResult, new: RowResult) -> Growth | None:
+    """The quotient of the medians of the pairs, and what resampled pairs say of it."""
+    before, after = np.array(old.pairs), np.array(new.pairs)
+    if not (before.size and after.size):
+        return None
+    generator = np.random.default_rng(0)
+    medians = [np.median(generator.choice(pairs, (DRAWS, pairs.size)), axis=1) for pairs in (before, after)]
+    low, high = np.quantile(medians[1] / medians[0], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Growth(float(low), float(np.median(after) / np.median(before)), float(high))
+
+
+def _held(old: RowResult, new: RowResult) -> Growth | None:
+    """Of a row that moves payloads, less by what can be on its way."""
+    if not old.held_bytes or new.held_bytes is None:
+        return None
+    chance = ON_THE_WAY * (new.saved_bytes or 0) if "@" in new.policy else 0.0
+    low, high = (max(0.0, new.held_bytes + sign * chance) / old.held_bytes for sign in (-1, 1))
+    return Growth(low, new.held_bytes / old.held_bytes, high)

@@ -1,0 +1,33 @@
+"""The rows at work: peers as their own documentation shows them, ours through ActivationStore."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from actstore.bench.peers.base import NotApplicable, Wrap
+from actstore.bench.rows import Row
+from actstore.bench.workloads.job import Job
+
+__all__ = ["NotApplicable", "Wrap", "wrap"]
+
+
+def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
+    """The job with its model wrapped for `row`.
+
+    Raises
+    ------
+    NotApplicable : the row has no meaning for this model
+    """
+    if row.kind == "plain":
+        return Wrap(job)
+    if row.kind == "ours":
+        from actstore.bench.peers import ours
+
+        if row.share:
+            return ours.Auto(job, row.share)
+        if row.compiled:
+            return ours.CompiledBlocks(job, row.policy, disk_path, row.compiled)
+        return ours.Ours(job, row.policy, disk_path)
+    module, _, name = row.made_by.partition(":")
+    kind: type[Wrap] = getattr(import_module(f"actstore.bench.peers.{module}"), name)
+    return kind(job)

@@ -1,0 +1,90 @@
+"""ActivationStore as a row: with a policy, under a budget, around compiled blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from actstore import ActivationStore, CapacityError
+from actstore.bench.census import Census
+from actstore.bench.peers.base import NotApplicable, Wrap
+from actstore.bench.workloads.job import Job
+from actstore.units import format_nbytes
+
+SETTLED_STEPS = 6  # with a plan, before it is timed: time to notice that it is wrong
+
+
+class Ours(Wrap):
+    """ActivationStore with the policy of the row."""
+
+    def __init__(self, job: Job, policy: str, disk_path: str | None) -> None:
+        super().__init__(job)
+        self.store = ActivationStore(job.model, policy, disk_path=disk_path, min_bytes=job.min_bytes)
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        with self.store:
+            return self.job.loss(*batch)
+
+    def figures(self) -> dict[str, int]:
+        report = self.store.report()
+        return {"peak_held_bytes": report.peak_held_bytes, "stored_bytes": report.stored_bytes}
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Auto(Wrap):
+    """ActivationStore with a plan, under a share of what plain autograd holds, which its first step counts."""
+
+    def __init__(self, job: Job, share: float) -> None:
+        super().__init__(job)
+        self.share = share
+        self.store: ActivationStore | None = None
+        self.settled, self._planned_steps = False, 0
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        if self.store is None:
+            census = Census(self.job.model, self.job.work.device_type)
+            with census.plain():
+                loss = self.job.loss(*batch)
+            budget = int(self.share * census.saved_bytes)
+            self.store = ActivationStore(self.job.model, "auto", budget=budget, min_bytes=self.job.min_bytes)
+            return loss
+        self._planned_steps += self.store.plan is not None
+        self.settled = self._planned_steps >= SETTLED_STEPS
+        try:
+            with self.store:
+                return self.job.loss(*batch)
+        except CapacityError as error:
+            least = error.facts.get("least")
+            if least is None:
+                raise
+            raise NotApplicable(f"the least budget that is possible here is {format_nbytes(least)}") from error
+
+    def figures(self) -> dict[str, int]:
+        assert self.store is not None
+        report = self.store.report()
+        return {"peak_held_bytes": report.peak_held_bytes, "stored_bytes": report.stored_bytes}
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+
+class CompiledBlocks(Ours):
+    """The same, with the blocks compiled, or their parts: a module that is recomputed is not compiled itself."""
+
+    def __init__(self, job: Job, policy: str, disk_path: str | None, what: str) -> None:
+        if not job.blocks:
+            raise NotApplicable("the model has no repeated blocks that are known")
+        for block in job.blocks:
+            for module in [block] if what == "blocks" else _parts(block):
+                module.compile()
+        super().__init__(job, policy, disk_path)
+
+
+def _parts(block: nn.Module) -> list[nn.Module]:
+    """Its children that have children of their own."""
+    parts = [child for child in block.children() if any(True for _ in child.children())]
+    if not parts:
+        raise NotApplicable("the blocks have no parts worth compiling")
+    return parts

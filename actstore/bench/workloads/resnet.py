@@ -1,0 +1,78 @@
+"""ResNet for small images: three stages of basic blocks, each half as large and twice as wide as the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actstore.bench.workload import Workload
+from actstore.bench.workloads import digits
+from actstore.bench.workloads.digits import CLASSES, Digits
+from actstore.bench.workloads.job import Job, Kind
+
+STAGES = 3
+
+
+class Block(nn.Module):
+    """Two convolutions and the way around them."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or channels != out:
+            self.around = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.norm1(self.conv1(x)))
+        h = self.norm2(self.conv2(h))
+        out: Tensor = self.relu(h + self.around(x))
+        return out
+
+
+class ResNet(nn.Module):
+    """``model(images, digits)`` is the mean cross entropy of telling the digits."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, work.width, 3, padding=1, bias=False), nn.BatchNorm2d(work.width), nn.ReLU(inplace=True)
+        )
+        self.blocks = nn.ModuleList(_blocks(work.width, work.layers))
+        self.head = nn.Linear(work.width << (STAGES - 1), CLASSES)
+
+    def forward(self, images: Tensor, digits: Tensor) -> Tensor:
+        h = self.stem(images)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h.mean((2, 3))), digits)
+
+
+def _blocks(width: int, layers: int) -> Iterator[Block]:
+    channels = width
+    for stage in range(STAGES):
+        for layer in range(layers):
+            out = width << stage
+            yield Block(channels, out, 2 if stage and not layer else 1)
+            channels = out
+
+
+def make(work: Workload) -> Job:
+    model = ResNet(work).to(work.device)
+    return Job(work, model, model.blocks, Digits(work))
+
+
+KIND = Kind(
+    title="a ResNet on handwritten digits",
+    default=Workload("resnet", layers=3, width=32, heads=1, context=32, batch=32),
+    uses=("layers", "width", "context", "batch"),
+    make=make,
+    check=digits.check,
+    policies=("zmask",),
+)

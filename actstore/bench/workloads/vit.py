@@ -1,0 +1,58 @@
+"""A vision transformer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actstore.bench.workload import Workload
+from actstore.bench.workloads import digits
+from actstore.bench.workloads.digits import CLASSES, Digits
+from actstore.bench.workloads.gpt import Block
+from actstore.bench.workloads.job import Job, Kind
+from actstore.errors import ConfigError
+
+PATCH = 4  # pixels of a side
+
+
+class ViT(nn.Module):
+    """``model(images, digits)`` is the mean cross entropy of telling the digits."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, work.width, PATCH, PATCH)
+        self.first = nn.Parameter(torch.zeros(1, 1, work.width))  # whose place the answer is read from
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (work.context // PATCH) ** 2, work.width))
+        self.blocks = nn.ModuleList(Block(work, causal=False) for _ in range(work.layers))
+        self.norm = nn.LayerNorm(work.width)
+        self.head = nn.Linear(work.width, CLASSES)
+
+    def forward(self, images: Tensor, digits: Tensor) -> Tensor:
+        h = self.patches(images).flatten(2).transpose(1, 2)
+        h = torch.cat((self.first.expand(len(h), -1, -1), h), 1) + self.positions
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h[:, 0])), digits)
+
+
+def check(work: Workload) -> None:
+    """Raise ConfigError where there are no digits, or the side is no multiple of a patch."""
+    digits.check(work)
+    if work.context % PATCH:
+        raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH} pixels")
+
+
+def make(work: Workload) -> Job:
+    model = ViT(work).to(work.device)
+    return Job(work, model, model.blocks, Digits(work))
+
+
+KIND = Kind(
+    title="a vision transformer on handwritten digits",
+    default=Workload("vit", layers=6, width=192, heads=3, context=32, batch=32),
+    uses=("layers", "width", "heads", "context", "batch", "dropout"),
+    make=make,
+    check=check,
+    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute"),
+)

@@ -1,0 +1,109 @@
+"""Where a part of the GPU suite runs, and how large: on a GPU in full, or small on a CPU to see that it all runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+MIB = 2**20
+ROTATION = 4  # buffers of each kind, in turn, so that none is in the cache
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and a scale.
+
+    Attributes
+    ----------
+    device : cuda or cpu
+    small : sizes that a CPU bears; full ones otherwise
+    """
+
+    device: str = "cuda"
+    small: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def sized(self, full: T, small: T) -> T:
+        """One of two sizes."""
+        return small if self.small else full
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Give memory that nobody uses back to the device."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        """Bytes that the GPU's allocator has given out; 0 on a CPU."""
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
+
+    def reset_peak(self) -> None:
+        """Forget the high-water of `allocated` so far."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """The high-water of `allocated`."""
+        return torch.cuda.max_memory_allocated() if self.on_gpu else 0
+
+    def elapsed_ms(self, run: Callable[[], Any]) -> float:
+        """Milliseconds of one call that begins and ends with an idle device."""
+        return self.times_ms(lambda _: run(), 1, rotation=0)[0]
+
+    def times_ms(self, run: Callable[[int], Any], repeats: int, rotation: int = ROTATION) -> list[float]:
+        """Milliseconds of each of `repeats` calls of ``run(i)``, i below `rotation` in turn, after one turn unmeasured.
+
+        On a GPU the calls are queued without a wait between them, and the times are those of the current stream.
+        """
+        for index in range(rotation):
+            run(index)
+        if not self.on_gpu:
+            marks = [perf_counter()]
+            for index in range(repeats):
+                run(index % max(1, rotation))
+                marks.append(perf_counter())
+            return [(b - a) * 1e3 for a, b in pairwise(marks)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for index in range(repeats):
+            run(index % max(1, rotation))
+            events[index + 1].record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def rate(times_ms: list[float], nbytes: int) -> dict[str, float]:
+    """Median and quartiles in milliseconds, and the rate of `nbytes` at the median in 10^9 bytes a second."""
+    low, _, high = quantiles(times_ms, n=4)
+    middle = median(times_ms)
+    return {"ms": middle, "low_ms": low, "high_ms": high, "gbps": nbytes / middle / 1e6}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, no figure of a GPU")
+    parser.add_argument("--scale", choices=("full", "small"), default="full", help="small: sizes that a CPU bears")
+
+
+def place_of(options: argparse.Namespace) -> Place:
+    """The place that was asked for; without its device the program ends with exit code 2."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure", file=sys.stderr)
+        sys.exit(2)
+    return Place(options.device, options.scale == "small")

@@ -1,0 +1,163 @@
+"""What the store promises on a GPU, each promise with what was measured and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+MIB, GIB = 2**20, 2**30
+LARGE_NBYTES = 16 * MIB  # payloads from which on the link is to be full
+SANITIZED = "test_the_cuda_sanitizer_has_no_complaint"
+PREDICTED = 0.1  # of the measured step
+
+Figures = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """One promise. `good` is None where it was not measured, and `found` then says why."""
+
+    promise: str
+    found: str
+    good: bool | None
+
+
+def verdicts(parts: dict[str, Any]) -> list[Verdict]:
+    """All promises, whatever was run."""
+    found: list[Verdict] = []
+    for name, judge in _JUDGES:
+        figures = parts.get(name, {}).get("figures")
+        part = parts.get(name, {"status": "not run", "said": ""})
+        said = "" if part["status"] == "ok" else f"{part['status']}: {part['said']}".removesuffix(": ")
+        for promise, verdict in judge(figures or {}):
+            found.append(Verdict(promise, *verdict) if verdict else Verdict(promise, said, None))
+    return found
+
+
+_Judged = Iterator[tuple[str, tuple[str, bool] | None]]
+
+
+def _codecs(figures: Figures) -> _Judged:
+    yield "every codec writes the oracle's bytes, with every option and type", _counted(figures)
+
+
+def _tests(figures: Figures) -> _Judged:
+    yield "tests on the device pass", _counted(figures)
+    checked = {name for kind in ("passed", "failed") for name in figures.get(kind, ()) if SANITIZED in name}
+    bad = len(checked & set(figures.get("failed", ())))
+    yield (
+        "torch.cuda._sanitizer finds no race in the engine, and finds planted ones",
+        (f"{len(checked) - bad} of {len(checked)} tests pass", not bad) if checked else None,
+    )
+
+
+def _counted(figures: Figures) -> tuple[str, bool] | None:
+    """Of a run of tests; one that was stopped is good for nothing."""
+    if not figures:
+        return None
+    passed, failed, skipped = (len(figures[kind]) for kind in ("passed", "failed", "skipped"))
+    if not failed and not passed:
+        return None
+    end = "" if figures["finished"] else ", not finished"
+    return f"{passed} passed, {failed} failed, {skipped} skipped{end}", not failed and figures["finished"]
+
+
+def _sanitizer(figures: Figures) -> _Judged:
+    said = figures.get("said", {})
+    whole = len(said) == len(figures.get("tools", ()))
+    words = "; ".join(f"{tool}: {text}" for tool, text in said.items())
+    yield "compute-sanitizer finds nothing in the kernels", (words, figures["clean"] and whole) if said else None
+
+
+def _exact(figures: Figures) -> _Judged:
+    rows = figures.get("rows", [])
+    exact = [row for row in rows if row["bit_equal"] and row["loss_hex"] == rows[0]["loss_hex"]]
+    yield (
+        "lossless rows have plain's gradients and loss, bit for bit (float32)",
+        (f"{len(exact)} of {len(rows)} rows", len(exact) == len(rows)) if rows else None,
+    )
+
+
+def _transfer(figures: Figures) -> _Judged:
+    goals, links = figures.get("goals", {}), figures.get("link", [])
+    steps = [figures[name]["equal"] for name in ("hidden", "exposed") if name in figures]
+    right = [*(row["correct"] for row in links), *steps]
+    yield "every byte comes back", (f"{sum(right)} of {len(right)} checks", all(right)) if right else None
+    shares = [row["both"].get("of_ceiling") for row in links if row["nbytes"] >= LARGE_NBYTES]
+    least = min(filter(None, shares), default=None)
+    yield (
+        f"both directions at once reach {100 * goals.get('of_ceiling', 0.9):.0f} % of plain pinned copies (payloads of"
+        f" {LARGE_NBYTES // MIB} MiB or more)",
+        (f"{100 * least:.0f} %", least >= goals["of_ceiling"]) if least else None,
+    )
+    hidden = figures.get("hidden")
+    yield (
+        f"under {100 * goals.get('stall_share', 0.02):.0f} % of a step are stalls when compute is longer than copies",
+        (f"{100 * hidden['stall_share']:.2f} %", hidden["stall_share"] < goals["stall_share"]) if hidden else None,
+    )
+    over = figures.get("exposed", {}).get("stall_over_theory")
+    yield (
+        f"at most {goals.get('stall_over_theory', 1.05):.2f} times the stall of theory when it is shorter",
+        (f"{over:.2f}", over <= goals["stall_over_theory"]) if over is not None else None,
+    )
+    steady = figures.get("steady")
+    counts = steady["allocated"] if steady else {}
+    yield (
+        "a steady state allocates nothing",
+        (", ".join(f"{name} {count}" for name, count in sorted(counts.items())), not any(counts.values()))
+        if steady
+        else None,
+    )
+
+
+def _kernels(figures: Figures) -> _Judged:
+    rows = [row for row in figures.get("rows", []) if "correct" in row]
+    right = sum(row["correct"] for row in rows)
+    yield (
+        "every kernel's first rows are those of PyTorch operations",
+        ((f"{right} of {len(rows)} rows", right == len(rows)) if rows else None),
+    )
+
+
+def _llama(figures: Figures) -> _Judged:
+    rows = [row for row in figures.get("rows", []) if "step_ms" in row]
+    ours = [row for row in rows if row["kind"] == "ours"]
+    exact = [row for row in ours if row["exact"]]
+    equal = sum(row["equal"] for row in exact)
+    yield (
+        "Llama blocks: exact rows have plain's gradients, bit for bit (bfloat16)",
+        (f"{equal} of {len(exact)} rows", equal == len(exact)) if exact else None,
+    )
+    plans = [row for row in ours if "budget" in row]
+    peaks = [max(sample["peak_held_bytes"] for sample in row["samples"]) / row["budget"] for row in plans]
+    words = ", ".join(f"{row['name']}: {peak:.1%}" for row, peak in zip(plans, peaks, strict=True))
+    yield "plans hold their budget", (words, max(peaks) <= 1) if plans else None
+    off = [row["predicted_ms"] / row["step_ms"] - 1 for row in plans]
+    yield (
+        f"plans take what was predicted, within {PREDICTED:.0%}",
+        (", ".join(f"{share:+.1%}" for share in off), all(abs(share) <= PREDICTED for share in off)) if off else None,
+    )
+    for peer in [row for row in rows if row["kind"] == "peer"]:
+        yield f"faster than {peer['name']} with no more memory, gradients exact", _against(peer, exact)
+
+
+def _against(peer: Figures, ours: list[Figures]) -> tuple[str, bool] | None:
+    """The fastest row of ours whose peak is no higher; None without a GPU, where there is no such peak."""
+    if "peak_bytes" not in peer:
+        return None
+    fit = [row for row in ours if row.get("peak_bytes", GIB**2) <= peer["peak_bytes"]]
+    if not fit:
+        return "no row of ours fits", False
+    best = min(fit, key=lambda row: float(row["ratio"]))
+    words = f"{best['name']}: {best['ratio']:.2f} against {peer['ratio']:.2f} times plain"
+    return words, best["ratio"] < peer["ratio"]
+
+
+_JUDGES = (
+    ("codecs", _codecs),
+    ("kernels", _kernels),
+    ("tests", _tests),
+    ("sanitizer", _sanitizer),
+    ("exact", _exact),
+    ("transfer", _transfer),
+    ("llama", _llama),
+)

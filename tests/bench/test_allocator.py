@@ -1,0 +1,84 @@
+"""Bytes in use, against cases whose bytes are known."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from actstore.bench import allocator
+from actstore.bench.allocator import Held, count_maps, in_use
+
+NBYTES = 4 << 20
+SLACK = 200_000  # nodes of the graph, and what Python makes on the way
+
+pytestmark = pytest.mark.skipif(in_use("cpu") is None, reason="the C allocator does not tell")
+
+
+def held(forward: Callable[[Tensor], Tensor]) -> int:
+    x = torch.ones(NBYTES // 4, requires_grad=True)
+    torch.autograd.backward(forward(x).sum())
+    x.grad = None
+    meter = Held("cpu")
+    with meter.watch():
+        torch.autograd.backward(forward(x).sum())
+    x.grad = None
+    meter.release()
+    assert meter.nbytes is not None
+    return meter.nbytes
+
+
+def layers(x: Tensor) -> Tensor:
+    """Saves one tensor: what exp gives is what sin is given."""
+    return x.exp().sin().neg()
+
+
+@pytest.mark.parametrize(
+    ("forward", "tensors"),
+    [
+        (layers, 1),
+        (lambda x: layers(x)[1:], 1),
+        (lambda x: layers(layers(x)), 2),
+        (partial(checkpoint, layers, use_reentrant=False), 0),
+    ],
+    ids=["one", "a view", "two", "recomputed"],
+)
+def test_what_autograd_keeps_is_held(forward: Callable[[Tensor], Tensor], tensors: int) -> None:
+    assert held(forward) == pytest.approx(tensors * NBYTES, abs=SLACK)
+
+
+def test_what_no_hook_sees_is_held_too() -> None:
+    keep = lambda context, operator, *args, **kwargs: CheckpointPolicy.MUST_SAVE  # noqa: E731
+    contexts = partial(create_selective_checkpoint_contexts, keep)
+    kept = held(lambda x: checkpoint(layers, x, use_reentrant=False, context_fn=contexts))
+    assert kept == pytest.approx(3 * NBYTES, abs=SLACK)  # the outputs of all three operators
+
+
+def test_maps_are_counted_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", mmap.mmap)
+    count_maps()
+    now = in_use("cpu")
+    assert now is not None
+    before = now()
+    pages = torch.frombuffer(mmap.mmap(-1, NBYTES), dtype=torch.uint8)
+    assert now() - before == pytest.approx(NBYTES, abs=SLACK)
+    del pages
+    assert now() - before == pytest.approx(0, abs=SLACK)
+
+
+def test_an_allocator_that_does_not_answer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = torch.zeros(0)
+    monkeypatch.setattr(allocator.torch, "empty", lambda *shape, **kwargs: nothing)
+    assert in_use("cpu") is None
+
+
+def test_an_error_leaves_backward_as_it_was() -> None:
+    backward = torch.autograd.backward
+    with pytest.raises(ZeroDivisionError), Held("cpu").watch():
+        raise ZeroDivisionError
+    assert torch.autograd.backward is backward

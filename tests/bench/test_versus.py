@@ -1,0 +1,58 @@
+"""Each peer against the best of our rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from actstore.bench.result import RowResult
+from actstore.bench.versus import as_exact, versus
+
+
+def row(name: str, kind: str, held: int | None, ratio: float | None, error: float = 0.0, failed: str = "") -> RowResult:
+    return RowResult(name, kind, held_bytes=held, ratio=ratio, grad_error=error, bit_equal=error == 0, failed=failed)
+
+
+OURS = [
+    row("keep", "ours", 100, 1.0),
+    row("recompute", "ours", 10, 1.4),
+    row("int8", "ours", 25, 1.1, 0.002),
+    row("int4", "ours", 15, 1.05, 0.02),
+    row("broken", "ours", 1, 0.1, failed="gone"),
+]
+
+
+@pytest.mark.parametrize(
+    ("peer", "ours", "times", "reason"),
+    [
+        (row("p", "peer", 10, 1.6), "recompute", 1.4 / 1.6, ""),
+        (row("p", "peer", 10, 1.4), "recompute", 1.0, "none of our rows that hold as little is faster"),
+        (row("p", "peer", 30, 1.5, 0.01), "int8", 1.1 / 1.5, ""),
+        (row("p", "peer", 30, 1.5, 0.1), "int4", 1.05 / 1.5, ""),
+        (row("p", "peer", 30, 1.5), "recompute", 1.4 / 1.5, ""),
+        (row("p", "peer", 9, 9.0), "", None, "none of our rows holds as little"),
+        (row("p", "peer", None, 9.0), "", None, "could not be had"),
+        (row("p", "peer", 50, 1.5, failed="no compiler"), "", None, "it failed: no compiler"),
+    ],
+)
+def test_the_fastest_of_ours_that_is_as_small_and_as_exact(
+    peer: RowResult, ours: str, times: float | None, reason: str
+) -> None:
+    (found,) = versus([row("plain", "plain", 100, 1.0), peer, *OURS])
+    assert found.ours == ours
+    assert found.times == (None if times is None else pytest.approx(times))
+    assert reason in found.reason
+    assert bool(reason) == bool(found.reason)
+    assert found.faster == (times is not None and times < 1)
+
+
+def test_none_is_as_exact() -> None:
+    (found,) = versus([row("p", "peer", 20, 1.5), OURS[3]])
+    assert found.reason == "none of our rows that hold as little is as exact"
+
+
+def test_rounding_of_a_compiler_is_no_advantage() -> None:
+    compiled = row("compile", "peer", 1, 1, 1e-8)
+    assert as_exact(row("a", "ours", 1, 1, 5e-7), compiled)
+    assert as_exact(row("a", "ours", 1, 1), compiled)
+    assert not as_exact(row("a", "ours", 1, 1, 2e-6), compiled)
+    assert not as_exact(row("a", "ours", 1, 1, 1e-9), row("p", "peer", 1, 1))
