@@ -1,0 +1,78 @@
+"""The store around the loss of a framework's training step, and what cannot work there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.nn import Module
+
+from actstore.errors import ConfigError, StateError
+from actstore.modules import named_modules
+from actstore.session import ActivationStore, is_active
+
+
+@contextmanager
+def around_loss(store: ActivationStore) -> Iterator[None]:
+    """The context of `store`, where gradients are computed: evaluation is not stored.
+
+    Raises
+    ------
+    StateError : another store is entered on this thread, or other saved-tensor hooks are
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    if is_active():
+        raise StateError(
+            "the training step runs inside the context of another ActivationStore, which the framework's store would "
+            "shut off; leave out that `with store:`, or the callback"
+        )
+    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
+    if hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":  # of that the store itself knows
+        raise StateError(
+            f"other saved-tensor hooks are entered around the loss: {_name(hooks[0])}. Of nested hooks only the "
+            "innermost ones see tensors, and so these would do nothing. Switch them off (TRL: "
+            "activation_offloading=False), and offload with the store: a rule such as 'raw @ host'",
+            hooks=hooks[0],
+        )
+    with store:
+        yield
+
+
+def refuse_checkpointing(model: Module) -> None:
+    """Refuse gradient checkpointing of Transformers in the forms that a store cannot see through.
+
+    Raises
+    ------
+    ConfigError : it is reentrant, or offloads by itself; the message names the argument
+    """
+    for name, module in named_modules(model):
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is None or not getattr(module, "gradient_checkpointing", False):
+            continue
+        where = f"gradient checkpointing of {name or type(module).__name__!r}"
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                f"{where} is reentrant: it recomputes inside of backward, where no store is entered, from inputs that "
+                'the store may have changed. Give gradient_checkpointing_kwargs={"use_reentrant": False} '
+                "(Transformers 5: activation_checkpointing_kwargs), or leave checkpointing out: the policy "
+                "'recompute' does the same",
+                module=name,
+            )
+        if inspect.getmodule(inner := getattr(function, "func", function)) is not torch.utils.checkpoint:
+            raise ConfigError(
+                f"{where} runs through {_name(inner)}, whose saved-tensor hooks hide what it saves from the store. "
+                "Leave `offload` out of its arguments, or checkpointing: the policy 'recompute(raw @ host)' does the "
+                "same",
+                module=name,
+            )
+
+
+def _name(function: Any) -> str:
+    owner = inspect.getmodule(function)
+    return f"{owner.__name__ if owner else '?'}.{getattr(function, '__qualname__', function)}"

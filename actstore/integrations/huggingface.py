@@ -1,0 +1,145 @@
+"""The store in the Trainer of Transformers, and in those of TRL: one callback."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from actstore.arguments import read_policy
+from actstore.errors import ConfigError, StateError
+from actstore.integrations.around import around_loss, refuse_checkpointing
+from actstore.integrations.figures import figures
+from actstore.session import ActivationStore
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "actstore.integrations.huggingface is for Transformers, which is not installed: pip install 'actstore[hf]'",
+        name=error.name,
+    ) from error
+
+_logger = logging.getLogger(__name__)
+
+
+class ActivationStoreCallback(TrainerCallback):
+    """Trains with a store: ``Trainer(..., callbacks=[ActivationStoreCallback("recompute")])``.
+
+    The store is entered around the loss of each training step, gradient accumulation included; evaluation is not
+    stored. Its figures join the rows that the Trainer logs (`actstore/held_MiB` and others; TensorBoard has them as
+    ``train/actstore/held_MiB``), and its report is logged when training ends.
+
+    Parameters
+    ----------
+    policy : as for ActivationStore: text over the names of the model, with or without LoRA; ``"recompute"`` or
+        ``"int8"`` for everything; ``"@mlp : recompute; @attention : int8"``; ``"auto"`` with `budget`; Rules, a Plan
+    options : of ActivationStore, such as ``host_budget="64GiB"``
+
+    Attributes
+    ----------
+    store : the store of the training that runs, or ran last; None before the first. It is closed when training ends;
+        `store.report()` and `store.plan` go on being there
+
+    Raises
+    ------
+    PolicyError, ChainError, UnknownCodecError, ConfigError : when made, for what needs no model; when training begins,
+        for the rest, for gradient checkpointing that is reentrant or offloads by itself, and for DataParallel
+    StateError : when training begins, if the Trainer has another such callback; in its first step, if the step runs
+        inside another store or other saved-tensor hooks
+
+    Notes
+    -----
+    The store is entered by the context in which the Trainer computes losses (`compute_loss_context_manager`). Nothing
+    is attached to the model, so that checkpoints, copies and pickles of it are what they are without a store, also
+    after training that failed. Callbacks are not told their Trainer: this one finds it among the callers of
+    `on_train_begin`, as the object whose callbacks it is one of.
+    """
+
+    def __init__(self, policy: Any, **options: Any) -> None:
+        if policy != "auto":
+            read_policy(policy)
+        self._policy = policy
+        self._options = options
+        self._trainer: Any = None
+        self.store: ActivationStore | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
+        """Make the store for the model, which is in its final form here, and have the Trainer enter it."""
+        self._detach()
+        trainer = self._find_trainer()
+        other = getattr(trainer.compute_loss_context_manager, "callback", None)
+        if other is not None:
+            raise StateError(
+                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}); leave one "
+                "of them out: one policy has rules for all modules",
+                callback=other,
+            )
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"the Trainer would run {args.n_gpu} devices by DataParallel, on threads that enter no store; start a "
+                f"process for each device: torchrun --nproc-per-node {args.n_gpu}",
+                devices=args.n_gpu,
+            )
+        refuse_checkpointing(model)
+        self.store = store = ActivationStore(model, self._policy, **self._options)
+        trainer.compute_loss_context_manager = _Context(self, trainer.compute_loss_context_manager, store)
+        trainer.log = _Log(trainer.log, store)
+        self._trainer = trainer
+        _logger.info("activations of %s go by this policy: %s", type(model).__name__, self._policy)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Log the report and give everything back."""
+        if self.store is not None:
+            _logger.info("activations in the last step:\n%s", self.store.report())
+        self._detach()
+
+    def _detach(self) -> None:
+        """Leave a Trainer as it was, and close its store. After training that failed, the next one does this."""
+        if self._trainer is not None:
+            del self._trainer.compute_loss_context_manager, self._trainer.log
+            self._trainer = None
+        if self.store is not None:
+            self.store.close()
+
+    def _find_trainer(self) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            handler = getattr(caller, "callback_handler", None)
+            if any(callback is self for callback in getattr(handler, "callbacks", ())):
+                return caller
+            frame = frame.f_back
+        raise StateError(
+            "on_train_begin was not called by a Trainer that has this callback; in a loop of your own use the store "
+            "itself: with ActivationStore(model, policy): loss = model(**batch).loss"
+        )
+
+
+class _Context:
+    """What a Trainer computes losses in: its own context, and the store inside."""
+
+    def __init__(self, callback: ActivationStoreCallback, original: Any, store: ActivationStore) -> None:
+        self.callback = callback
+        self._original = original
+        self._store = store
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._original(), around_loss(self._store):
+            yield
+
+
+class _Log:
+    """A Trainer's `log`, whose rows of training have the store's figures, too."""
+
+    def __init__(self, original: Any, store: ActivationStore) -> None:
+        self._original = original
+        self._store = store
+
+    def __call__(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs = {**logs, **figures(self._store.report())}
+        self._original(logs, *args, **kwargs)

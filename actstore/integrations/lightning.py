@@ -1,0 +1,123 @@
+"""The store in Lightning's Trainer: one callback."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from actstore.arguments import read_policy
+from actstore.errors import StateError
+from actstore.integrations.around import around_loss, refuse_checkpointing
+from actstore.integrations.figures import figures
+from actstore.session import ActivationStore
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as error:
+    if error.name is None or not error.name.startswith("lightning"):
+        raise
+    try:
+        from pytorch_lightning import Callback  # the same under its older name
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "actstore.integrations.lightning is for Lightning, which is not installed: "
+            "pip install 'actstore[lightning]'",
+            name=error.name,
+        ) from error
+
+_logger = logging.getLogger(__name__)
+
+
+class ActivationStoreCallback(Callback):
+    """Trains with a store: ``Trainer(callbacks=[ActivationStoreCallback("recompute")])``.
+
+    The store is entered around each `training_step`; validation and test are not stored. Its figures go to the loggers
+    (`actstore/held_MiB` and others) every `log_every_n_steps`, and its report is logged when training ends.
+
+    Parameters
+    ----------
+    policy : as for ActivationStore: text over the names in the LightningModule (``net.blocks.*``); ``"recompute"`` or
+        ``"int8"`` for everything; ``"@mlp : recompute; @attention : int8"``; ``"auto"`` with `budget`; Rules, a Plan
+    options : of ActivationStore, such as ``host_budget="64GiB"``
+
+    Attributes
+    ----------
+    store : the store of the training that runs, or ran last; None before the first. It is closed when training ends;
+        `store.report()` and `store.plan` go on being there
+
+    Raises
+    ------
+    PolicyError, ChainError, UnknownCodecError, ConfigError : when made, for what needs no model; when training begins,
+        for the rest, and for a Transformers model whose gradient checkpointing is reentrant or offloads by itself
+    StateError : when training begins, if the Trainer has another such callback; in its first step, if the step runs
+        inside another store or other saved-tensor hooks
+
+    Notes
+    -----
+    Nothing is attached to the model: the store is entered where the Trainer's strategy runs the step. Under manual
+    optimization backward runs inside of the context, too; what is held is then counted after it.
+    """
+
+    def __init__(self, policy: Any, **options: Any) -> None:
+        if policy != "auto":
+            read_policy(policy)
+        self._policy = policy
+        self._options = options
+        self._logged = -1
+        self._strategy: Any = None
+        self.store: ActivationStore | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the store for the model, which is in its final form here, and have the strategy enter it."""
+        self._detach()
+        other = getattr(trainer.strategy.training_step, "callback", None)
+        if other is not None:
+            raise StateError(
+                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}); leave one "
+                "of them out: one policy has rules for all modules",
+                callback=other,
+            )
+        refuse_checkpointing(pl_module)
+        self.store = store = ActivationStore(pl_module, self._policy, **self._options)
+        self._strategy = trainer.strategy
+        self._strategy.training_step = _Step(self, trainer.strategy.training_step, store)
+        self._logged = -1
+        _logger.info("activations of %s go by this policy: %s", type(pl_module).__name__, self._policy)
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        """Log the figures."""
+        step = trainer.global_step
+        if self.store is not None and step % trainer.log_every_n_steps == 0 and step != self._logged:
+            self._logged = step
+            for logger in trainer.loggers:
+                logger.log_metrics(figures(self.store.report()), step=step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the report and give everything back."""
+        if self.store is not None:
+            _logger.info("activations in the last step:\n%s", self.store.report())
+        self._detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give everything back."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._strategy is not None:
+            del self._strategy.training_step
+            self._strategy = None
+        if self.store is not None:
+            self.store.close()
+
+
+class _Step:
+    """A strategy's `training_step` inside the store."""
+
+    def __init__(self, callback: ActivationStoreCallback, original: Any, store: ActivationStore) -> None:
+        self.callback = callback
+        self._original = original
+        self._store = store
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with around_loss(self._store):
+            return self._original(*args, **kwargs)

@@ -1,0 +1,368 @@
+"""The callback for the Trainers of Transformers and TRL: exact, one line, refused where it cannot work."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+
+import actstore
+from tests.integrations.conftest import llama, quietly, same_weights, tokens
+
+LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments = quietly(
+    "transformers", "LlamaForCausalLM", "Trainer", "TrainerCallback", "TrainingArguments"
+)
+(ActivationStoreCallback,) = quietly("actstore.integrations.huggingface", "ActivationStoreCallback")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),  # SFTConfig's default
+]
+
+STEPS = 20
+
+
+def make_trainer(folder, callbacks=(), model=None, kind=Trainer, **options):
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 5,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **options,
+    }
+    return kind(
+        model or llama(),
+        TrainingArguments(str(folder), **options),
+        train_dataset=tokens(),
+        eval_dataset=tokens(4),
+        callbacks=list(callbacks),
+    )
+
+
+def losses(trainer):
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    trainer = make_trainer(tmp_path_factory.mktemp("plain"))
+    trainer.train()
+    assert len(losses(trainer)) == 4
+    return trainer
+
+
+LOSSLESS = {
+    "recompute": "recompute",
+    "recompute_disk": "recompute(raw @ disk)",
+    "parts": "@mlp : recompute; @attention : raw @ disk; * : expack",
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_twenty_steps_are_those_of_plain_training(name, plain, tmp_path):
+    callback = ActivationStoreCallback(LOSSLESS[name], min_bytes=0, window="64KiB")
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert same_weights(trainer.model, plain.model)
+    report = callback.store.report()
+    assert 0 < report.held_bytes < 0.8 * report.saved_bytes
+    assert report.live_bytes == 0
+
+
+def test_int8_holds_a_quarter_and_trains(plain, tmp_path):
+    callback = ActivationStoreCallback("int8", min_bytes=0)
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.train()
+    assert losses(trainer) != losses(plain)
+    assert losses(trainer) == pytest.approx(losses(plain), rel=0.01)
+    report = callback.store.report()
+    assert report.held_bytes < 0.4 * report.saved_bytes
+
+
+def test_auto_plans_under_a_budget(plain, tmp_path):
+    callback = ActivationStoreCallback("auto", budget="1MiB")
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.train()
+    assert same_weights(trainer.model, plain.model)
+    assert callback.store.plan is not None
+    assert callback.store.report().peak_held_bytes <= 2**20
+
+
+def test_figures_join_the_rows_of_the_trainer(tmp_path):
+    callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
+    trainer = make_trainer(tmp_path, [callback], max_steps=4, logging_steps=2)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["actstore/saved_MiB"] == callback.store.report().saved_bytes / 2**20
+        assert row["actstore/disk_MiB"] > 0
+        assert "actstore/stall_ms" in row
+    others = [row for row in trainer.state.log_history if "loss" not in row]
+    assert others
+    assert not any(key.startswith("actstore/") for row in others for key in row)
+
+
+def test_tensorboard_shows_the_figures(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(
+        tmp_path, [ActivationStoreCallback("recompute")], max_steps=2, logging_steps=1, report_to=["tensorboard"]
+    )
+    trainer.train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("train/actstore/held_MiB")] == [1, 2]
+
+
+def test_the_policy_and_the_report_are_logged(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "actstore.integrations"):
+        make_trainer(tmp_path, [ActivationStoreCallback("recompute")], max_steps=1).train()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "activations of LlamaForCausalLM go by this policy: recompute"
+    assert "of what plain autograd holds" in last
+
+
+# -- the model and the Trainer stay what they are ---------------------------------------------------------------------
+
+
+class Look(TrainerCallback):
+    """Looks at the model in the middle of training, as a callback that saves it would."""
+
+    def on_step_end(self, args, state, control, model=None, **others):
+        assert "forward" not in vars(model)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        self.copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+
+
+def test_a_checkpoint_of_the_middle_goes_on_without_a_store(plain, tmp_path):
+    look = Look()
+    trainer = make_trainer(
+        tmp_path, [ActivationStoreCallback("recompute"), look], max_steps=STEPS, save_strategy="steps", save_steps=10
+    )
+    trainer.train()
+    middle = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-10")
+    assert not same_weights(middle, trainer.model)
+    assert same_weights(look.copied, trainer.model)
+    resumed = make_trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert same_weights(resumed.model, plain.model)
+
+
+def test_evaluation_is_not_stored(tmp_path):
+    entered = []
+
+    class Counting(Trainer):
+        def prediction_step(self, *args, **kwargs):
+            before = callback.store.report()
+            result = super().prediction_step(*args, **kwargs)
+            entered.append(callback.store.report() == before)
+            return result
+
+    callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
+    make_trainer(tmp_path, [callback], kind=Counting, max_steps=2, eval_strategy="steps", eval_steps=1).train()
+    assert entered
+    assert all(entered)
+
+
+def test_after_training_nothing_is_left_on_the_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")], max_steps=1)
+    before = set(vars(trainer))
+    trainer.train()
+    assert not {"compute_loss_context_manager", "log"} & (set(vars(trainer)) - before)
+
+
+class Failing(Trainer):
+    """Fails in the backward of its third step, once."""
+
+    fails = True
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 2 and self.fails:
+            self.fails = False
+            self.model.lm_head.weight.register_hook(fail_once())
+        return super().training_step(*args, **kwargs)
+
+
+def fail_once():
+    failed = []
+
+    def hook(gradient):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("planted")
+
+    return hook
+
+
+def fail_and_start_again(folder, callbacks):
+    trainer = make_trainer(folder, callbacks, kind=Failing, max_steps=3)
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.train()
+    trainer.model.zero_grad()
+    trainer.train()
+    return trainer.model
+
+
+def test_a_failed_training_leaves_the_model_as_it_was_and_may_start_again(plain, tmp_path):
+    callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
+    trainer = make_trainer(tmp_path, [callback], kind=Failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.train()
+    assert not actstore.session.is_active()
+    assert set(vars(trainer.model)) == set(vars(plain.model))
+    assert same_weights(fail_and_start_again(tmp_path, [callback]), fail_and_start_again(tmp_path, []))
+
+
+# -- mixed precision, checkpointing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
+def test_options_of_the_trainer_stay_exact(options, tmp_path):
+    plain = make_trainer(tmp_path, max_steps=5, **options)
+    plain.train()
+    callback = ActivationStoreCallback("expack", min_bytes=0)
+    stored = make_trainer(tmp_path, [callback], max_steps=5, **options)
+    stored.train()
+    assert same_weights(stored.model, plain.model)
+    report = callback.store.report()
+    assert report.held_bytes < report.saved_bytes
+
+
+# -- refusals: each names the next step -------------------------------------------------------------------------------
+
+
+def test_reentrant_checkpointing_is_refused(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        [ActivationStoreCallback("raw @ disk")],
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": True},
+    )
+    with pytest.raises(actstore.ConfigError, match="reentrant") as info:
+        trainer.train()
+    for word in ('gradient_checkpointing_kwargs={"use_reentrant": False}', "activation_checkpointing_kwargs", "model"):
+        assert word in str(info.value)
+
+
+def test_checkpointing_that_offloads_by_itself_is_refused(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        [ActivationStoreCallback("raw @ disk")],
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"offload": True},
+    )
+    with pytest.raises(actstore.ConfigError, match="Leave `offload` out"):
+        trainer.train()
+
+
+def test_a_second_callback_is_refused(tmp_path):
+    callbacks = [ActivationStoreCallback("recompute"), ActivationStoreCallback("int8")]
+    trainer = make_trainer(tmp_path, callbacks)
+    with pytest.raises(actstore.StateError, match=r"another ActivationStoreCallback already \(policy 'recompute'\)"):
+        trainer.train()
+    trainer.remove_callback(callbacks[1])
+    trainer.args.max_steps = 1
+    trainer.train()  # the one that is left
+
+
+def test_a_store_around_training_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
+    with (
+        actstore.ActivationStore(policy="keep"),
+        pytest.raises(actstore.StateError, match="leave out that `with store:`"),
+    ):
+        trainer.train()
+
+
+def test_other_hooks_around_the_loss_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(actstore.StateError, match=r"torch\.autograd\.graph\.save_on_cpu.*Switch them off"),
+    ):
+        trainer.train()
+
+
+def test_a_wrong_policy_is_refused_before_training(tmp_path):
+    with pytest.raises(actstore.UnknownCodecError, match="int9"):
+        ActivationStoreCallback("int9")
+    trainer = make_trainer(tmp_path, [ActivationStoreCallback("model.layers.*.mpl : int8")])
+    with pytest.raises(actstore.PolicyError, match=r"model\.layers\.\*\.mlp"):
+        trainer.train()
+
+
+def test_data_parallel_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
+    trainer.args._n_gpu = 2
+    with pytest.raises(actstore.ConfigError, match="torchrun --nproc-per-node 2"):
+        trainer.train()
+
+
+def test_a_callback_without_a_trainer_is_refused():
+    with pytest.raises(actstore.StateError, match="with ActivationStore"):
+        ActivationStoreCallback("recompute").on_train_begin(None, None, None, model=llama())
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def make_sft(folder, callbacks=(), **options):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
+    (Dataset,) = quietly("datasets", "Dataset")
+    (PreTrainedTokenizerFast,) = quietly("transformers", "PreTrainedTokenizerFast")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    texts = [" ".join(f"w{int(i)}" for i in row["input_ids"] % 62) for row in tokens()]
+    options = {"max_steps": STEPS, "logging_steps": 5, "gradient_checkpointing": False, **options}
+    arguments = SFTConfig(
+        str(folder),
+        per_device_train_batch_size=4,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        **options,
+    )
+    return SFTTrainer(
+        llama(),
+        arguments,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )
+
+
+def test_sft_trainer(tmp_path):
+    plain = make_sft(tmp_path)
+    plain.train()
+    callback = ActivationStoreCallback("recompute(raw @ disk)", min_bytes=0)
+    stored = make_sft(tmp_path, [callback])
+    stored.train()
+    assert losses(stored) == losses(plain)
+    assert same_weights(stored.model, plain.model)
+    assert callback.store.report().held_bytes < 0.8 * callback.store.report().saved_bytes
+
+
+def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:  # TRL asks for the accelerator when the Trainer is made
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+        trainer = make_sft(tmp_path, [ActivationStoreCallback("recompute")], activation_offloading=True)
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
+    with pytest.raises(actstore.StateError, match=r"trl\..*activation_offloading=False"):
+        trainer.train()
