@@ -3,6 +3,7 @@
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8
+from actstore.codecs.checks import check_buffers, check_dtype
 from actstore.codecs.e5m6 import E5m6
 from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
@@ -19,6 +20,7 @@ from actstore.codecs.registry import get, names
 from actstore.codecs.topk import Topk
 from actstore.codecs.zmask import Zmask
 from actstore.codecs.zstd import Zstd
+from actstore.kernels.base import storage_slice
 
 __all__ = [
     "AtMost",
@@ -43,6 +45,9 @@ __all__ = [
     "Topk",
     "Zmask",
     "Zstd",
+    "check_buffers",
+    "check_dtype",
     "get",
     "names",
+    "storage_slice",
 ]

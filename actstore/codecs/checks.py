@@ -6,6 +6,7 @@ import torch
 
 from actstore.codecs.base import Codec
 from actstore.errors import ActstoreError, ConfigError, SpecError
+from actstore.kernels.base import payload_pointer
 from actstore.layout import layout_of
 from actstore.spec import Spec
 
@@ -48,7 +49,7 @@ def check_buffers(
 
     Raises
     ------
-    SpecError : the kind, the device or the strides of one of them
+    SpecError : the kind, the device, the address or the strides of one of them
     short : the payload is smaller
     """
     spec = Spec.of(tensor)
@@ -64,6 +65,7 @@ def check_buffers(
             nbytes=payload.numel(),
             needed=nbytes,
         )
+    payload_pointer(payload)
     if not layout_of(spec.shape, spec.stride).dense:
         raise SpecError(f"{where}: the strides leave gaps or overlap; pass tensor.contiguous()", spec=spec)
     if tensor.is_neg() or tensor.is_conj():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, cached_property
 from importlib import import_module
@@ -85,16 +86,17 @@ class KernelCodec(Codec):
         if not numel:
             return Bound(nbytes, self.exact, _nothing, _nothing)
         run_encode, run_decode = kernels.encode, kernels.decode
-        exact = self.exact
+        if shape:  # an argument list of unknown length costs more than the rest of the call
+            run_encode, run_decode = _shaped(run_encode, shape), _shaped(run_decode, shape)
 
         def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
-            used = run_encode(src, out, numel, key, *shape)
+            used: int | None = run_encode(src, out, numel, key)
             return nbytes if used is None else used
 
         def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
-            run_decode(buf, out, numel, key, *shape)
+            run_decode(buf, out, numel, key)
 
-        return Bound(nbytes, exact, encode, decode)
+        return Bound(nbytes, self.exact, encode, decode)
 
     @cached_property
     def _kernels(self) -> dict[Any, Kernels]:
@@ -127,6 +129,11 @@ def find_kernels(codec: KernelCodec, dtype: torch.dtype, device: torch.device) -
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _shaped(run: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
+    """The same kernel for one shape."""
+    return lambda source, target, numel, key: run(source, target, numel, key, *shape)
 
 
 def _nothing(source: torch.Tensor, target: torch.Tensor, key: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from actstore import extensions
 from actstore.codecs.base import Codec
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8
@@ -49,20 +50,22 @@ _TYPES: dict[str, type[Codec]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of all codecs."""
+    """The names of actstore's own codecs."""
     return tuple(_TYPES)
 
 
 def get(name: str) -> type[Codec]:
-    """The codec type called `name`.
+    """The codec type called `name`: one of actstore's, or one that an installed package offers.
 
     Raises
     ------
     UnknownCodecError : no such codec; the message lists near names
+    ConfigError : a package offers one that cannot be used
     """
-    try:
-        return _TYPES[name]
-    except KeyError:
-        near = get_close_matches(name, _TYPES)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(map(repr, _TYPES))}"
-        raise UnknownCodecError(f"no codec is called {name!r}; {hint}", name=name, near=near) from None
+    found: type[Codec] | None = _TYPES.get(name) or extensions.load(extensions.CODECS, name, Codec)
+    if found is None:
+        known = (*_TYPES, *extensions.names(extensions.CODECS))
+        near = get_close_matches(name, known)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(map(repr, known))}"
+        raise UnknownCodecError(f"no codec is called {name!r}; {hint}", name=name, near=near)
+    return found

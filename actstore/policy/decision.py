@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from actstore import extensions
 from actstore.codecs.base import Codec
 from actstore.errors import ChainError
 from actstore.policy.options import codec_text
@@ -173,6 +174,11 @@ Decision = Keep | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]
 
 
+def known_tiers() -> tuple[str, ...]:
+    """The tiers of actstore and those that installed packages offer."""
+    return (*TIERS, *extensions.names(extensions.TIERS))
+
+
 def _unprotected(decision: Encode | Offload) -> str:
     return "" if decision.protected else "unprotected "
 
@@ -188,13 +194,14 @@ def _require_codec(where: str, codec: object) -> None:
 
 
 def _ladder(tiers: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that `tiers` names known tiers, each once, from the fastest down."""
+    """Check that `tiers` names known tiers, each once, actstore's own from the fastest down."""
     if not tiers:
         raise ChainError("Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')", tiers=tiers)
     for tier in tiers:
-        if tier not in TIERS:
-            raise ChainError(f"{tier!r} is not a tier; the tiers are {', '.join(TIERS)}", tiers=tiers)
-    downward = tuple(tier for tier in TIERS if tier in tiers)
+        if tier not in TIERS and tier not in known_tiers():
+            raise ChainError(f"{tier!r} is not a tier; the tiers are {', '.join(known_tiers())}", tiers=tiers)
+    own = iter([tier for tier in TIERS if tier in tiers])
+    downward = tuple(next(own) if tier in TIERS else tier for tier in dict.fromkeys(tiers))
     if tiers != downward:
         found, wanted = " > ".join(tiers), " > ".join(downward)
         reason = "names a tier twice" if len(tiers) > len(downward) else "goes up"

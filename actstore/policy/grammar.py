@@ -18,7 +18,17 @@ from typing import Any, NamedTuple, TypeVar
 from actstore.codecs import registry
 from actstore.codecs.base import Codec
 from actstore.errors import ConfigError, PolicyError, UnknownCodecError
-from actstore.policy.decision import COUNTS, SCHEDULES, TIERS, Decision, Encode, Keep, Offload, Recompute
+from actstore.policy.decision import (
+    COUNTS,
+    SCHEDULES,
+    TIERS,
+    Decision,
+    Encode,
+    Keep,
+    Offload,
+    Recompute,
+    known_tiers,
+)
 from actstore.policy.options import did_you_mean, near_words, options_of
 from actstore.policy.pattern import Pattern
 from actstore.policy.source import RuleText, Token, split_rules
@@ -178,9 +188,9 @@ class _Parser:
 
     def tier(self) -> str:
         token = self.take()
-        if token.text not in TIERS:
-            near = did_you_mean(token.text, TIERS)
-            raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(TIERS)}")
+        if token.text not in TIERS and token.text not in (known := known_tiers()):
+            near = did_you_mean(token.text, known)
+            raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(known)}")
         return token.text
 
     def codec(self) -> Codec:
@@ -221,6 +231,8 @@ class _Parser:
             if hint:
                 error.args = (error.args[0] + "." * (not error.args[0].endswith("?")) + hint,)
             raise self.source.locate(error, token.offset, len(token.text)) from None
+        except ConfigError as error:  # of a package that offers it
+            raise self.source.locate(error, token.offset, len(token.text)) from error.__cause__
 
     def argument(self, kind: type[Codec], values: dict[str, Any]) -> None:
         """Read ``option=value``, a flag, or the inner codec of `kind` into `values`."""

@@ -1,10 +1,10 @@
 """Places where payloads wait."""
 
 from actstore.tiers.base import Slot, Tier
-from actstore.tiers.device import DeviceTier
+from actstore.tiers.device import DeviceTier, too_late
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.host import HostMemoryTier, HostTier
 from actstore.tiers.limited import Limited
 from actstore.tiers.pool import BufferPool
 
-__all__ = ["BufferPool", "DeviceTier", "DiskTier", "HostMemoryTier", "HostTier", "Limited", "Slot", "Tier"]
+__all__ = ["BufferPool", "DeviceTier", "DiskTier", "HostMemoryTier", "HostTier", "Limited", "Slot", "Tier", "too_late"]

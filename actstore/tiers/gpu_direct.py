@@ -110,7 +110,7 @@ def _open(device: Device, file: NamelessFile) -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # the last where it finds no libcufile
         raise ConfigError(
             f"gpu_direct=True needs the package kvikio, which cannot be imported ({error}); "
-            f"pip install kvikio-cu13 (kvikio-cu12 with CUDA 12), {WITHOUT}"
+            f"pip install 'actstore[gds13]' (gds12 with CUDA 12), {WITHOUT}"
         ) from error
     try:
         opened = kvikio.CuFile(file.path, "r+")

@@ -14,6 +14,7 @@ FLOORS = (
         {
             "_version",
             "errors",
+            "extensions",
             "units",
             "spec",
             "layout",
@@ -26,6 +27,8 @@ FLOORS = (
             "weights",
             "untraced",
             "surroundings",
+            "html",
+            "pictures",
         },
     ),
     ({"devices"},),
@@ -50,10 +53,10 @@ FLOORS = (
             "shapes",
         },
     ),
-    ({"session", "arguments", "report", "advice", "auto", "probes", "retry"},),
+    ({"session", "arguments", "aliases", "report", "advice", "auto", "inputs", "probes", "retry"},),
     ({"check", "planning"},),
     ({"__init__"},),  # the public names, which the floor above uses as any user does
-    ({"integrations"}, {"bench", "cli", "__main__"}),
+    ({"integrations"}, {"bench", "cli", "__main__"}, {"testing"}),
 )
 SIDEWAYS = {("codecs", "kernels"), ("policy", "codecs")}
 PLACES = {name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room}

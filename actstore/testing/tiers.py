@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
-import pytest
 import torch
 
 from actstore.devices import Cpu
@@ -23,13 +23,12 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 def store(tier: Tier, payload: torch.Tensor) -> Slot:
     """Reserve and write, then destroy the source as soon as the ticket allows it."""
-    slot = tier.reserve(payload.numel())
-    assert slot is not None
-    assert slot.nbytes == payload.numel()
+    slot = _reserve(tier, payload.numel())
+    assert slot.nbytes == payload.numel(), f"reserve({payload.numel()}) made a slot of {slot.nbytes} bytes"
     source = payload.clone()
     ticket = tier.write(slot, source)
     ticket.wait_on(None)
-    assert ticket.ready()
+    assert ticket.ready(), "the ticket of a write is not ready after wait_on(None)"
     source.fill_(0xA5)
     return slot
 
@@ -39,11 +38,21 @@ def load(tier: Tier, slot: Slot, nbytes: int | None = None) -> torch.Tensor:
     found = torch.full((slot.nbytes if nbytes is None else nbytes,), 0x5A, dtype=torch.uint8)
     ticket = tier.read(slot, found)
     ticket.result()
-    assert ticket.ready()
+    assert ticket.ready(), "the ticket of a read is not ready after result()"
     return found
 
 
 def check_tier(tier: Tier) -> None:
+    """Check every promise of `Tier` on a new one, which is closed at the end.
+
+    Parameters
+    ----------
+    tier : made for the CPU (`Cpu(torch.device("cpu"))`), empty, with room for 2 MiB
+
+    Raises
+    ------
+    AssertionError : a promise is broken
+    """
     check_bytes(tier)
     check_pages(tier)
     check_short_payloads(tier)
@@ -55,11 +64,11 @@ def check_tier(tier: Tier) -> None:
 
 def check_bytes(tier: Tier) -> None:
     for nbytes in SIZES:
-        assert tier.room(nbytes) >= nbytes
+        assert tier.room(nbytes) >= nbytes, f"room({nbytes}) is {tier.room(nbytes)}"
         payload = pattern(nbytes, nbytes)
         slot = store(tier, payload)
         for _ in range(2):
-            assert torch.equal(load(tier, slot), payload)
+            _require_equal(load(tier, slot), payload)
         tier.free(slot)
         tier.trim()
 
@@ -70,25 +79,23 @@ def check_pages(tier: Tier) -> None:
     for nbytes in (4096, 5 * 4096):
         payload = pattern(nbytes, nbytes)
         for skipped in (0, 64):
-            slot = tier.reserve(nbytes)
-            assert slot is not None
+            slot = _reserve(tier, nbytes)
             source, found = (cpu.empty(nbytes + skipped)[skipped:] for _ in range(2))
             source.copy_(payload)
             tier.write(slot, source).result()
             source.fill_(0xA5)
             tier.read(slot, found).result()
-            assert torch.equal(found, payload)
+            _require_equal(found, payload)
             tier.free(slot)
 
 
 def check_short_payloads(tier: Tier) -> None:
     """What is written may be shorter than the slot, and what is read may be the beginning of it."""
     for nbytes in (0, 1, 4096, 4999):
-        slot = tier.reserve(5000)
-        assert slot is not None
+        slot = _reserve(tier, 5000)
         payload = pattern(nbytes, nbytes)
         tier.write(slot, payload.clone()).result()
-        assert torch.equal(load(tier, slot, nbytes), payload)
+        _require_equal(load(tier, slot, nbytes), payload)
         tier.free(slot)
 
 
@@ -100,10 +107,10 @@ def check_rooms_are_apart(tier: Tier) -> None:
         if i % 3 == 2:
             tier.free(slots.pop(i - 1))
     for i, slot in slots.items():
-        assert torch.equal(load(tier, slot), pattern(slot.nbytes, i))
-    if all(slot.buffer is not None for slot in slots.values()):
-        spans = sorted((slot.buffer.data_ptr(), slot.nbytes) for slot in slots.values() if slot.nbytes)
-        assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
+        _require_equal(load(tier, slot), pattern(slot.nbytes, i))
+    buffers = [slot.buffer for slot in slots.values() if slot.buffer is not None and slot.nbytes]
+    spans = sorted((buffer.data_ptr(), buffer.numel()) for buffer in buffers)
+    assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans)), "two slots share memory"
     for slot in slots.values():
         tier.free(slot)
 
@@ -113,8 +120,7 @@ def check_work_in_flight(tier: Tier) -> None:
     kept = []
     for i in range(40):
         payload = pattern(5000 + 700 * (i % 3), i)
-        slot = tier.reserve(payload.numel())
-        assert slot is not None
+        slot = _reserve(tier, payload.numel())
         source, found = payload.clone(), torch.full_like(payload, 0x5A)
         written = tier.write(slot, source)
         read = tier.read(slot, found, (written,) if i % 2 else ())
@@ -126,12 +132,14 @@ def check_work_in_flight(tier: Tier) -> None:
             tier.trim()
     for slot, payload, _, found, read in kept:
         read.result()
-        assert torch.equal(found, payload)
-        assert torch.equal(load(tier, slot), payload)
+        _require_equal(found, payload)
+        _require_equal(load(tier, slot), payload)
         tier.free(slot)
 
 
 def check_threads(tier: Tier) -> None:
+    """Four threads at once, and a collector that runs between."""
+
     def work(seed: int) -> None:
         for i in range(20):
             payload = pattern(1000 + 37 * ((seed + i) % 5), 100 * seed + i)
@@ -140,7 +148,7 @@ def check_threads(tier: Tier) -> None:
                 gc.collect(0)
             if i % 4 == 3:
                 tier.trim()
-            assert torch.equal(load(tier, slot), payload)
+            _require_equal(load(tier, slot), payload)
             tier.free(slot)
 
     with ThreadPoolExecutor(4) as pool:
@@ -148,24 +156,40 @@ def check_threads(tier: Tier) -> None:
 
 
 def check_close(tier: Tier) -> None:
-    late = [tier.reserve(5000) for _ in range(4)]
+    """A tier that is closed, also twice and with work in flight, refuses, and takes back what it gave."""
+    late = [_reserve(tier, 5000) for _ in range(4)]
     sources, found = [pattern(5000, i) for i in range(4)], [torch.empty(5000, dtype=torch.uint8) for _ in range(4)]
     moving = []
     for slot, source, target in zip(late, sources, found, strict=True):
-        assert slot is not None
         moving += [tier.write(slot, source), tier.read(slot, target)]
     tier.close()
     tier.close()
     for ticket in moving:
         with suppress(StateError):  # closed before it began
             ticket.wait_on(None)
-        assert ticket.ready()
-    with pytest.raises(StateError):
-        tier.reserve(1)
-    with pytest.raises(StateError):
-        tier.write(late[0], sources[0])
-    with pytest.raises(StateError):
-        load(tier, late[0])
+        assert ticket.ready(), "work is in flight after close"
+    _require_refused("reserve", lambda: tier.reserve(1))
+    _require_refused("write", lambda: tier.write(late[0], sources[0]))
+    _require_refused("read", lambda: load(tier, late[0]))
     for slot in late:
         tier.free(slot)
     tier.trim()
+
+
+def _reserve(tier: Tier, nbytes: int) -> Slot:
+    slot = tier.reserve(nbytes)
+    assert slot is not None, f"no room for {nbytes} bytes; check a tier that has 2 MiB"
+    return slot
+
+
+def _require_equal(found: torch.Tensor, payload: torch.Tensor) -> None:
+    wrong = (found != payload).nonzero()
+    assert not len(wrong), f"{len(wrong)} of {len(payload)} bytes came back changed, the first at {int(wrong[0])}"
+
+
+def _require_refused(what: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except StateError:
+        return
+    raise AssertionError(f"{what} of a closed tier does not raise StateError")
