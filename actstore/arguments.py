@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from actstore.aliases import expand
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
@@ -15,14 +16,14 @@ from actstore.spec import Site, Spec
 from actstore.units import parse_nbytes
 
 
-def read_policy(policy: Any) -> Policy:
-    """A policy as a value, from whatever users may give."""
+def read_policy(policy: Any, model: Module | None = None) -> Policy:
+    """A policy as a value, from whatever users may give. Aliases stand for names of `model`."""
     if isinstance(policy, str):
-        return Rules.parse(policy)
+        policy = Rules.parse(policy)
     if isinstance(policy, Keep | Encode | Offload | Recompute):
         return Rules([], default=policy)
     if isinstance(policy, Rules):
-        return policy
+        return policy if model is None else expand(policy, model)
     if isinstance(policy, Plan):
         return Rules.parse(policy.text)
     if callable(policy):

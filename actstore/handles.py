@@ -105,7 +105,7 @@ class Stored(Entry):
 
     def _read(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The payload as a dense tensor of its own."""
-        memory = self.store.borrow(self, self.witness.dtype)
+        memory = None if self.berth is None else self.store.borrow(self, self.witness.dtype)
         if memory is not None:
             return memory.as_strided(shape, stride)
         tensor = self.witness.new_empty_strided(shape, stride)

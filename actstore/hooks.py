@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -29,9 +30,11 @@ from actstore.spec import Site, Spec
 from actstore.storage import revive, storages_of
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from actstore.entry import Forward
     from actstore.ledger import Account
-    from actstore.modules import Frame, Target, Tracker
+    from actstore.modules import Frame, Place, Target, Tracker
     from actstore.policy import Policy
     from actstore.store import Store
 
@@ -78,6 +81,7 @@ class Scope:
         self.parameters = parameters  # identities of the storages that are never counted nor moved
         self.ledger = store.ledger
         self.gauge = store.gauge
+        self.recomputing = partial(store.recomputing, forward)
         self.calls = Calls()
         self._store = store
         self._forward = forward
@@ -136,7 +140,7 @@ class Scope:
             account = accounts[index] if index < len(accounts) else frame.place.account(index)
             account.count += 1
             try:
-                return self._place(tensor, frame, account, key, storage, outer)
+                return self._place(tensor, frame, account, key, storage, nbytes, outer)
             except ActstoreError as error:
                 _name(error, account, tensor)
                 raise
@@ -181,6 +185,7 @@ class Scope:
         account: Account,
         key: int,
         storage: UntypedStorage,
+        nbytes: int,
         outer: Tensor | None,
     ) -> Kept | Stored:
         """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
@@ -193,7 +198,6 @@ class Scope:
         if target is None:
             return self._keep(tensor, account, key, storage)
         codec, tiers, protected, account.where = target
-        nbytes = storage.nbytes()
         if type(tensor) is not Tensor or tensor.is_nested or tensor.is_meta or tensor._is_zerotensor():
             kind = f"a nested or {type(tensor).__name__} tensor"
             if tensor.is_meta or tensor._is_zerotensor():  # forward-mode differentiation makes zeros without memory
@@ -289,6 +293,10 @@ class Scope:
                 self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
                 return True
         return False
+
+    def follow(self, policy: Policy, places: dict[Module, Place]) -> None:
+        """Decide by another policy for what is saved from now on."""
+        self._policy, self.tracker.places = policy, places
 
     def settle(self) -> None:
         """Encode what waited for its operator to end. What cannot be encoded stays an alias."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from threading import Lock
 from typing import Any
 
@@ -76,9 +78,19 @@ class Account:
 
 
 class Ledger:
-    """All accounts of one store. Thread-safe; `release` is safe in finalizers, and takes effect at the next booking."""
+    """All accounts of one store. Thread-safe; `release` is safe in finalizers, and takes effect at the next booking.
+
+    Attributes
+    ----------
+    limit : most bytes that are to be held
+    relieve : called before a booking would pass the limit, with its bytes; what can leave the device then leaves
+    reserve : most bytes that something took beside what was held, in the last step or in this one
+    """
 
     def __init__(self) -> None:
+        self.limit: float = inf
+        self.relieve: Callable[[int], None] = _nothing
+        self.reserve = self._transient = 0
         self._lock = Lock()
         self._gone: deque[tuple[Account, int, int]] = deque()  # appended to by finalizers at any moment
         self.release = self._gone.append  # books (account, held, away) as gone: one call in C, for finalizers
@@ -104,6 +116,12 @@ class Ledger:
 
     def add(self, account: Account, saved: int, stored: int, held: int, away: int = 0) -> None:
         """Book bytes; each figure may be negative where bytes move from one place to another."""
+        if held > 0 and self._held + held > self.limit:
+            self.relieve(held)
+        self.move(account, saved, stored, held, away)
+
+    def move(self, account: Account, saved: int, stored: int, held: int, away: int = 0) -> None:
+        """Book bytes whose room was made before."""
         with self._lock:
             if self._gone:
                 self._book_gone()
@@ -120,15 +138,28 @@ class Ledger:
 
     def touch_peak(self, account: Account, transient: int) -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment."""
+        if self._held + transient > self.limit:
+            self.relieve(transient)
         with self._lock:
             if self._gone:
                 self._book_gone()
+            if transient > self._transient:
+                self._transient = transient
+                self.reserve = max(self.reserve, transient)
             now = account.held + transient
             if now > account.peak:
                 account.peak = now
             now = self._held + transient
             if now > self.peak:
                 self.peak = now
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes more can be held within the limit."""
+        if self._held + nbytes <= self.limit:
+            return True
+        with self._lock:
+            self._book_gone()
+            return self._held + nbytes <= self.limit
 
     def read_compiled(self, account: Account, node: tuple[int, int], nbytes: int) -> None:
         """Book bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
@@ -170,8 +201,9 @@ class Ledger:
                 account.peak = account.held
                 account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
                 account.misses = account.alive = 0
-                account.note = ""
+                account.note = account.where = ""
             self.compiled.clear()
+            self.reserve, self._transient = self._transient, 0
             self.peak = self._held
             for medium in self.media.values():
                 medium[1] = medium[0]
@@ -193,3 +225,7 @@ class Ledger:
             account.away -= away
             total += held
         self._held -= total
+
+
+def _nothing(_nbytes: int) -> None:
+    pass

@@ -7,7 +7,7 @@ attached to a model, so that it can be copied and pickled at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from threading import Lock, local
 from typing import Any
 
@@ -280,9 +280,26 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 def named_modules(model: Module) -> Iterable[tuple[str, Module]]:
     """(name, module), each module once, parents before children; without the levels that wrappers add to names."""
-    parallel = type(model).__name__ in ("DistributedDataParallel", "DataParallel")
+    shown = {"": ""}
+    added = set[str]()
     for name, module in model.named_modules():
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
-        if parallel and parts and parts[0] == "module":
-            del parts[0]
-        yield ".".join(parts), module
+        around, _, last = name.rpartition(".")
+        outer = shown[around]
+        if last in _WRAPPERS or name in added or not name:
+            shown[name] = outer
+        else:
+            shown[name] = f"{outer}.{last}" if outer else last
+        if wraps := _wrapped_in(module.__class__):
+            added.update(f"{name}.{inner}" if name else inner for inner in wraps)
+        yield shown[name], module
+
+
+@cache
+def _wrapped_in(kind: type[Module]) -> tuple[str, ...]:
+    """Attributes of a wrapper that are no part of its model's names: those of DDP, DeepSpeed, and PEFT."""
+    names = {base.__name__ for base in kind.__mro__}
+    if names & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
+        return ("module",)
+    if "PeftModel" in names:
+        return ("base_model",)
+    return ("model",) if "BaseTuner" in names else ()

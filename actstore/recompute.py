@@ -24,7 +24,7 @@ from actstore.composite import is_parameter
 from actstore.errors import PolicyError, StateError
 from actstore.generators import Generators
 from actstore.modules import named_modules
-from actstore.policy import Recompute
+from actstore.policy import Keep, Recompute
 from actstore.replay import Call, Carry, Chain, Source
 from actstore.schedule import schedule_of
 from actstore.storage import storages_of
@@ -164,13 +164,27 @@ class Wrapped:
             Weights(modules),
             generators,
         )
+        if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more
+            call.account.where = str(self._decision)
         carries = self._join(scope, call, leaves) if self._decision.replays else {}
         tracker.push(None, place, self._decision.inputs)
         try:
             frame = tracker.frame
             stored = frame.target
+            places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
+                    if _is_cache(leaf.__class__):
+                        raise StateError(
+                            f"{call.region} is given a {type(leaf).__name__}: its second run would append to that once "
+                            "more, and what is in it keeps the graph of each step alive. Turn caches off in training: "
+                            "model.config.use_cache = False, or model(..., use_cache=False)",
+                            module=self._name,
+                        )
+                    continue
+                first = places.setdefault(id(leaf), i)
+                if first != i:
+                    call.same[i] = first
                     continue
                 if leaf.is_inference():
                     raise StateError(
@@ -235,6 +249,12 @@ class _Forward:
         return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward
 
 
+@functools.cache
+def _is_cache(kind: type) -> bool:
+    """Whether it is a cache of keys and values of Transformers."""
+    return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
+
+
 def _in_region() -> bool:
     """Whether a checkpoint or another region is to run this again as a whole, then perhaps without a store."""
     hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
@@ -296,13 +316,14 @@ class _Delegating:
 class _Seen:
     """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
 
-    __slots__ = ("booked", "done", "last", "nbytes")
+    __slots__ = ("booked", "done", "last", "nbytes", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
         self.booked = set[int]()  # elsewhere
         self.last: AbstractContextManager[None] | None = None
         self.done: Callable[[], None] | None = None  # tells who measures
+        self.traced: Callable[[], None] | None = None  # tells the trace
 
 
 class _CountSaved(_Delegating):
@@ -349,11 +370,13 @@ class _CountRecomputed(_Delegating):
         self._ledger = scope.ledger
         self._parameters = scope.parameters
         self._gauge = scope.gauge
+        self._recomputing = scope.recomputing
 
     def begin(self) -> _Seen:
         seen = _Seen()
         if self._gauge is not None:
             seen.done = self._gauge.recomputing(self.account)
+        seen.traced = self._recomputing(self.account)
         seen.last = self._call.rewound()
         seen.last.__enter__()
         return seen
@@ -372,6 +395,8 @@ class _CountRecomputed(_Delegating):
             seen.last.__exit__(None, None, None)
         if seen.done is not None:
             seen.done()
+        if seen.traced is not None:
+            seen.traced()
         self._ledger.touch_peak(self.account, sum(seen.nbytes.values()))
 
 

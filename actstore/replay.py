@@ -122,7 +122,7 @@ class Call:
 
     __slots__ = (
         "__weakref__", "account", "chain", "form", "forward", "generators", "given", "made", "number", "region",
-        "rest", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
+        "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -147,6 +147,7 @@ class Call:
         self.generators = generators
         self.surroundings = Surroundings()
         self.sources: dict[int, Source] = {}
+        self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` asks whether they are
         self.chain: Chain | None = None  # where its decision replays inputs
         self.number = 0  # within its chain
         self.made: dict[int, ref[Carry]] = {}  # of its output, by leaf
@@ -176,6 +177,8 @@ class Call:
             if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
                 booked.add(tensor.untyped_storage()._cdata)
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
+        for i, first in self.same.items():
+            leaves[i] = leaves[first]
         args, kwargs = tree_unflatten(leaves, self.form)
         return lambda: self.forward(*args, **kwargs), booked
 
@@ -188,6 +191,8 @@ class Call:
         for i, (carry, handle, requires_grad) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
+        for i, first in self.same.items():
+            leaves[i] = leaves[first]
         args, kwargs = tree_unflatten(leaves, self.form)
         with self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(self.forward(*args, **kwargs))

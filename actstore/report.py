@@ -6,11 +6,17 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from actstore import html
 from actstore.advice import Figures, why
+from actstore.errors import StateError
 from actstore.units import format_nbytes
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from actstore.ledger import Account, Circumstances, Ledger
+
+HEAD = ("site", "tensors", "saved", "stored", "held", "live", "decision")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,24 @@ class SiteReport:
     hits: int
     late: int
     misses: int
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """The sites of one module that decide alike, added up; sizes in bytes, meanings as in `Report`."""
+
+    module: str
+    decision: str
+    tensors: int
+    saved: int
+    stored: int
+    held: int
+    live: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Saved, stored, held and live bytes."""
+        return self.saved, self.stored, self.held, self.live
 
 
 @dataclass(frozen=True)
@@ -126,28 +150,72 @@ class Report:
 
     def __str__(self) -> str:
         """A table of the modules, with the sites of each added up, and the totals."""
-        rows: dict[tuple[str, str, str], list[int]] = {}
-        for site in self.sites:
-            key = (site.site.split("[")[0], site.decision, site.note)
-            row = rows.setdefault(key, [0] * 5)
-            figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
-            rows[key] = [a + b for a, b in zip(row, figures, strict=True)]
-        cells: list[tuple[str, ...]] = [("site", "tensors", "saved", "stored", "held", "live", "decision")]
-        for (name, decision, note), (tensors, *sizes) in rows.items():
-            if any(sizes):
-                text = f"{decision or 'keep'}{f' ({note})' if note else ''}"
-                cells.append((name, str(tensors), *map(format_nbytes, sizes), text))
-        totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
-        cells.append(("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), ""))
+        cells = [HEAD, *self._cells()]
         widths = [max(len(line[i]) for line in cells) for i in range(6)]
         table = "\n".join(
             "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 6)), line[6]]).rstrip()
             for line in cells
         )
+        return "\n".join([table, *self._lines(), *self.advice])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, with a bar for what each module holds."""
+        most = max((module.held for module in self.modules), default=0) or 1
+        bars = [module.held / most for module in self.modules]
+        return html.section(
+            f"{format_nbytes(self.held_bytes)} held of {format_nbytes(self.saved_bytes)} saved",
+            html.table(
+                HEAD,
+                self._cells(),
+                words=(0, 6),
+                bar=4,
+                bars=[module.held / most for module in self.modules],
+                total=True,
+            ),
+            *map(html.line, self._lines()),
+            html.items(self.advice),
+        )
+
+    def plot(self) -> Figure:
+        """A picture of where the bytes of each module wait.
+
+        Raises
+        ------
+        ConfigError : matplotlib is not installed (the extra `bench`)
+        StateError : nothing was saved yet
+        """
+        if not self.modules:
+            raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
+        from actstore.pictures.units import Bar, picture
+
+        def moved(module: ModuleReport) -> int:
+            return max(0, module.stored - module.held) if "@" in module.decision else 0
+
+        bars = [Bar(m.module, m.decision, max(m.saved, m.held), m.held, moved(m)) for m in self.modules]
+        return picture(bars, "Where activations wait at the end of forward")
+
+    @property
+    def modules(self) -> tuple[ModuleReport, ...]:
+        """The sites of each module added up where they decide alike, in the order of first use."""
+        rows: dict[tuple[str, str], list[int]] = {}
+        for site in self.sites:
+            text = f"{site.decision or 'keep'}{f' ({site.note})' if site.note else ''}"
+            row = rows.setdefault((site.site.split("[")[0], text), [0] * 5)
+            figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
+            row[:] = [a + b for a, b in zip(row, figures, strict=True)]
+        return tuple(ModuleReport(*key, *row) for key, row in rows.items() if any(row[1:]))
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        cells = [(m.module, str(m.tensors), *map(format_nbytes, m.sizes), m.decision) for m in self.modules]
+        totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
+        return [*cells, ("total", str(sum(s.tensors for s in self.sites)), *map(format_nbytes, totals), "")]
+
+    def _lines(self) -> list[str]:
+        """What holds for the whole model, in words."""
         held = (
             f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
         )
-        lines = [table, f"held at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"]
+        lines = [f"held at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"]
         lines += [
             f"{medium.tier}: {format_nbytes(medium.used_bytes)} now, peak {format_nbytes(medium.peak_bytes)}"
             for medium in self.media
@@ -157,7 +225,7 @@ class Report:
                 f"copies out {self.offload_ms:.1f} ms, back {self.fetch_ms:.1f} ms, compute waited "
                 f"{self.stall_ms:.1f} ms; {self.hits} payloads in time, {self.late} late, {self.misses} not foreseen"
             )
-        return "\n".join([*lines, *self.advice])
+        return lines
 
 
 def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
@@ -180,7 +248,7 @@ def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
         kept_no_room=noted("kept: no room"),
         tiers=no_room[0].note.removeprefix("kept: no room in ") if no_room else "",
         kept_protected=noted("kept: ") - noted("kept: no room"),
-        kept_by_policy=sum(account.saved for account in kept if not account.note),
+        kept_by_policy=sum(a.saved for a in kept if not a.note and not a.where.startswith("recompute")),
         kept_still_alive=sum(account.alive for account in accounts),
         alive_site=str(alive.site) if alive is not None and alive.alive else "",
         on_host=sum(a.stored for a in accounts if a.where.endswith("@ host")) if circumstances.on_host else 0,

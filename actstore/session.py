@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from actstore.tierset import StoreOptions
 from actstore.trace import Trace
 from actstore.units import parse_budget, parse_nbytes
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -66,7 +69,8 @@ class ActivationStore:
     model : Module, optional; names in `policy` are the names of its modules. Without a model one decision holds for
         everything.
     policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
-        function ``(Site, Spec) -> Decision``; or "auto", or a Plan that "auto" has made
+        function ``(Site, Spec) -> Decision``; or "auto", or a Plan that "auto" has made. In text and Rules ``@blocks``,
+        ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model, whatever their names
     budget : with "auto", most bytes of activations on the compute device (`peak_held_bytes`), as an int or text such as
         ``"20GiB"``. The first steps measure what each decision costs, the next ones run the fastest that fits; all have
         exact gradients. Host memory is used as far as `host_budget` goes, a disk only where `disk_budget` is given
@@ -134,7 +138,7 @@ class ActivationStore:
         self._given_plan = policy if isinstance(policy, Plan) else None
         if self._given_plan is not None:
             check_plan(self._given_plan, model)
-        self._policy = read_policy("keep" if wish else policy)
+        self._policy = read_policy("keep" if wish else policy, model)
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._store = Store(
@@ -158,15 +162,20 @@ class ActivationStore:
         self._compiled: list[NamedCall] = []
         self._top = self._place("")
         self._auto = (
-            None if wish is None or model is None else Auto(model, self._store.ledger, wish, sets_window=window is None)
+            None
+            if wish is None or model is None
+            else Auto(model, self._store.ledger, wish, self._switch, sets_window=window is None)
         )
         if self._auto is not None:
             self._store.gauge = self._auto.profiler
+        if self._given_plan is not None:
+            self._store.ledger.limit = self._given_plan.budget
         device = device_of(model)
         if device is not None:  # what its first use waits for is waited for here
             self._store.open(device, "device")
-        if "disk" in tiers_of(self._policy) and (device is not None or not gpu_direct):
-            self._store.open(device or torch.device("cpu"), "disk")
+        if device is not None or not gpu_direct:
+            for tier in sorted(tiers_of(self._policy) - {"device", "host"}):
+                self._store.open(device or torch.device("cpu"), tier)
 
     # -- the context --------------------------------------------------------------------------------------------------
 
@@ -293,6 +302,10 @@ class ActivationStore:
         self._store.poll()
         return Report.of(self._store.ledger, self._store.circumstances(self._min_nbytes))
 
+    def plot(self) -> Figure:
+        """A picture of where the bytes of each module waited at the end of the last forward: `report().plot()`."""
+        return self.report().plot()
+
     @property
     def trace(self) -> Trace:
         """What happened when, so far.
@@ -347,6 +360,21 @@ class ActivationStore:
             self._wrapped = self._fit_model()
             self._places = {}
             self._top = self._place("")
+
+    def _switch(self, policy: Policy) -> bool:
+        """Run another policy in a step that was just entered; False where other threads are in it, too."""
+        entry = _entries()[-1]
+        with self._lock:
+            if self._active > 1 or entry.session is not self or self._model is None:
+                return False
+            for wrapped in self._wrapped:
+                wrapped.exit()
+            self._follow(policy)
+            self._name_modules(named_modules(self._model))
+            for wrapped in self._wrapped:
+                wrapped.enter()
+            entry.scope.follow(policy, self._places)
+        return True
 
     def _name_modules(self, named: Iterable[tuple[str, Module]]) -> None:
         """Look at the model's modules again: users replace them between steps."""

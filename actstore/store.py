@@ -45,6 +45,7 @@ class Store:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.ledger = Ledger()
+        self.ledger.relieve = _relieving(ref(self))
         self.trace: Trace | None = None
         self.gauge: Gauge | None = None
         self._entries: list[ref[Any]] = []
@@ -55,7 +56,7 @@ class Store:
         self._steps = 0
         self._started_ns = 0  # the step that runs
         self.step_ns = 0  # how long the last one took
-        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last decoding, for the trace
+        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
         """Open a tier now, so that what is wrong with it is said now.
@@ -133,9 +134,12 @@ class Store:
         else:
             self._refuse(bound.nbytes, tiers)
             return False
-        entry.store, entry.codec, entry.bound, entry.key, entry.slot, entry.berth = (
-            self, codec, bound, key, slot, berth
-        )  # fmt: skip
+        entry.store = self
+        entry.codec = codec
+        entry.bound = bound
+        entry.key = key
+        entry.slot = slot
+        entry.berth = berth
         return True
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
@@ -209,6 +213,22 @@ class Store:
         if forward.mark is not None and forward.place is not None:
             device = forward.place.device
             forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
+
+    def recomputing(self, forward: Forward, account: Account) -> Callable[[], None] | None:
+        """A region begins to run again. Returns what to call at its end; None where nobody traces."""
+        place = forward.place
+        if place is None:
+            return None
+        device = place.device
+        begin = device.mark(device.current())
+        self._note_backward(place, begin, begin)
+
+        def ended() -> None:
+            end = device.mark(device.current())
+            place.engine.note("recompute", Between(begin, end), [(account, 0)])
+            self._note_backward(place, begin, end)
+
+        return ended
 
     def start(self) -> None:
         """Begin a step: forget the last one's figures, return memory that it did not need."""
@@ -304,12 +324,12 @@ class Store:
         return bound._replace(encode=encode, decode=decode)
 
     def _note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
-        """A payload was decoded for backward."""
+        """Backward decoded a payload, or ran a region again."""
         first = begin if self._backward is None else self._backward[1]
         self._backward = (place, first, end)
 
     def _end_backward(self) -> None:
-        """Have the trace tell of the last backward: from its first decoding to its last."""
+        """Have the trace tell of the last backward: from the first that it asked for to the last."""
         backward, self._backward = self._backward, None
         if backward is not None:
             place, begin, end = backward
@@ -442,6 +462,17 @@ class Store:
         entry.slot, entry.berth = slot, berth
         stage.tier.free(stage)
         return True
+
+
+def _relieving(weak: ref[Store]) -> Callable[[int], None]:
+    """What makes room on the device for so many bytes before they are booked."""
+
+    def relieve(nbytes: int) -> None:
+        store = weak()
+        for place in [] if store is None else list(store._places.values()):
+            place.engine.make_room(nbytes)
+
+    return relieve
 
 
 def _roomy(nbytes: int) -> int:

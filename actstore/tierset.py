@@ -11,8 +11,9 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
+from actstore import extensions
 from actstore.devices import Device
-from actstore.errors import CapacityError
+from actstore.errors import ActstoreError, CapacityError, ConfigError
 from actstore.ledger import Ledger
 from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
 from actstore.trace import Trace
@@ -96,9 +97,27 @@ class TierSet:
         if name == "disk":
             tier = DiskTier(options.disk_path, device, gpu_direct=options.gpu_direct)
             return _limited(tier, options.disk_budget_nbytes)
+        if name != "host":
+            return _foreign(name, device)
         if device.on_host:
             return _limited(HostMemoryTier(device), options.host_budget_nbytes)
         return HostTier(device, options.host_budget_nbytes)
+
+
+def _foreign(name: str, device: Device) -> Tier:
+    """A tier of another package."""
+    kind = extensions.load(extensions.TIERS, name, Tier)
+    try:
+        tier: Tier = kind(device)
+    except ActstoreError:
+        raise
+    except Exception as error:  # whatever another package may raise
+        raise ConfigError(
+            f"the tier {name!r} cannot be opened: {type(error).__name__}: {error}; it is "
+            f"{extensions.source(extensions.TIERS, name)}",
+            tier=name,
+        ) from error
+    return tier
 
 
 def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from actstore import extensions
+
 # Not `modules`, whose hooks are compiled with a model: they are nothing then.
 _OURS = (
     *("session", "recompute", "hooks", "handles", "composite", "generators", "census", "protect", "regions", "layout"),
@@ -19,7 +21,6 @@ def tell_compiler() -> None:
     rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
     skip: Any = getattr(rules, "add", None)
     if skip is not None:
-        for name in _OURS:
-            if name not in _told:
-                _told.add(name)
-                skip(f"actstore.{name}")
+        for module in {*(f"actstore.{name}" for name in _OURS), *extensions.modules} - _told:
+            _told.add(module)
+            skip(module)

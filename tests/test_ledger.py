@@ -155,3 +155,11 @@ def test_an_account_is_opened_once():
         thread.join()
     assert all(accounts == found[0] for accounts in found)
     assert [account.site.index for account in ledger.accounts()] == list(range(100))
+
+
+def test_a_step_forgets_the_decision_of_the_one_before():
+    ledger = Ledger()
+    account = ledger.account(Site("a", 0))
+    account.where, account.note = "int8 @ host", "small"
+    ledger.start()
+    assert (account.where, account.note) == ("", "")

@@ -174,3 +174,19 @@ def test_steady_training_needs_no_advice():
             loss = model(torch.randn(32, 64)).square().mean()
         loss.backward()
     assert store.report().advice == ()
+
+
+def test_what_is_recomputed_is_not_called_kept():
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), nn.Linear(64, 4))
+    store = ActivationStore(model, "0 : recompute")
+    x = torch.randn(2048, 64)
+    with store:
+        model(x).sum().backward()
+    report = store.report()
+    assert {site.site: site.decision for site in report.sites}["0[0]"] == "recompute"
+    (advice,) = (text for text in report.advice if "were kept because" in text)
+    assert advice.startswith("512.0 KiB (17 % of the saved bytes)")  # what the last layer saves, and nothing else
+    kept = ActivationStore(model, "keep")
+    with kept:
+        model(x).sum().backward()
+    assert all(site.decision == "" for site in kept.report().sites)

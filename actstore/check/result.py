@@ -6,11 +6,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from actstore import html
 from actstore.check.values import relative
 from actstore.units import format_nbytes
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
 MOST_ROWS = 24  # of the printed table
+IDLE = (
+    "Every tensor was kept, and so this says little: tensors below min_bytes are kept; min_bytes=0 sends all through."
+)
 CANCELS = 0.01  # of its share of all gradients: a gradient below that is taken for zero but for rounding
 
 
@@ -144,22 +148,43 @@ class GradientCheck:
         return finite
 
     def __str__(self) -> str:
-        lines = [self._headline()]
-        if self.first is not None:
-            lines.append(f"  first    {self.first}")
+        lines = [self._headline(), *(f"  {what:<9}{text}" for what, text in self._facts())]
+        if self.idle:
+            lines.append(f"  {IDLE}")
+        lines.append(f"  {self._counts()}")
+        unequal = self._unequal()
+        if unequal:
+            width = max(len(name) for name, _ in unequal[:MOST_ROWS])
+            lines += ["", f"  {'':<{width}}  relative error  max |error|  shape"]
+            for name, row in unequal[:MOST_ROWS]:
+                errors = f"{row.relative_error:>14.2e}  {row.max_abs_error:>11.2e}"
+                lines.append(f"  {name:<{width}}  {errors}  {row.dtype} {list(row.shape)}")
+        return "\n".join([*lines, *(f"  {text}" for text in self._more())])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, f"{row.relative_error:.2e}", f"{row.max_abs_error:.2e}", f"{row.dtype} {list(row.shape)}")
+            for name, row in self._unequal()[:MOST_ROWS]
+        ]
+        return html.section(
+            self._headline(),
+            html.table(("", ""), self._facts(), words=(0, 1)),
+            html.line(IDLE if self.idle else ""),
+            html.line(self._counts()),
+            html.table(("", "relative error", "max |error|", "shape"), rows, words=(0, 3)) if rows else "",
+            *map(html.line, self._more()),
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What was found beside the errors, each with its name."""
+        facts = [] if self.first is None else [("first", str(self.first))]
         if self.loss is not None and self.runs:
             plain, stored = self.loss
-            lines.append(f"  loss     {plain:.9g} plain, {stored:.9g} with the store")
+            facts.append(("loss", f"{plain:.9g} plain, {stored:.9g} with the store"))
         if self.runs:
             saved, stored_text = format_nbytes(self.saved_bytes), format_nbytes(self.stored_bytes)
-            lines.append(f"  store    {self.policy}: {saved} saved, {stored_text} stored; {self.runs} runs")
-        if self.idle:
-            lines.append(
-                "  Every tensor was kept, and so this says little: tensors below min_bytes are kept; "
-                "min_bytes=0 sends all through."
-            )
-        lines += self._table()
-        return "\n".join(lines)
+            facts.append(("store", f"{self.policy}: {saved} saved, {stored_text} stored; {self.runs} runs"))
+        return facts
 
     def _headline(self) -> str:
         if self.verdict == "equal":
@@ -175,22 +200,23 @@ class GradientCheck:
             "torch.use_deterministic_algorithms(True)."
         )
 
-    def _table(self) -> list[str]:
-        groups = (("gradient of", self.parameters), ("output", self.outputs), ("buffer", self.buffers))
-        unequal = [(f"{what} {row.name}", row) for what, rows in groups for row in rows if not row.equal]
-        unequal.sort(key=lambda pair: -pair[1].relative_error)
-        total = sum(len(rows) for _, rows in groups)
-        counts = ", ".join(f"{len(rows)} {word}" for word, (_, rows) in zip(_PLURALS, groups, strict=True) if rows)
-        lines = [f"  compared {counts}; {total - len(unequal)} of {total} are equal bit for bit"]
-        if unequal:
-            width = max(len(name) for name, _ in unequal[:MOST_ROWS])
-            lines += ["", f"  {'':<{width}}  relative error  max |error|  shape"]
-            for name, row in unequal[:MOST_ROWS]:
-                errors = f"{row.relative_error:>14.2e}  {row.max_abs_error:>11.2e}"
-                lines.append(f"  {name:<{width}}  {errors}  {row.dtype} {list(row.shape)}")
-            if len(unequal) > MOST_ROWS:
-                lines.append(f"  and {len(unequal) - MOST_ROWS} more with smaller errors")
-        return lines
+    @property
+    def _groups(self) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+        return (("gradient of", self.parameters), ("output", self.outputs), ("buffer", self.buffers))
+
+    def _unequal(self) -> list[tuple[str, Row]]:
+        """What is not equal bit for bit, with its name, the largest error first."""
+        found = [(f"{what} {row.name}", row) for what, rows in self._groups for row in rows if not row.equal]
+        return sorted(found, key=lambda pair: -pair[1].relative_error)
+
+    def _counts(self) -> str:
+        total = sum(len(rows) for _, rows in self._groups)
+        counts = ", ".join(f"{len(r)} {word}" for word, (_, r) in zip(_PLURALS, self._groups, strict=True) if r)
+        return f"compared {counts}; {total - len(self._unequal())} of {total} are equal bit for bit"
+
+    def _more(self) -> list[str]:
+        left = len(self._unequal()) - MOST_ROWS
+        return [f"and {left} more with smaller errors"] if left > 0 else []
 
 
 _PLURALS = ("gradients", "outputs", "buffers")

@@ -50,11 +50,16 @@ def is_number(value: Any) -> bool:
 
 
 def run_backward(outputs: dict[str, Any]) -> None:
-    """Run the backward that the step left to us.
+    """Run the backward that the step left to us, from `loss_of(outputs)`."""
+    torch.autograd.backward(loss_of(outputs))
+
+
+def loss_of(outputs: dict[str, Any]) -> Tensor:
+    """The loss of a step that left backward to us.
 
     Raises
     ------
-    ConfigError : it returned no loss to run it from
+    ConfigError : it returned none
     """
     for value in outputs.values():
         if isinstance(value, Tensor) and value.requires_grad:
@@ -63,8 +68,7 @@ def run_backward(outputs: dict[str, Any]) -> None:
                     f"the step ran no backward and returned a tensor of shape {list(value.shape)}; have it return the "
                     "loss, a single number, or call backward itself"
                 )
-            torch.autograd.backward(value)
-            return
+            return value
     raise ConfigError(
         "the step computed no gradient: it ran no backward through the model or `inputs`, and returned no loss that "
         "requires a gradient. Make the store with the model, ActivationStore(model, ...), and have the step call "

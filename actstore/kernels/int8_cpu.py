@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Kernels
 from actstore.kernels.cpu import (
     BF16,
     F32,
@@ -48,10 +48,10 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
     run_decode = parallel(_compile_decode(KINDS[dtype], group, round == "dither"), unit_nbytes)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // group))
+        run_encode(src.data_ptr(), out.data_ptr(), numel, key, 0, -(-numel // group))
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // group))
+        run_decode(buf.data_ptr(), out.data_ptr(), numel, key, 0, -(-numel // group))
 
     return Kernels(encode, decode)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["forward", "backward", "encode", "decode", "offload", "fetch", "stall", "keep"]
+Kind = Literal["forward", "backward", "recompute", "encode", "decode", "offload", "fetch", "stall", "keep"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COPIES = ("offload", "fetch")
-WORK = ("forward", "backward", "encode", "decode")
+WORK = ("forward", "backward", "recompute", "encode", "decode")
 COMPUTE = "compute"
 HOST = "host"
 
@@ -17,9 +17,9 @@ class Event(NamedTuple):
 
     Attributes
     ----------
-    kind : forward, backward : the whole of it, or a part; encode, decode : within these; offload, fetch : bytes on
-        their way to and from a tier; stall : compute waited for bytes or for room; keep : the store could not or would
-        not move a tensor, of no duration
+    kind : forward, backward : the whole of it, or a part; recompute, encode, decode : within these; offload, fetch :
+        bytes on their way to and from a tier; stall : compute waited for bytes or for room; keep : the store could not
+        or would not move a tensor, of no duration
     begin_ns, end_ns : end is not before begin, and may be the same
     site : the place in the model, as text; empty where it is not one place
     step : number of the training step that the event belongs to

@@ -79,6 +79,23 @@ def test_tensors_by_name_and_in_containers_reach_the_store(decision):
     check_same(found, torch.autograd.grad(call(), (x, a, b, c)))
 
 
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("decision", [*RECOMPUTE, "recompute(segment=2)"])
+def test_arguments_that_are_one_tensor_are_one_again(decision):
+    """nn.MultiheadAttention asks whether they are, and goes another way."""
+    model, x = nn.Sequential(SelfAttention(), SelfAttention()), (torch.randn(2, 5, WIDTH),)
+    plain = train_step(model, x)
+    check_same(train_step(model, x, make(model, f"*.inner : {decision}")), plain)
+
+
 @pytest.mark.parametrize("decision", RECOMPUTE)
 def test_only_the_inputs_are_held(decision):
     model, batch = build("transformer")

@@ -7,8 +7,8 @@ import torch
 
 from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
+from actstore.testing.tiers import check_tier, load, pattern, store
 from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited
-from tests.contracts.tiers import check_tier, load, pattern, store
 from tests.devices.late import LateDevice
 from tests.tiers.wrappers import Faulty, Slow, Wrapper
 

@@ -258,7 +258,7 @@ def test_a_forked_child_that_closes_leaves_the_file_of_kvikio_alone(disk_folder,
 
 def test_without_the_package(disk_folder, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ConfigError, match=r"kvikio, which cannot be imported .*pip install kvikio-cu13"):
+    with pytest.raises(ConfigError, match=r"kvikio, which cannot be imported .*pip install 'actstore\[gds13\]'"):
         DiskTier(disk_folder, device, gpu_direct=True)
 
 

@@ -1,0 +1,91 @@
+"""What all pictures have in common: colours, sizes, headings."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from textwrap import fill
+from typing import Literal, NamedTuple
+
+from actstore.errors import ConfigError
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    if error.name != "matplotlib":
+        raise
+    raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'") from error
+
+# Okabe and Ito's, which stay apart for people who see fewer colours; some are darker here, to serve for letters.
+BLACK, BLUE, VERMILION, GREEN = "#222222", "#0072b2", "#d55e00", "#009e73"
+PURPLE, ORANGE, SKY = "#a8578a", "#b87a00", "#56b4e9"
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
+GREY, NOTE, RULE, GRID = "#6f6f6f", "#555555", "#cccccc", "#eeeeee"
+MARKERS = "osD^vPX*<"
+TIMES = {  # what a step does
+    "forward": "#cfe0f3",
+    "backward": "#dcd3ee",
+    "recompute": "#9aa5b1",
+    "encode": BLUE,
+    "decode": PURPLE,
+    "stall": VERMILION,
+}
+
+WIDTH, DPI = 9.0, 150  # inches, of the picture; shown at 800 pixels a letter of 9 points is 11 high
+SMALL, NORMAL = 8.5, 9.0  # points
+
+
+class Kind(NamedTuple):
+    """How the rows of one kind are drawn."""
+
+    label: str
+    color: str
+    marker: str
+
+
+KINDS = {
+    "plain": Kind("plain PyTorch", BLACK, "s"),
+    "peer": Kind("other libraries", GREY, "^"),
+    "lossless": Kind("actstore, exact gradients", BLUE, "o"),
+    "lossy": Kind("actstore, lossy", VERMILION, "D"),
+}
+
+
+class Picture(Figure):
+    """A figure that notebooks show without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        file = BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
+def figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty picture, in inches, that finds room for its texts by itself."""
+    made = Picture(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def heading(axes: Axes, title: str, note: str = "", letters: int = 128) -> None:
+    """What the axes show, and below it in small letters of what; lines are broken after so many `letters`."""
+    text = fill(note, letters)
+    lines = text.count("\n") + 1 if note else 0
+    axes.set_title(title, loc="left", fontweight="bold", pad=6 + 13 * lines)
+    if note:
+        axes.annotate(
+            text, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", fontsize=SMALL, color=NOTE
+        )
+
+
+def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """A pale grid behind everything, and no frame."""
+    axes.grid(True, axis=grid, color=GRID, zorder=0)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(axes: Axes) -> None:
+    """At the right of the axes."""
+    axes.legend(frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1, 1))
