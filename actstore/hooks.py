@@ -113,7 +113,8 @@ class Scope:
             kind, base = type(tensor), tensor._base
             if kind is not Tensor or (base is not None and type(base) is not Tensor):
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
-                    parameters.add(tensor.untyped_storage()._cdata)
+                    if tensor.untyped_storage()._cdata not in parameters:
+                        tracker.adopt(tensor)
                     # As autograd does: who shares weights out gives a Parameter new data, and means them here too.
                     return tensor if kind is Parameter and tensor.is_leaf else tensor.detach(), tensor._version, frame
                 handle = self._of_class(tensor, frame)
@@ -153,7 +154,7 @@ class Scope:
         if isinstance(tensor, FakeTensor):  # no bytes, and nothing to count
             return alias, tensor._version, frame
         if is_parameter(tensor):
-            self.parameters.update(storage._cdata for storage in storages_of(tensor))
+            self.tracker.adopt(tensor)
             return tensor if isinstance(tensor, Parameter) and tensor.is_leaf else alias, tensor._version, frame
         parts = parts_of(alias)
         if parts is None:

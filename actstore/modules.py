@@ -142,8 +142,11 @@ class Tracker:
         self.frame.end(self.counted)
         self.frame = self.stack.pop()
 
-    def adopt(self, weight: Tensor, *, computed: bool) -> None:
-        """Know a weight that is no Parameter: `functional_call` was given it, or it was `computed` from parameters."""
+    def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
+        """Know a weight by its storage, which may die in the middle of a forward: ZeRO-3 gathers weights and frees them.
+
+        What is no Parameter was given to `functional_call`, or was `computed` from parameters.
+        """
         known = self.computed if computed else self.parameters
         for storage in storages_of(weight):
             self.census.meet(storage._cdata, storage)

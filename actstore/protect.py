@@ -67,9 +67,3 @@ def is_cast_parameter(tensor: Tensor, parameters: Set[int]) -> bool:
                 return True
             return leaf is not None and any(storage._cdata in parameters for storage in storages_of(leaf))
     return False
-
-
-def storage_keys(module: torch.nn.Module) -> set[int]:
-    """The identities of the storages under all parameters and buffers of `module`, as they are now."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}

@@ -261,7 +261,11 @@ def _in_region() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") in REGIONS
 
 
-REGIONS = ("torch.utils.checkpoint", __name__)  # whose hooks save nothing
+REGIONS = (  # whose hooks save nothing
+    "torch.utils.checkpoint",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    __name__,
+)
 
 # Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
 _RESPECT: dict[str, Any] = (

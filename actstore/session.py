@@ -35,7 +35,6 @@ from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
 from actstore.plan.plan import Plan
 from actstore.policy import Decision, Keep, Policy, Rules
-from actstore.protect import storage_keys
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
 from actstore.retry import Attempt
@@ -191,8 +190,11 @@ class ActivationStore:
                 self._store.start()
                 self._name_modules(named)
             census = Census()
-            parameters = storage_keys(self._model) if self._model is not None else set()
+            parameters = set[int]()
             tracker = Tracker(self._places, self._top, census, parameters)
+            if self._model is not None:
+                for weight in (*self._model.parameters(), *self._model.buffers()):
+                    tracker.adopt(weight)
             scope = Scope(
                 self._store,
                 self._policy,

@@ -2,11 +2,12 @@
 
 tensors, modules   microseconds that a store adds to forward and backward, for each tensor or each call of a module that
                    saves one: least of several steps, less the least of the same steps without a store
-steps              milliseconds of a step, and memory of Python (tracemalloc) after it, over windows of more and more
-                   steps of one store
+steps              milliseconds of a step, and how many blocks of memory Python holds after it, over windows of more and
+                   more steps of one store
 
 The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat, 1 would be a cost for each
-tensor that doubles when their number does. On a CPU all is time of the training thread.
+tensor that doubles when their number does. Times are the training thread's on the CPU, without Python's collector: that
+visits the handles of all saved tensors now and then, and so takes longer where there are more of them at once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import tracemalloc
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from statistics import linear_regression, median
@@ -35,8 +37,8 @@ from actstore.bench.environment import environment
 FLAT = 0.1  # the largest slope that counts as flat: 26 % more for ten times as many
 POLICIES = ("keep", "int8", "recompute")
 SIZES = {"tensors": (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000), "modules": (10, 30, 100, 300, 1_000, 3_000)}
-STEPS = (1, 10, 30, 100, 300, 1_000)
-REPEATS = 5
+STEPS = (10, 30, 100, 300, 1_000)
+REPEATS = 3
 
 
 class Sines(nn.Module):
@@ -78,30 +80,29 @@ def added_us(kind: str, count: int, policy: str) -> float:
     store = ActivationStore(model, policy, min_bytes=0)
     times: dict[bool, list[float]] = {False: [], True: []}
     gc.collect()
-    for _ in range(REPEATS):
-        for stored in times:
-            times[stored].append(step(model, x, store if stored else nullcontext()))
+    gc.disable()
+    try:
+        for _ in range(REPEATS):
+            for stored in times:
+                times[stored].append(step(model, x, store if stored else nullcontext()))
+    finally:
+        gc.enable()
     store.close()
     return (min(times[True]) - min(times[False])) / count * 1e6
 
 
 def over_steps(policy: str, most: int) -> dict[str, list[float]]:
-    """Milliseconds of a step and KiB of Python's memory, in the windows between `STEPS`."""
-    model, x = modules_of(20), torch.ones(8, requires_grad=True)
+    """Milliseconds of a step and blocks of Python's memory, in the windows between `STEPS`."""
+    model, x = modules_of(10), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
-    found: dict[str, list[float]] = {"steps": [], "ms": [], "kib": []}
+    found: dict[str, list[float]] = {"steps": [], "ms": [], "blocks": []}
     for _ in range(3):
         step(model, x, store)
-    done, times = 0, []
-    tracemalloc.start()
-    for end in (s for s in STEPS if s <= most):
-        times = [step(model, x, store) for _ in range(end - done)]
-        done = end
-        gc.collect()
+    for done, end in pairwise((0, *(s for s in STEPS if s <= most))):
         found["steps"].append(end)
-        found["ms"].append(median(times) * 1e3)
-        found["kib"].append(tracemalloc.get_traced_memory()[0] / 1024)
-    tracemalloc.stop()
+        found["ms"].append(median(step(model, x, store) for _ in range(end - done)) * 1e3)
+        gc.collect()
+        found["blocks"].append(sys.getallocatedblocks())
     store.close()
     return found
 
@@ -119,13 +120,15 @@ def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
             if (kind, policy) == ("tensors", "recompute"):
                 continue  # one region, whatever its number of tensors
             counts = [float(n) for n in sizes if n <= most]
+            if len(counts) < 2:
+                continue
             say(f"{kind}, {policy}")
             rows.append(_row(kind, policy, "us each", counts, [added_us(kind, int(n), policy) for n in counts]))
     for policy in POLICIES:
         say(f"steps, {policy}")
         found = over_steps(policy, most)
-        rows.append(_row("steps", policy, "ms a step", found["steps"], found["ms"]))
-        rows.append(_row("steps", policy, "KiB in all", found["steps"], found["kib"]))
+        rows.append(_row("steps", policy, "ms", found["steps"], found["ms"]))
+        rows.append(_row("steps", policy, "blocks", found["steps"], found["blocks"]))
     return rows
 
 
@@ -141,20 +144,24 @@ def render(rows: list[dict[str, Any]]) -> Table:
     """The figures as a table: least and largest number, slope and verdict."""
     table = Table(title="Growth: the figure at the least and at the largest number", title_justify="left")
     for column in ("of", "policy", "unit"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column)
     for column in ("from", "figure", "to", "figure", "slope", "verdict"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for row in rows:
-        ends = [f"{row[key][end]:.4g}" for end in (0, -1) for key in ("counts", "figures")]
+        ends = [_short(row[key][end]) for end in (0, -1) for key in ("counts", "figures")]
         table.add_row(
             row["of"], row["policy"], row["unit"], *ends, f"{row['slope']:+.2f}", "flat" if row["flat"] else "GROWS"
         )
     return table
 
 
+def _short(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 1000 or figure == int(figure) else f"{figure:.3g}"
+
+
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """A panel for each kind of number; a flat line is a cost that does not grow."""
-    panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms a step"), ("steps", "KiB in all")]
+    panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms"), ("steps", "blocks")]
     figure = Figure(figsize=(12, 3.2), dpi=100, layout="constrained")
     for axes, (kind, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         mine = [row for row in rows if (row["of"], row["unit"]) == (kind, unit)]
@@ -163,7 +170,8 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         most = max((figure for row in mine for figure in row["figures"]), default=1.0)
         axes.set(xscale="log", ylim=(0, 1.3 * most), xlabel=f"number of {kind}", title=unit)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small")
+        if mine:
+            axes.legend(frameon=False, fontsize="small")
     return figure
 
 

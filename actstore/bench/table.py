@@ -37,7 +37,7 @@ def to_html(result: Result) -> str:
     most = max((row.held_bytes or 0 for row in result.rows), default=0) or 1
     found = [(one.peer, one.ours or one.reason, _number(one.times, ".2f")) for one in versus(result.rows)]
     return html.section(
-        _title(result),
+        "; ".join(_title(result).split("\n")),
         html.table(
             ("row", *(name.replace("\n", " ").strip() for name in _COLUMNS)),
             [(row.name, *cells(row)) for row in result.rows],

@@ -114,10 +114,9 @@ class Engine:
         size = round_up(max(nbytes, 1), BERTH)
         small = size < SMALL_NBYTES
         ledger = self._traffic.ledger
-        together = (
-            min(PARCEL_NBYTES, ledger.limit / PARCELS) if small else 0
-        )  # what backward wants none of comes along
-        capacity = max(round_up(size, GRAIN), round_up(int(together), GRAIN))
+        # A parcel comes back as a whole: under a limit, little comes along that backward does not want yet.
+        together = int(min(PARCEL_NBYTES, ledger.limit / PARCELS)) if small else 0
+        capacity = max(round_up(size, GRAIN), round_up(together, GRAIN))
         if not ledger.fits(nbytes):
             self.make_room(nbytes)
         while True:

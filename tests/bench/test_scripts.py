@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import hotpath
+from benchmarks import hotpath, hotpath_peers
 
 
 def test_hotpath_measures_every_variant() -> None:
     found = hotpath.measure("cpu", length=4, rounds=3)
-    assert set(found["rows"]) == {
-        "identity hooks", "kept", "int8", "raw @ device", "save_on_cpu", "naive int8", "a parameter",
+    assert set(found["rows"]) | set(found["left_out"]) == {
+        "identity hooks", "kept", "int8", "raw @ device", "a parameter", *hotpath_peers.PEERS
     }  # fmt: skip
+    assert {name for name, row in found["rows"].items() if "limit" in row} == set(hotpath.LIMITS)
     assert found["rows"]["identity hooks"]["chain"] == 1.0
     assert found["rows"]["identity hooks"]["direct"] == 1.0
     assert hotpath.render(found).row_count == len(found["rows"])

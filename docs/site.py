@@ -1,0 +1,98 @@
+"""Builds the site from the repository: pages of other folders, parts of them by name, and docstrings as Markdown.
+
+``<!-- part: README.md#The codecs -->`` in a page stands for the text below that heading of that file. Links and
+pictures of such texts are written as seen from their own folder; here they get the addresses of the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# Pages whose source lies outside of docs/, with their addresses; and what else the pages lead to.
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
+INSTEAD = {"README.md": "index.md", "csrc": "formats.md"}  # for links to what is no page
+FILES = ("csrc/*.md", "benchmarks/README.md", "benchmarks/results/*.md", "benchmarks/results/**/*.png", "benchmarks/results/**/*.json")
+PART = re.compile(r"^<!-- part: (\S+?)#(.+?) -->$", re.MULTILINE)
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:\s]+)((?:#[^)]*)?\))")
+HOLDERS = {  # of each part that a page takes: "README.md#the-codecs" is on the page guide/codecs.md
+    f"{path}#{heading.lower().replace(' ', '-')}": page.relative_to(ROOT / "docs").as_posix()
+    for page in (ROOT / "docs").rglob("*.md")
+    for path, heading in PART.findall(page.read_text(encoding="utf-8"))
+}
+SECTION = re.compile(r"^([A-Z][a-z]+)\n-{3,}$", re.MULTILINE)
+ENTRY = re.compile(r"^([\w.*]+(?:, [\w.*]+)*) : ", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what lies outside of docs/, at its path in the repository."""
+    for path in sorted({path for pattern in FILES for path in ROOT.glob(pattern)} | {ROOT / name for name in PAGES}):
+        name = path.relative_to(ROOT).as_posix()
+        address = PAGES.get(name, name)
+        if files.get_file_from_path(address) is None:
+            files.append(File.generated(config, address, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the parts in, and lead links to where their targets are on the site."""
+    here = page.file.src_uri
+    source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT).as_posix()
+    markdown = _linked(markdown, source, here, files)
+    return PART.sub(lambda found: _linked(part(*found.groups()), found[1], here, files), markdown)
+
+
+def part(path: str, heading: str) -> str:
+    """The text below a heading, up to the next one of the first two levels."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise PluginError(f"{path} has no heading {heading!r}; a page of docs/ takes the text below it")
+    return found[2].strip()
+
+
+def _linked(markdown: str, source: str, here: str, files: Files) -> str:
+    def lead(found: re.Match[str]) -> str:
+        before, target, after = found.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        address = HOLDERS.get(path + after[:-1]) or INSTEAD.get(path) or PAGES.get(path) or path.removeprefix("docs/")
+        if files.get_file_from_path(address) is None:
+            if (ROOT / path).exists():  # a file of the repository that the site does not show
+                return f"`{path}`"
+            return found[0]  # mkdocs says what is wrong with it
+        after = ")" if path + after[:-1] in HOLDERS else after
+        return f"{before}{posixpath.relpath(address, posixpath.dirname(here) or '.')}{after}"
+
+    return LINK.sub(lead, markdown)
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings as Markdown: sections as bold words, "name : text" as an item of a list."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(text: str) -> str:
+    """One docstring, written as those of this project are."""
+    text = SECTION.sub(r"\n**\1**\n", text)
+    lines: list[str] = []
+    for line in text.splitlines():
+        entry = ENTRY.match(line)
+        if entry:
+            before = [""] if lines and lines[-1] and not lines[-1].startswith(("* ", "    ")) else []
+            names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
+            lines += [*before, f"* {names}: {line[entry.end():]}"]
+        else:
+            lines.append(line)
+    return "\n".join(lines)
