@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug soak check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug soak docs check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -47,6 +47,9 @@ test-debug: $(STAMP)  ## run the tests of autograd with checked memory and a col
 
 soak: $(STAMP)  ## train 2,000 steps that go wrong in many ways, and count what is left; ARGS="--steps 100000" for more
 	$(BIN)/python -m tests.system.soak $(ARGS)
+
+docs: $(STAMP)  ## build the documentation site into build/site; any warning is an error
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from sys import modules
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -23,7 +24,7 @@ from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
 from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
-from actstore.protect import TRANSPARENT, is_cast_parameter, lossy_reason
+from actstore.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.replay import Calls
 from actstore.spec import Site, Spec
@@ -44,6 +45,8 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 Handle = Small | Kept | Stored | Composite
 
+_COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
+
 
 def unpack(handle: Handle) -> Tensor:
     if type(handle) is tuple:
@@ -52,9 +55,8 @@ def unpack(handle: Handle) -> Tensor:
             check_version(alias, version, Site(frame.place.name, SMALL))
         return alias
     tensor = handle.get()  # type: ignore[union-attr]
-    node: Any = _current_autograd_node()  # None outside of backward
-    if node is not None and node.name() == "CompiledFunctionBackward":
-        _note_compiled(handle, node, tensor)
+    if _COMPILER in modules:
+        _note_compiled(handle, tensor)
     return tensor
 
 
@@ -95,6 +97,7 @@ class Scope:
         self._tags: dict[int, str] = {}
         self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
         self._unsettled_nr = 0
+        self._looked = 0  # nodes that Python has looked at
         self._prune_at = 1024
         self._empty: dict[torch.dtype, Tensor] = {}
 
@@ -215,8 +218,9 @@ class Scope:
         if not whole and tensor.nbytes < self._min_nbytes and nbytes <= SPARE * tensor.nbytes:
             return self._keep(tensor, account, key, storage, "small")
         known = tensor if outer is None else outer
-        node = known.grad_fn
-        name = "" if node is None else node.name()
+        if self._looked == MOST_NODES:
+            return self._keep(tensor, account, key, storage, f"one of more than {MOST_NODES} in one forward")
+        name = self._producer(known)
         if name in TRANSPARENT and is_cast_parameter(known, self.parameters):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
         if not (codec.lossless and codec.accepts(tensor.dtype)):
@@ -247,6 +251,14 @@ class Scope:
         self._unsettled.append((ref(handle), codec, tiers))
         self._unsettled_nr = _get_sequence_nr()
         return handle
+
+    def _producer(self, tensor: Tensor) -> str:
+        """The name of the autograd node whose output `tensor` is; empty for none."""
+        if tensor.is_leaf:
+            return ""
+        self._looked += 1
+        node: Any = tensor.grad_fn
+        return str(node.name())
 
     def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | None]:
         """The account and the target of a storage that may have a tag."""
@@ -412,7 +424,10 @@ class Scope:
         return empty
 
 
-def _note_compiled(handle: Handle, node: Any, tensor: Tensor) -> None:
+def _note_compiled(handle: Handle, tensor: Tensor) -> None:
+    node: Any = _current_autograd_node()  # None outside of backward
+    if node is None or node.name() != "CompiledFunctionBackward":
+        return
     if isinstance(handle, Stored) and handle.alias is None:
         owner = handle.owner or handle
         key = _current_graph_task_id(), node._sequence_nr()

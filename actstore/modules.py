@@ -143,7 +143,7 @@ class Tracker:
         self.frame = self.stack.pop()
 
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
-        """Know a weight by its storage, which may die in the middle of a forward: ZeRO-3 gathers weights and frees them.
+        """Know a weight by its storage, which may die before the forward ends: ZeRO-3 gathers weights and frees them.
 
         What is no Parameter was given to `functional_call`, or was `computed` from parameters.
         """

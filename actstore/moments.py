@@ -67,7 +67,7 @@ class Moments:
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
             for tensor in _leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
                     tensor.register_hook(self._arriving(name, call))
 
         return leave

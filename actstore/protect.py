@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Set
 
 import torch
@@ -32,6 +33,12 @@ TRANSPARENT = frozenset(
         "SplitBackward0", "SplitWithSizesBackward0", "AsStridedBackward0",
     }
 )  # fmt: skip
+
+# Autograd nodes that Python may look at in one forward. PyTorch frees a chain of nodes one after the other, but those
+# that Python has looked at one inside the other: 40,000 overflow a stack of 8 MiB (PyTorch 2.13, also without a store).
+_STACK_NBYTES, _NODE_NBYTES = 8 * 2**20, 512
+_soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+MOST_NODES = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
 
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

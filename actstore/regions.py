@@ -82,7 +82,7 @@ def can_be_lossy(layout: Layout) -> bool:
 
 def _written_at_once(base: Tensor) -> bool:
     """Whether all of `base`'s storage is the output of one differentiable operator, unchanged since."""
-    return base.grad_fn is not None and base._version == 0 and base.nbytes == base.untyped_storage().nbytes()
+    return not base.is_leaf and base._version == 0 and base.nbytes == base.untyped_storage().nbytes()
 
 
 def _stored_bits(tensor: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class Report:
                 self._cells(),
                 words=(0, 6),
                 bar=4,
-                bars=[module.held / most for module in self.modules],
+                bars=bars,
                 total=True,
             ),
             *map(html.line, self._lines()),

@@ -2,8 +2,8 @@
 
 tensors, modules   microseconds that a store adds to forward and backward, for each tensor or each call of a module that
                    saves one: least of several steps, less the least of the same steps without a store
-steps              milliseconds of a step, and how many blocks of memory Python holds after it, over windows of more and
-                   more steps of one store
+steps              milliseconds of a step, and how many more blocks of memory Python holds after each, over windows of
+                   more and more steps of one store
 
 The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat, 1 would be a cost for each
 tensor that doubles when their number does. Times are the training thread's on the CPU, without Python's collector: that
@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench.environment import environment
 
-FLAT = 0.1  # the largest slope that counts as flat: 26 % more for ten times as many
+FLAT = 0.15  # the largest slope that counts as flat: what there is more of, caches hold less of
+BLOCKS = "blocks left"
+LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
 POLICIES = ("keep", "int8", "recompute")
 SIZES = {"tensors": (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000), "modules": (10, 30, 100, 300, 1_000, 3_000)}
 STEPS = (10, 30, 100, 300, 1_000)
@@ -83,8 +85,8 @@ def added_us(kind: str, count: int, policy: str) -> float:
     gc.disable()
     try:
         for _ in range(REPEATS):
-            for stored in times:
-                times[stored].append(step(model, x, store if stored else nullcontext()))
+            for stored, found in times.items():
+                found.append(step(model, x, store if stored else nullcontext()))
     finally:
         gc.enable()
     store.close()
@@ -92,18 +94,22 @@ def added_us(kind: str, count: int, policy: str) -> float:
 
 
 def over_steps(policy: str, most: int) -> dict[str, list[float]]:
-    """Milliseconds of a step and blocks of Python's memory, in the windows between `STEPS`."""
+    """Milliseconds of a step and blocks of Python's memory that it leaves, in the windows between `STEPS`."""
     model, x = modules_of(10), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
     found: dict[str, list[float]] = {"steps": [], "ms": [], "blocks": []}
     for _ in range(3):
         step(model, x, store)
+    before = 0
     for done, end in pairwise((0, *(s for s in STEPS if s <= most))):
         found["steps"].append(end)
         found["ms"].append(median(step(model, x, store) for _ in range(end - done)) * 1e3)
         gc.collect()
-        found["blocks"].append(sys.getallocatedblocks())
+        now = sys.getallocatedblocks()
+        found["blocks"].append((now - before) / (end - done))
+        before = now
     store.close()
+    found["blocks"][0] = 0.0  # what the first steps learn is kept
     return found
 
 
@@ -128,15 +134,16 @@ def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
         say(f"steps, {policy}")
         found = over_steps(policy, most)
         rows.append(_row("steps", policy, "ms", found["steps"], found["ms"]))
-        rows.append(_row("steps", policy, "blocks", found["steps"], found["blocks"]))
+        rows.append(_row("steps", policy, BLOCKS, found["steps"], found["blocks"]))
     return rows
 
 
 def _row(kind: str, policy: str, unit: str, counts: list[float], figures: list[float]) -> dict[str, Any]:
-    exponent = slope(counts, figures)
+    exponent = None if unit == BLOCKS else slope(counts, figures)
+    flat = figures[-1] < LEFT if exponent is None else exponent <= FLAT
     return {
         "of": kind, "policy": policy, "unit": unit, "counts": counts, "figures": figures, "slope": exponent,
-        "flat": exponent <= FLAT,
+        "flat": flat,
     }  # fmt: skip
 
 
@@ -150,7 +157,12 @@ def render(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         ends = [_short(row[key][end]) for end in (0, -1) for key in ("counts", "figures")]
         table.add_row(
-            row["of"], row["policy"], row["unit"], *ends, f"{row['slope']:+.2f}", "flat" if row["flat"] else "GROWS"
+            row["of"],
+            row["policy"],
+            row["unit"],
+            *ends,
+            "" if row["slope"] is None else f"{row['slope']:+.2f}",
+            "flat" if row["flat"] else "GROWS",
         )
     return table
 
@@ -161,14 +173,14 @@ def _short(figure: float) -> str:
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """A panel for each kind of number; a flat line is a cost that does not grow."""
-    panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms"), ("steps", "blocks")]
+    panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms"), ("steps", BLOCKS)]
     figure = Figure(figsize=(12, 3.2), dpi=100, layout="constrained")
     for axes, (kind, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         mine = [row for row in rows if (row["of"], row["unit"]) == (kind, unit)]
         for row in mine:
             axes.plot(row["counts"], row["figures"], marker="o", markersize=4, label=row["policy"])
         most = max((figure for row in mine for figure in row["figures"]), default=1.0)
-        axes.set(xscale="log", ylim=(0, 1.3 * most), xlabel=f"number of {kind}", title=unit)
+        axes.set(xscale="log", ylim=(0, 1.3 * max(most, 1.0)), xlabel=f"number of {kind}", title=unit)
         axes.grid(alpha=0.3)
         if mine:
             axes.legend(frameon=False, fontsize="small")

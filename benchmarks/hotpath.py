@@ -160,6 +160,8 @@ def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
     hooks = variants(activations, peers)
     rows: dict[str, dict[str, Any]] = {}
     chained = added(sample(lambda h: time_chain(activations, h, clock), hooks, rounds), "no hooks")
+    pair = {name: hooks[name] for name in ("no hooks", IDENTITY)}  # all else is divided by their difference
+    chained |= added(sample(lambda h: time_chain(activations, h, clock), pair, 5 * rounds), "no hooks")
     unit_us = median(chained[IDENTITY])
     tensors = [(activations.x + i).sin() for i in range(length)]
     packing = variants(None, peers)  # no forward of a model runs around a direct call

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import griffe
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from actstore.bench.cli import app
+
 ROOT = Path(__file__).parents[1]
 # Pages whose source lies outside of docs/, with their addresses; and what else the pages lead to.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
 INSTEAD = {"README.md": "index.md", "csrc": "formats.md"}  # for links to what is no page
-FILES = ("csrc/*.md", "benchmarks/README.md", "benchmarks/results/*.md", "benchmarks/results/**/*.png", "benchmarks/results/**/*.json")
+FILES = (
+    "csrc/*.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*.md",
+    "benchmarks/results/**/*.png",
+    "benchmarks/results/**/*.json",
+)
 PART = re.compile(r"^<!-- part: (\S+?)#(.+?) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:\s]+)((?:#[^)]*)?\))")
 HOLDERS = {  # of each part that a page takes: "README.md#the-codecs" is on the page guide/codecs.md
@@ -47,17 +57,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Put the parts in, and lead links to where their targets are on the site."""
     here = page.file.src_uri
     source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT).as_posix()
-    markdown = _linked(markdown, source, here, files)
+    markdown = _linked(markdown, source, here, files).replace("<!-- commands -->", commands())
     return PART.sub(lambda found: _linked(part(*found.groups()), found[1], here, files), markdown)
 
 
 def part(path: str, heading: str) -> str:
-    """The text below a heading, up to the next one of the first two levels."""
+    """The text below a heading of the first two levels, up to the next one of the second."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^##? {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise PluginError(f"{path} has no heading {heading!r}; a page of docs/ takes the text below it")
-    return found[2].strip()
+    return found[1].strip()
 
 
 def _linked(markdown: str, source: str, here: str, files: Files) -> str:
@@ -73,6 +83,30 @@ def _linked(markdown: str, source: str, here: str, files: Files) -> str:
         return f"{before}{posixpath.relpath(address, posixpath.dirname(here) or '.')}{after}"
 
     return LINK.sub(lead, markdown)
+
+
+def commands() -> str:
+    """Every command of the command line with its arguments and options, as they describe themselves."""
+    lines = []
+    for name, command in sorted(_walk("actstore", typer.main.get_command(app))):
+        lines += [f"\n## {name}\n", command.help or "", "\n| argument | | default |\n|---|---|---|"]
+        for option in command.params:
+            names = ", ".join(
+                f"`{text}`" for text in (option.opts if option.opts[0][0] == "-" else [option.name.upper()])
+            )
+            default = "" if option.default in (None, "") or callable(option.default) else f"`{option.default}`"
+            shown = option.show_default if isinstance(option.show_default, str) else default
+            lines.append(f"| {names} | {(option.help or '').replace('|', chr(92) + '|')} | {shown} |")
+    return "\n".join(lines)
+
+
+def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """A command and those below it; groups that only hold others are left out."""
+    inner = getattr(command, "commands", {})
+    if not inner or command.invoke_without_command:
+        yield name, command
+    for word, child in inner.items():
+        yield from _walk(f"{name} {word}", child)
 
 
 class Docstrings(griffe.Extension):
@@ -92,7 +126,7 @@ def as_markdown(text: str) -> str:
         if entry:
             before = [""] if lines and lines[-1] and not lines[-1].startswith(("* ", "    ")) else []
             names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
-            lines += [*before, f"* {names}: {line[entry.end():]}"]
+            lines += [*before, f"* {names}: {line[entry.end() :]}"]
         else:
             lines.append(line)
     return "\n".join(lines)

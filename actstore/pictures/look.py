@@ -13,7 +13,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
-    if error.name != "matplotlib":
+    if (error.name or "").partition(".")[0] != "matplotlib":
         raise
     raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'") from error
 

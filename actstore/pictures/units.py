@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import fill
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, NamedTuple
 
 from actstore.pictures import look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_NAMES = 48  # at the axis
 MOST_DECISIONS = 9  # that have a colour of their own

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from actstore.errors import CapacityError, ConfigError
 from actstore.pictures import look, units
@@ -14,6 +12,10 @@ from actstore.pictures.units import Bar
 from actstore.plan.plan import Plan
 from actstore.plan.study import Budget, Study
 from actstore.units import format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 POINTS = 16  # budgets that are planned for
 COLORS = look.SERIES

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actstore import ActivationStore
-from benchmarks import growth, hotpath_paths, hotpath_peers
+from benchmarks import growth, hotpath_paths, hotpath_peers, hotpath_profile
 
 POLICIES = ("keep", "int8", "raw @ host", "recompute")
 
@@ -100,3 +100,9 @@ def test_a_peer_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
     found, left_out = hotpath_peers.find("cpu")
     assert "save_on_cpu" in found
     assert left_out["TRL"] == "ImportError: no such package"
+
+
+def test_samples_are_given_to_the_innermost_function() -> None:
+    inside = "main (a.py:1);time_direct (h.py:9);pack (hooks.py:"
+    samples = f"{inside}12) 3\n{inside}40) 2\nmain (a.py:2) 7"
+    assert hotpath_profile.fold(samples) == [("pack (hooks.py)", 5)]

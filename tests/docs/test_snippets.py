@@ -16,8 +16,9 @@ from unittest import SkipTest
 import pytest
 
 pytest.importorskip("sybil", reason="sybil, which reads the blocks, is not installed")
-typer = pytest.importorskip("typer")
+pytest.importorskip("typer")
 
+import typer
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -43,6 +44,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 @pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")  # of workers and devices of this machine
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # what peft asks for
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # lightning's
 @pytest.mark.parametrize("page", [page for page in PAGES if any(language == "python" for language, _ in blocks(page))])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, one_thread):
@@ -109,7 +111,9 @@ def check(words: list[str]) -> None:
     elif command == "actstore":
         unknown = parse(typer.main.get_command(app), "actstore", rest)
     elif command == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
         named = {name for word in rest for found in re.findall(r"\[(.+)\]", word) for name in found.split(",")}
         unknown = sorted(named - set(extras))
     elif command in ("python", "torchrun"):

@@ -1,0 +1,90 @@
+"""The documentation site builds without a warning, fetches nothing, and has a place for every public name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("material")  # mkdocs-material
+pytest.importorskip("mkdocstrings")
+pytest.importorskip("typer")
+
+import actstore
+from actstore import codecs, tiers
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+class Targets(HTMLParser):
+    """What a browser fetches to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in ("img", "script", "source", "iframe"):
+            self.found.append(values.get("src") or "")
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
+            self.found.append(values.get("href") or "")
+
+
+def targets(page: Path) -> list[str]:
+    parser = Targets()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return [target for target in parser.found if target]
+
+
+def test_a_page_fetches_only_what_the_site_has(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for target in targets(page):
+            path = target.partition("?")[0]
+            place = site / path.lstrip("/") if page.name == "404.html" else page.parent / path
+            assert "//" not in target, f"{page.name}: {target}"
+            assert place.exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference(site):
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    named = set(re.findall(r'id="actstore\.(?:\w+\.)*(\w+)"', pages))
+    public = {*actstore.__all__, *codecs.__all__, *tiers.__all__} - {"__version__"}
+    assert sorted(public - named) == []
+
+
+def test_docstrings_are_lists_not_headings(site):
+    page = (site / "reference" / "store.html").read_text(encoding="utf-8")
+    assert "<li>\n<p><code>min_bytes</code>" in page or "<li><code>min_bytes</code>" in page
+    assert "----" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_every_command_is_in_the_reference(site):
+    page = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
+    for command in ("bench", "bench codecs", "bench compare", "plan", "show", "verify"):
+        assert f">actstore {command}<" in page, command
+    assert "--tolerance" in page
+
+
+def test_every_format_has_its_page(site):
+    index = (site / "formats.html").read_text(encoding="utf-8")
+    for source in (ROOT / "csrc").glob("*.md"):
+        assert f'href="csrc/{source.stem}.html"' in index, source.name
