@@ -31,6 +31,7 @@ FILES = (
     "benchmarks/results/*.md",
     "benchmarks/results/**/*.png",
     "benchmarks/results/**/*.json",
+    "examples/*.py",
 )
 PART = re.compile(r"^<!-- part: (\S+?)#(.+?) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:\s]+)((?:#[^)]*)?\))")

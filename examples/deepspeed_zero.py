@@ -1,6 +1,6 @@
 """DeepSpeed, ZeRO 1 to 3: torchrun --nproc-per-node 2 examples/deepspeed_zero.py --stage 3
 
-Without a GPU, set DS_ACCELERATOR=cpu and DS_BUILD_OPS=0: nothing of DeepSpeed needs to be compiled for this.
+Without a GPU set DS_ACCELERATOR=cpu; the first start then compiles an extension of DeepSpeed, for a minute or two.
 """
 
 import argparse

@@ -41,7 +41,8 @@ def train(policy, order):
     model = llama()
     store = ActivationStore(model, policy, min_bytes=0) if order == "before" else None
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    assert accelerator.is_fsdp2 and isinstance(next(model.parameters()), DTensor)
+    assert accelerator.is_fsdp2
+    assert isinstance(next(model.parameters()), DTensor)
     if order == "after":
         store = ActivationStore(model, policy, min_bytes=0)
     rows = tokens(2 * 2 * STEPS)

@@ -23,7 +23,7 @@ def run(*command, **variables):
         env=os.environ | own | variables,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -70,10 +70,11 @@ def test_budgets_of_a_machine_are_shared():
 
 
 @SLOW
+@pytest.mark.timeout(600)  # DeepSpeed compiles an extension
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed(stage):
     pytest.importorskip("deepspeed", reason="needs deepspeed")
-    assert proven(ranks(2, "deepspeed_zero", "--stage", stage, DS_ACCELERATOR="cpu", DS_BUILD_OPS="0"))
+    assert proven(ranks(2, "deepspeed_zero", "--stage", stage, DS_ACCELERATOR="cpu"))
 
 
 @SLOW

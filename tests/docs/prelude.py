@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,6 +41,19 @@ class Model(nn.Module):
 
 def loss_function(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def trainer_for_transformers() -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
+    """The Trainer of Transformers, a small Llama, arguments and data."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    rows = torch.randint(0, 64, (16, 32))
+    arguments = TrainingArguments(
+        "build/trainer", max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    llm = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    return Trainer, llm, arguments, [{"input_ids": row, "labels": row} for row in rows]
 
 
 torch.manual_seed(0)
