@@ -169,7 +169,7 @@ def run_all(bench: Bench, rows: tuple[Row, ...], save: Callable[[Found], None]) 
     """Run each row and save after each."""
     found = bench.found
     for row in rows:
-        missing = row.missing()
+        missing = row.missing(bench.job.place.on_gpu)
         figures = {"name": row.name, "left_out": missing} if missing else bench.run(row)
         found["rows"] = [*found["rows"], figures]
         found["plain"] = bench.plain()

@@ -40,9 +40,11 @@ class Row:
     package: str = ""
     exact: bool = True
 
-    def missing(self) -> str:
+    def missing(self, on_gpu: bool) -> str:
         """Why it cannot run here; empty where it can."""
-        return f"{self.package} is not installed" if self.package and find_spec(self.package) is None else ""
+        if self.package and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return "it needs a GPU" if self.package in OFFLOADS and not on_gpu else ""
 
 
 PLAIN = Row("plain", "plain")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _top_saved_tensors_default_hooks
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("deterministic")
@@ -36,6 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(expected))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_entered() -> Iterator[None]:
+    """Fail where a test leaves saved-tensor hooks behind: all that later tests save would go through them."""
+    yield
+    left = []
+    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
+        left.append(hooks[0])
+        _pop_saved_tensors_default_hooks()
+    assert not left, f"saved-tensor hooks were left entered: {left}"
 
 
 @pytest.fixture
