@@ -129,7 +129,7 @@ NEEDED = {
     "cuda12": {"cupy-cuda12x"},
     "cuda13": {"cupy-cuda13x"},
     "disk": {"xxhash"},
-    "docs": {"mkdocs-material", "mkdocstrings"},
+    "docs": {"actstore", "mkdocs-material", "mkdocstrings"},
     "gds12": {"kvikio-cu12"},
     "gds13": {"kvikio-cu13"},
     "hf": {"accelerate", "transformers"},

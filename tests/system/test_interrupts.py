@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _top_saved_tensors_default_hooks
 
 from actstore import ActivationStore
 from actstore.reaper import Last
+from actstore.session import _entries
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Moments, in_package
 
@@ -34,6 +37,16 @@ def build() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(*half, nn.Linear(64, 8)), (torch.randn(64, 64),)
 
 
+@pytest.fixture
+def left_entered() -> Iterator[None]:
+    """Leave the contexts whose entering or leaving was interrupted halfway."""
+    yield
+    while _top_saved_tensors_default_hooks(True) is not None:
+        _pop_saved_tensors_default_hooks()
+    _entries().clear()
+
+
+@pytest.mark.usefixtures("left_entered")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_interrupt_at_some_moments_of_a_step(tmp_path: Path, policy: str) -> None:
     """The next steps have the gradients of plain training, whatever the interrupt has left undone."""

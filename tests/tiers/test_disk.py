@@ -276,15 +276,15 @@ def test_direct_io_refused_at_open_or_use_is_over(disk_folder, monkeypatch):
 
 
 def test_a_tier_that_is_forgotten_leaves_nothing(disk_folder):
+    others = set(threading.enumerate())
     tier = DiskTier(disk_folder, CPU)
     slot = store(tier, pattern(100, 1))
     fd, alive = fd_of(slot), weakref.ref(slot.place.file)
     tier.free(slot)
     del tier, slot
     gc.collect()
-    for thread in threading.enumerate():  # the workers end by themselves
-        if thread.name.startswith("actstore-disk"):
-            thread.join(120)
+    for thread in set(threading.enumerate()) - others:  # the workers end by themselves
+        thread.join(120)
     assert alive() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
