@@ -372,7 +372,8 @@ class Traffic:
 
     def leave_window(self, parcel: Parcel) -> None:
         window = self.window(parcel.tier)
-        window.flights.remove(parcel)
+        if parcel in window.flights:  # unless an interrupt (Ctrl-C) fell between its turn and its departure
+            window.flights.remove(parcel)
         window.nbytes -= parcel.capacity
 
     def book_held(self, parcel: Parcel, sign: int) -> None:
