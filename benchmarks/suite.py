@@ -1,4 +1,4 @@
-"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; about an hour on two cores.
+"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; by estimate an hour on two cores.
 
 Every workload with every row, then how it scales, the largest batch within a budget, where time goes, and loss curves.
 Figures go into ``results/<machine>/``, a file for each part that is written again after each row, and pictures beside
