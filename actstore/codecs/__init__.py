@@ -9,7 +9,10 @@ from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
 from actstore.codecs.hadamard128 import Hadamard128
 from actstore.codecs.int2 import Int2
+from actstore.codecs.int3 import Int3
 from actstore.codecs.int4 import Int4
+from actstore.codecs.int5 import Int5
+from actstore.codecs.int6 import Int6
 from actstore.codecs.int8 import Int8
 from actstore.codecs.intpack import Intpack
 from actstore.codecs.lz4 import Lz4
@@ -34,7 +37,10 @@ __all__ = [
     "Fp8",
     "Hadamard128",
     "Int2",
+    "Int3",
     "Int4",
+    "Int5",
+    "Int6",
     "Int8",
     "Intpack",
     "Lz4",

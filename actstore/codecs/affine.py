@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -44,3 +45,11 @@ class AffineCodec(KernelCodec):
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return sections(numel, self.bits, self.group).nbytes
+
+
+@dataclass(frozen=True)
+class BlockCodec(AffineCodec):
+    """The options of `int3` to `int6`."""
+
+    group: int = 32
+    round: Literal["nearest", "stochastic", "dither"] = "nearest"

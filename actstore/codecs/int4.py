@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from actstore.codecs.affine import AffineCodec
+from actstore.codecs.affine import BlockCodec
 
 
 @dataclass(frozen=True)
-class Int4(AffineCodec):
+class Int4(BlockCodec):
     """Four bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
 
     Parameters
@@ -32,6 +31,3 @@ class Int4(AffineCodec):
 
     name = "int4"
     bits = 4
-
-    group: int = 32
-    round: Literal["nearest", "stochastic", "dither"] = "nearest"

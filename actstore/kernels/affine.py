@@ -6,20 +6,29 @@ from typing import NamedTuple
 
 from actstore.kernels.base import round_up
 
-LEVELS = {8: 254, 4: 15, 2: 3}  # the top code, by bits
+LEVELS = {8: 254, 6: 63, 5: 31, 4: 15, 3: 7, 2: 3}  # the top code, by bits
 
 
 class Sections(NamedTuple):
-    """Where the scales and the minima start, and where the payload ends."""
+    """Where the second plane of codes, the scales and the minima start, and where the payload ends."""
 
+    upper: int
     scales: int
     minima: int
     nbytes: int
 
 
+def widths(bits: int) -> tuple[int, int]:
+    """How many of the `bits` of a code are in the first plane, a power of two, and how many in the second."""
+    low = 1 << (bits.bit_length() - 1)
+    return low, bits - low
+
+
 def sections(numel: int, bits: int, group: int) -> Sections:
-    """The sections of the payload of `numel` elements; the codes start at 0."""
+    """The sections of the payload of `numel` elements; the first plane of codes starts at 0."""
+    low, high = widths(bits)
     groups = -(-numel // group)
-    scales = round_up(-(-numel * bits // 8))
+    upper = round_up(-(-numel * low // 8))
+    scales = upper + round_up(-(-numel * high // 8))
     minima = scales + round_up(2 * groups)
-    return Sections(scales, minima, minima + 2 * groups)
+    return Sections(upper, scales, minima, minima + 2 * groups)

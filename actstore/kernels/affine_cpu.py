@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.affine import LEVELS
+from actstore.kernels.affine import LEVELS, widths
+from actstore.kernels.affine_planes_cpu import MOST, pack, padded, section, unpack
 from actstore.kernels.base import Kernels, payload_pointer
 from actstore.kernels.cpu import (
     BF16,
@@ -53,7 +54,6 @@ NAN_CODE = np.uint8(128)
 _u8, _i8, _i16, _i32 = np.uint8, np.int8, np.int16, np.int32
 _elements_stack: Any = stack_of(4 * TILE)
 _codes_stack: Any = stack_of(TILE)
-_packed_stack: Any = stack_of(TILE)
 _groups_stack: Any = stack_of(4 * TILE // 32)
 
 
@@ -156,34 +156,6 @@ def _code(source: Any, i: Any, quarter: Any, reciprocal: Any, noise: Any, kind: 
 
 
 @inline
-def _pack(codes: Any, packed: Any, count: Any, bits: Any) -> None:
-    """Bytes with one code each to bytes with 8 / `bits` codes, the first one lowest."""
-    if bits == 4:
-        for i in range(count // 2):
-            pair = get(u16_at(codes), i)
-            put(u8_at(packed), i, _u8(u16(pair | u16(pair >> u16(4)))))
-    else:
-        for i in range(count // 4):
-            four = get(u32_at(codes), i)
-            folded = u32(four | u32(four >> u32(6)))
-            put(u8_at(packed), i, _u8(u32(folded | u32(folded >> u32(12)))))
-
-
-@inline
-def _unpack(packed: Any, codes: Any, count: Any, bits: Any) -> None:
-    """The inverse of `_pack`."""
-    if bits == 4:
-        for i in range(count // 2):
-            pair = u16(get(u8_at(packed), i))
-            put(u16_at(codes), i, u16(u16(pair | u16(pair << u16(4))) & u16(0x0F0F)))
-    else:
-        for i in range(count // 4):
-            four = u32(get(u8_at(packed), i))
-            spread = u32(four | u32(four << u32(6)))
-            put(u32_at(codes), i, u32(u32(spread | u32(spread << u32(12))) & u32(0x03030303)))
-
-
-@inline
 def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
     """Copy `count` elements, and the last of them again up to `padded`."""
     for i in range(padded):
@@ -195,25 +167,26 @@ def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
 
 def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
     inf = int(INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16)
-    itemsize, levels, packs = 4 if kind == F32 else 2, LEVELS[bits], bits < 8
+    itemsize, levels, (low_bits, high_bits) = 4 if kind == F32 else 2, LEVELS[bits], widths(bits)
 
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         noise = noise_stack() if noisy else 0
         lows, highs, finites = _groups_stack(), _groups_stack(), _groups_stack()
         quarters, reciprocals = _groups_stack(), _groups_stack()
-        copy, short, bytes_ = _elements_stack(), _packed_stack(), _codes_stack()
-        scales = payload + ((-(-numel * bits // 8) + 15) & -16)
-        minima = scales + ((2 * -(-numel // group) + 15) & -16)
+        copy, bytes_ = _elements_stack(), _codes_stack()
+        upper = payload + section(numel * low_bits)
+        scales = upper + section(numel * high_bits)
+        minima = scales + section(16 * -(-numel // group))
         for tile in range(first, last):
-            elements, packed = source + tile * TILE * itemsize, payload + tile * (TILE * bits // 8)
+            elements, lower = source + tile * TILE * itemsize, payload + tile * (TILE * low_bits // 8)
             count = min(TILE, numel - tile * TILE)
             groups = -(-count // group)
             if noisy:
                 draw_noise(noise, tile * TILE, key)
             if count < TILE:
                 _copy(elements, copy, count, groups * group, kind)
-                elements, packed = copy, short
+                elements = copy
 
             for index in range(groups):
                 low, high, finite = _range(elements, index * group, group, kind, inf, bits)
@@ -231,30 +204,28 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
                 put(u16_at(scales), tile * (TILE // group) + index, u16(scale))
                 put(u16_at(minima), tile * (TILE // group) + index, u16(minimum))
 
-            codes = bytes_ if packs else packed
+            codes = lower if bits == 8 and count == TILE else bytes_
             for index in range(groups):
                 quarter, reciprocal = as_f32(get(u32_at(quarters), index)), as_f32(get(u32_at(reciprocals), index))
                 start = index * group
                 if get(u32_at(finites), index) != u32(0):
                     for i in range(start, start + group):
                         put(u8_at(codes), i, _code(elements, i, quarter, reciprocal, noise, kind, bits, noisy))
-                elif packs:
+                elif bits < 8:
                     for i in range(start, start + group):
                         put(u8_at(codes), i, _u8(0))
                 else:
                     for i in range(start, start + group):
                         code = _code(elements, i, quarter, reciprocal, noise, kind, bits, noisy)
                         put(u8_at(codes), i, code if load_magnitude(elements, i, kind) < inf else NAN_CODE)
-            for i in range(count, groups * group):
-                put(u8_at(codes), i, _u8(0))
-            if packs:
-                _pack(codes, packed, groups * group, bits)
-
+            if bits < 8 or count < TILE:
+                for i in range(count, -(-count // MOST) * MOST):
+                    put(u8_at(codes), i, _u8(0))
+                pack(codes, lower, padded(count, low_bits), 0, low_bits)
+                if high_bits:
+                    above = upper + tile * (TILE * high_bits // 8)
+                    pack(codes, above, padded(count, high_bits), low_bits, high_bits)
             if tile * TILE + count == numel:
-                begin, used = payload + tile * (TILE * bits // 8), groups * group * bits // 8
-                if count < TILE:
-                    for i in range(scales - begin):
-                        put(u8_at(begin), i, get(u8_at(short), i) if i < used else _u8(0))
                 for i in range(2 * -(-numel // group), minima - scales):
                     put(u8_at(scales), i, _u8(0))
 
@@ -262,27 +233,29 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
 
 
 def _compile_decode(kind: int, bits: int, group: int, dither: bool) -> Any:
-    itemsize, packs = 4 if kind == F32 else 2, bits < 8
+    itemsize, (low_bits, high_bits) = 4 if kind == F32 else 2, widths(bits)
 
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         noise = noise_stack() if dither else 0
-        copy, short, bytes_ = _elements_stack(), _packed_stack(), _codes_stack()
-        scales = payload + ((-(-numel * bits // 8) + 15) & -16)
-        minima = scales + ((2 * -(-numel // group) + 15) & -16)
+        copy, bytes_ = _elements_stack(), _codes_stack()
+        upper = payload + section(numel * low_bits)
+        scales = upper + section(numel * high_bits)
+        minima = scales + section(16 * -(-numel // group))
         for tile in range(first, last):
-            elements, packed = target + tile * TILE * itemsize, payload + tile * (TILE * bits // 8)
+            elements, lower = target + tile * TILE * itemsize, payload + tile * (TILE * low_bits // 8)
             count = min(TILE, numel - tile * TILE)
             groups = -(-count // group)
             if dither:
                 draw_noise(noise, tile * TILE, key)
             if count < TILE:
-                for i in range(-(-count * bits // 8)):
-                    put(u8_at(short), i, get(u8_at(packed), i))
-                elements, packed = copy, short
-            codes = bytes_ if packs else packed
-            if packs:
-                _unpack(packed, codes, groups * group, bits)
+                elements = copy
+            codes = lower if bits == 8 and count == TILE else bytes_
+            if bits < 8 or count < TILE:
+                unpack(lower, codes, padded(count, low_bits), 0, low_bits)
+                if high_bits:
+                    above = upper + tile * (TILE * high_bits // 8)
+                    unpack(above, codes, padded(count, high_bits), low_bits, high_bits)
             for index in range(groups):
                 minimum = u32(u32(get(u16_at(minima), tile * (TILE // group) + index)) << u32(16))
                 scale = u32(u32(get(u16_at(scales), tile * (TILE // group) + index)) << u32(16))

@@ -1,10 +1,11 @@
-"""Affine blocks on CUDA devices: csrc/affine.cu."""
+"""Affine blocks on CUDA devices: csrc/affine.cu, and csrc/affine_planes.cu where a code is in two planes."""
 
 from __future__ import annotations
 
 import torch
 
 from actstore.kernels import launch
+from actstore.kernels.affine import widths
 from actstore.kernels.base import Kernels, aligned
 from actstore.kernels.groups_cuda import SUFFIX, group_blocks, log2_lanes
 
@@ -17,9 +18,10 @@ def kernels(
     round: str,  # noqa: A002
 ) -> Kernels:
     """Kernels for one dtype and set of options on one device."""
+    source = "affine_planes" if widths(bits)[1] else "affine"
     noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
-    run_encode = launch.launcher("affine", f"affine{bits}_encode_{SUFFIX[dtype]}{noise}", device)
-    run_decode = launch.launcher("affine", f"affine{bits}_decode_{SUFFIX[dtype]}{dither}", device)
+    run_encode = launch.launcher(source, f"affine{bits}_encode_{SUFFIX[dtype]}{noise}", device)
+    run_decode = launch.launcher(source, f"affine{bits}_decode_{SUFFIX[dtype]}{dither}", device)
     shift = log2_lanes(group)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actstore.kernels.affine import LEVELS, sections
+from actstore.kernels.affine import LEVELS, sections, widths
 from actstore.kernels.base import Kernels, payload_pointer, storage_slice
 from actstore.kernels.groups_torch import INF, chunks, grouped, store
 from actstore.kernels.philox_torch import offsets
@@ -24,17 +24,23 @@ def kernels(
 ) -> Kernels:
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
-    def views(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    low, high = widths(bits)
+
+    def views(
+        payload: torch.Tensor, numel: int
+    ) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
+        """The planes of codes, each with its first bit of a code and how many; the scales, padded, and the minima."""
         payload_pointer(payload)
         at = sections(numel, bits, group)
+        planes = [(payload[: at.upper], 0, low), (payload[at.upper : at.scales], low, high)]
         return (
-            payload[: at.scales],
+            planes if high else planes[:1],
             payload[at.scales : at.minima].view(torch.int16),
             payload[at.minima : at.nbytes].view(torch.int16),
         )
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        codes, scales, minima = views(out, numel)
+        planes, scales, minima = views(out, numel)
         scales[len(minima) :].zero_()
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
@@ -42,15 +48,21 @@ def kernels(
             values = torch.cat([values, values[-1:].expand(-count % group)]).view(-1, group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
             found, scales[first:last], minima[first:last] = _encode(values, noise, bits)
-            packed = _pack(found.view(-1)[:count], bits)
-            codes[start * bits // 8 :][: len(packed)] = packed
-        codes[-(-numel * bits // 8) :].zero_()
+            for plane, shift, width in planes:
+                packed = _pack(found.view(-1)[:count] >> shift, width)
+                plane[start * width // 8 :][: len(packed)] = packed
+        for plane, _, width in planes:
+            plane[-(-numel * width // 8) :].zero_()
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        codes, scales, minima = views(buf, numel)
+        planes, scales, minima = views(buf, numel)
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
-            found = grouped(_unpack(codes[start * bits // 8 : -(-(start + count) * bits // 8)], bits)[:count], group)
+            codes = torch.zeros(count, dtype=torch.uint8, device=buf.device)
+            for plane, shift, width in planes:
+                packed = plane[start * width // 8 : -(-(start + count) * width // 8)]
+                codes |= _unpack(packed, width)[:count] << shift
+            found = grouped(codes, group)
             steps = found.to(torch.float32)
             if bits == 8:
                 steps = torch.where(found < 128, steps + 127, steps - 129)
@@ -106,18 +118,17 @@ def _quarter(bits: torch.Tensor) -> torch.Tensor:
     return (bits.to(torch.int32) << 16).view(torch.float32) * 0.25
 
 
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of 1-d uint8 side by side in bytes, the first one lowest."""
-    if bits == 8:
+def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """The low bits of 1-d uint8 side by side in bytes, the first ones lowest."""
+    if width == 8:
         return codes
-    per_byte = 8 // bits
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (grouped(codes, per_byte) << shifts).sum(1, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+    return (grouped(codes & ((1 << width) - 1), 8 // width) << shifts).sum(1, dtype=torch.uint8)
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes, 1-d uint8, that stand side by side in bytes."""
-    if bits == 8:
+def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The inverse of `_pack`."""
+    if width == 8:
         return packed
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(1) >> shifts & ((1 << bits) - 1)).view(-1)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) >> shifts & ((1 << width) - 1)).view(-1)

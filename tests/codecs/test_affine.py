@@ -1,4 +1,4 @@
-"""int4, int2 and int8(affine): the error bound, special values, bias, and every pattern of the 16-bit floats."""
+"""int2 to int6 and int8(affine): the error bound, special values, bias, and every pattern of the 16-bit floats."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actstore.codecs import Int2, Int4, Int8
+from actstore.codecs import Int2, Int3, Int4, Int5, Int6, Int8
 from actstore.errors import ConfigError, SpecError
 from actstore.kernels.affine import LEVELS, sections
 from actstore.policy import parse_decision
@@ -16,11 +16,14 @@ from tests.emulator.device import emulated
 from tests.oracles import affine as oracle
 from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, random_bits, samples, to_bytes
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+BITS = {f"int{bits}": bits for bits in LEVELS}
 CODECS = (
     *(Int8(group, affine=True, round=round) for group, round in ((32, "nearest"), (1024, "stochastic"))),  # noqa: A001
     Int8(affine=True, round="dither"),
     *(Int4(group, round) for group, round in ((32, "nearest"), (256, "stochastic"), (64, "dither"))),  # noqa: A001
+    *(Int6(group, round) for group, round in ((64, "nearest"), (32, "dither"))),  # noqa: A001
+    *(Int5(group, round) for group, round in ((32, "stochastic"), (128, "nearest"))),  # noqa: A001
+    *(Int3(group, round) for group, round in ((32, "nearest"), (256, "stochastic"), (128, "dither"))),  # noqa: A001
     *(Int2(group, round) for group, round in ((32, "stochastic"), (256, "dither"))),  # noqa: A001
 )
 every = pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -132,7 +135,11 @@ def test_every_pattern_of_16_bits(codec, dtype):
     check_bound(codec, x[x.isfinite()])
 
 
-@pytest.mark.parametrize("codec", [Int8(affine=True, round="stochastic"), Int4(), Int2(round="dither")], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [Int8(affine=True, round="stochastic"), Int6(round="dither"), Int5(), Int4(), Int3(), Int2(round="dither")],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_pattern_of_16_bits_alike(codec, dtype):
     check_codec(codec, torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype))
@@ -141,7 +148,10 @@ def test_every_pattern_of_16_bits_alike(codec, dtype):
 @pytest.mark.parametrize(
     ("codec", "codes", "scale", "decoded"),
     [
+        (Int6(), "604d0f 4803", "233d", [-0.5, 1.012207, 0.017333984, 0.29589844, 2.00708]),
+        (Int5(), "30a60f 12", "a63d", [-0.5, 1.0400391, -0.013671875, 0.31054688, 2.0126953]),
         (Int4(), "90530f", "2b3e", [-0.5, 1.0029297, 0.0009765625, 0.33496094, 2.0048828]),
+        (Int3(), "9003 12", "b73e", [-0.5, 0.9296875, -0.14257812, 0.21484375, 2.0019531]),
         (Int2(), "4803", "563f", [-0.5, 1.171875, -0.5, 0.3359375, 2.0078125]),
         (Int2(round="dither"), "4803", "563f", [-0.77919006, 0.8306427, -0.2110138, 0.4192047, 1.9637299]),
     ],
@@ -149,8 +159,8 @@ def test_every_pattern_of_16_bits_alike(codec, dtype):
 )
 def test_the_documented_examples(codec, codes, scale, decoded):
     payload, back = roundtrip(codec, torch.tensor([-0.5, 1.0, 0.0, 0.3, 2.0]), key=0)
-    codes, scale = bytes.fromhex(codes), bytes.fromhex(scale)
-    assert bytes(payload.tolist()) == codes.ljust(16, b"\0") + scale.ljust(16, b"\0") + b"\x00\xbf"
+    sections = [bytes.fromhex(section).ljust(16, b"\0") for section in (*codes.split(), scale)]
+    assert bytes(payload.tolist()) == b"".join(sections) + b"\x00\xbf"
     torch.testing.assert_close(back, torch.tensor(decoded), rtol=2.0**-24, atol=0)
 
 
@@ -252,8 +262,8 @@ def test_a_count_on_the_device(codec, dtype):
 @pytest.mark.parametrize("bits", BITS.values())
 def test_any_payload_decodes_somehow(bits):
     """No payload makes a kernel read or write beyond its buffers: sizes follow from the number of elements alone."""
-    name, numel = {8: "int8", 4: "int4", 2: "int2"}[bits], 1500
-    codec = next(codec for codec in CODECS if codec.name == name)
+    numel = 1500
+    codec = next(codec for codec in CODECS if codec.name == f"int{bits}")
     rng = np.random.default_rng(0)
     payload = torch.from_numpy(rng.integers(0, 256, codec.size(Spec.of(torch.empty(numel))).nbytes, dtype=np.uint8))
     memory = torch.full((numel + 64,), 7.0)
@@ -262,7 +272,7 @@ def test_any_payload_decodes_somehow(bits):
     assert (memory[-32:] == 7).all()
 
 
-@pytest.mark.parametrize("kind", [Int4, Int2])
+@pytest.mark.parametrize("kind", [Int6, Int5, Int4, Int3, Int2])
 @pytest.mark.parametrize("group", [0, 16, 48, 512, 32.0, True, "32", None])
 def test_other_groups_are_refused(kind, group):
     with pytest.raises(ConfigError, match=f"{kind.name}.*choose 32, 64, 128 or 256"):
@@ -284,7 +294,7 @@ def test_policy_text():
     assert parse_decision("int4(group=64, round=stochastic)").codec == Int4(64, "stochastic")
 
 
-@pytest.mark.parametrize("codec", [Int4(), Int2()], ids=str)
+@pytest.mark.parametrize("codec", [Int6(), Int5(), Int4(), Int3(), Int2()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
 def test_other_dtypes_are_refused(codec, dtype):
     with pytest.raises(SpecError, match="use 'raw'"):
@@ -293,10 +303,9 @@ def test_other_dtypes_are_refused(codec, dtype):
 
 def test_bits_per_element():
     x = torch.empty(1 << 20)
-    sizes = {
-        codec: codec.size(Spec.of(x)).nbytes * 8 / x.numel() for codec in (Int4(), Int4(64), Int2(), Int8(affine=True))
-    }
-    assert list(sizes.values()) == [5.0, 4.5, 3.0, 8.25]
+    codecs = (Int8(affine=True), Int6(), Int5(64), Int4(), Int4(64), Int3(256), Int2())
+    sizes = [codec.size(Spec.of(x)).nbytes * 8 / x.numel() for codec in codecs]
+    assert sizes == [8.25, 7.0, 5.5, 5.0, 4.5, 3.125, 3.0]
     assert all(codec.keyed == (codec.round != "nearest") for codec in CODECS)
 
 

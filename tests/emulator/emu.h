@@ -192,6 +192,9 @@ To bit_cast(From from) {
     return to;
 }
 
+// What a GPU computes: its only NaN has all bits set but the sign.
+inline float computed(float value) { return value == value ? value : bit_cast<float>(0x7fffffffu); }
+
 }  // namespace emu
 
 // The CUDA words that kernels use. The `_rn` intrinsics are calls, so that this compiler, too, may contract only what
@@ -209,11 +212,11 @@ using std::max;
 using std::min;
 
 #define EMU_CALL [[gnu::noinline, gnu::noipa]] inline
-EMU_CALL float __fadd_rn(float a, float b) { return a + b; }
-EMU_CALL float __fsub_rn(float a, float b) { return a - b; }
-EMU_CALL float __fmul_rn(float a, float b) { return a * b; }
-EMU_CALL float __fdiv_rn(float a, float b) { return a / b; }
-EMU_CALL float __frcp_rn(float a) { return 1.0f / a; }
+EMU_CALL float __fadd_rn(float a, float b) { return emu::computed(a + b); }
+EMU_CALL float __fsub_rn(float a, float b) { return emu::computed(a - b); }
+EMU_CALL float __fmul_rn(float a, float b) { return emu::computed(a * b); }
+EMU_CALL float __fdiv_rn(float a, float b) { return emu::computed(a / b); }
+EMU_CALL float __frcp_rn(float a) { return emu::computed(1.0f / a); }
 
 inline unsigned __float_as_uint(float value) { return emu::bit_cast<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return emu::bit_cast<float>(bits); }

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from tests.oracles import philox
 from tests.oracles.int8 import LARGEST, Floats, from_float32, to_float32
 
-LEVELS = {8: 254, 4: 15, 2: 3}
+LEVELS = {bits: 254 if bits == 8 else (1 << bits) - 1 for bits in (8, 6, 5, 4, 3, 2)}
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of each, those of the low ones first
 QUARTER = np.float32(0.25)
 
 
@@ -67,22 +68,26 @@ def encode(data: bytes, dtype: str, bits: int, group: int, round: str, key: int 
         for start in range(0, len(values), group)
     ]
     codes = np.concatenate([np.zeros(0, np.uint8), *(codes for codes, _, _ in groups)])
-    planes = np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little")
-    packed = np.packbits(planes.ravel(), bitorder="little").tobytes()
+    columns = np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little")
+    planes = np.split(columns, np.cumsum(PLANES[bits])[:-1], axis=1)
+    packed = b"".join(pad(np.packbits(plane.ravel(), bitorder="little").tobytes()) for plane in planes)
     scales = np.array([scale for _, scale, _ in groups], "<u2").tobytes()
     minima = np.array([minimum for _, _, minimum in groups], "<u2").tobytes()
-    return pad(packed) + pad(scales) + minima
+    return packed + pad(scales) + minima
 
 
 def decode(payload: bytes, numel: int, dtype: str, bits: int, group: int, round: str, key: int = 0) -> bytes:  # noqa: A002
-    groups, packed = -(-numel // group), -(-numel * bits // 8)
-    planes = np.unpackbits(np.frombuffer(payload, np.uint8, packed), count=numel * bits, bitorder="little")
-    codes = np.packbits(planes.reshape(numel, bits), axis=1, bitorder="little").ravel()
+    groups, at, columns = -(-numel // group), 0, []
+    for width in PLANES[bits]:
+        packed = np.frombuffer(payload, np.uint8, -(-numel * width // 8), offset=at)
+        columns.append(np.unpackbits(packed, count=numel * width, bitorder="little").reshape(numel, width))
+        at += len(pad(packed.tobytes()))
+    codes = np.packbits(np.concatenate(columns, axis=1), axis=1, bitorder="little").ravel()
     scales, minima = (
         np.repeat((words.astype(np.uint32) << 16).view(np.float32), group)[:numel] * QUARTER
         for words in (
-            np.frombuffer(payload, "<u2", groups, offset=len(pad(bytes(packed)))),
-            np.frombuffer(payload, "<u2", groups, offset=len(pad(bytes(packed))) + len(pad(bytes(2 * groups)))),
+            np.frombuffer(payload, "<u2", groups, offset=at),
+            np.frombuffer(payload, "<u2", groups, offset=at + len(pad(bytes(2 * groups)))),
         )
     )
     steps = codes.astype(np.float32)

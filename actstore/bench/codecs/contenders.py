@@ -35,9 +35,12 @@ DEFAULT = (
     BNB,
     "hadamard128(int8)",
     "nf4",
+    "int6",
+    "int5",
     "int4",
     "int4(round=dither)",
     "hadamard128(int4)",
+    "int3",
     "int2",
     "zmask",
     "zmask(expack)",
@@ -49,7 +52,7 @@ DEFAULT = (
     "zstd(int8)",
 )
 _FAMILIES = {
-    "blocks": ("int8", "int4", "int2", "nf4", "bnb8"),
+    "blocks": ("int8", "int6", "int5", "int4", "int3", "int2", "nf4", "bnb8"),
     "small floats": ("fp8", "e5m6"),
     "rotated blocks": ("hadamard128",),
     "lossless": ("raw", "expack", "intpack", "bit1"),

@@ -1,0 +1,230 @@
+#pragma once
+// Affine blocks with a bfloat16 scale and minimum. Format: affine.md.
+#include "groups.cuh"
+#include "philox.cuh"
+
+constexpr u32 SMALLEST_MINIMUM = 0x08800000u;  // 2^-110
+constexpr u32 SMALLEST_QUARTER = 0x16800000u;  // 2^-82
+constexpr u32 LARGEST_BF16 = 0x7f7f0000u;
+constexpr u32 UNSIGNED = 0x4b000000u;  // 2^23: the low byte of such a float is an integer to add
+constexpr u32 NOT_FINITE = 0x80;
+
+// `WIDTH` bits of each code of a run, side by side: 2 to 16 bytes of a plane.
+template <int WIDTH>
+struct Plane {
+    static constexpr int NBYTES = RUN * WIDTH / 8;
+    static constexpr u32 MASK = (1u << WIDTH) - 1;
+    u32 words[(NBYTES + 3) / 4] = {};
+
+    __device__ void put(int i, u32 code) { words[i * WIDTH / 32] |= (code & MASK) << (i * WIDTH % 32); }
+    __device__ u32 get(int i) const { return words[i * WIDTH / 32] >> (i * WIDTH % 32) & MASK; }
+
+    // To the place of run `u` in the plane from `payload + start` to `payload + end`, whose padding becomes 0.
+    __device__ void store(u8* payload, i64 start, i64 end, const Part& part, int u) const {
+        const i64 first = part.run(u), at = start + first / RUN * NBYTES;
+        u8* target = payload + at;
+        if (!part.full) {
+#pragma unroll
+            for (int i = 0; i < NBYTES; ++i) {
+                const i64 known = (part.numel - first) * WIDTH - 8 * i;  // bits of codes from this byte on
+                const u32 kept = known >= 8 ? 0xff : known > 0 ? (1u << known) - 1 : 0;
+                if (at + i < end) target[i] = u8(words[i / 4] >> (i % 4 * 8) & kept);
+            }
+        } else if constexpr (NBYTES == 16) {
+            *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else if constexpr (NBYTES == 8) {
+            *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+        } else if constexpr (NBYTES == 4) {
+            *reinterpret_cast<u32*>(target) = words[0];
+        } else {
+            *reinterpret_cast<u16*>(target) = u16(words[0]);
+        }
+    }
+    __device__ void load(const u8* payload, i64 start, i64 end, const Part& part, int u) {
+        const i64 at = start + part.run(u) / RUN * NBYTES;
+        const u8* source = payload + at;
+        if (!part.full) {
+#pragma unroll
+            for (int i = 0; i < NBYTES; ++i)
+                if (at + i < end) words[i / 4] |= u32(source[i]) << (i % 4 * 8);
+        } else if constexpr (NBYTES == 16) {
+            const uint4 loaded = *reinterpret_cast<const uint4*>(source);
+            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+        } else if constexpr (NBYTES == 8) {
+            const uint2 loaded = *reinterpret_cast<const uint2*>(source);
+            words[0] = loaded.x, words[1] = loaded.y;
+        } else if constexpr (NBYTES == 4) {
+            words[0] = *reinterpret_cast<const u32*>(source);
+        } else {
+            words[0] = *reinterpret_cast<const u16*>(source);
+        }
+    }
+};
+
+template <>
+struct Plane<0> {
+    __device__ void put(int, u32) {}
+    __device__ u32 get(int) const { return 0; }
+    __device__ void store(u8*, i64, i64, const Part&, int) const {}
+    __device__ void load(const u8*, i64, i64, const Part&, int) {}
+};
+
+template <int BITS>
+struct Codes {
+    static constexpr int LEVELS = BITS == 8 ? 254 : (1 << BITS) - 1;
+    static constexpr int BIAS = BITS == 8 ? 129 : 0;  // what is added to a code to store it
+    static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits in each plane
+};
+
+template <int BITS>
+struct Sections {
+    i64 upper, scales, minima;  // where they start
+    __device__ Sections(const Part& part)
+        : upper(round_up16((part.numel * Codes<BITS>::LOW + 7) / 8)),
+          scales(upper + round_up16((part.numel * Codes<BITS>::HIGH + 7) / 8)),
+          minima(scales + round_up16(2 * part.groups())) {}
+};
+
+// Floats as unsigned integers in the same order: -NaN < -Inf < finite < Inf < NaN.
+__device__ inline u32 ordered(float value) {
+    const u32 word = __float_as_uint(value);
+    return word & SIGN ? ~word : word | SIGN;
+}
+__device__ inline float unordered(u32 key) { return __uint_as_float(key & SIGN ? key & ~SIGN : ~key); }
+
+constexpr u32 BELOW = ~(INF | SIGN), ABOVE = INF | SIGN;  // -Inf and Inf, ordered
+
+struct Range {
+    u32 low = ALL_LANES, high = 0;
+    __device__ void add(u32 key) { low = min(low, key), high = max(high, key); }
+    __device__ void join(int shift) { low = ~team_max(~low, shift), high = team_max(high, shift); }
+    __device__ bool finite() const { return low > BELOW && high < ABOVE; }
+};
+
+// Of the elements of a group, or of the finite ones only.
+template <bool FINITE>
+__device__ Range range_of(const float* values, const Part& part) {
+    Range range;
+    if (part.full && !FINITE) {
+#pragma unroll
+        for (int i = 0; i < OWNED; ++i) range.add(ordered(values[i]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWNED; ++i)
+            if (part.run(i / RUN) + i % RUN < part.numel && (!FINITE || is_finite(values[i])))
+                range.add(ordered(values[i]));
+    }
+    range.join(part.shift);
+    return range;
+}
+
+struct Scale {
+    u32 scale, minimum;  // bfloat16
+    float quarter, reciprocal;
+};
+
+// Of a group from `low` to `high`, both finite.
+template <int LEVELS>
+__device__ Scale scale_of(float low, float high) {
+    const u32 word = __float_as_uint(low), magnitude = word & ~SIGN;
+    Scale found = {0, 0, 0.0f, 0.0f};
+    if (magnitude >= SMALLEST_MINIMUM)
+        found.minimum = (word & SIGN ? min(magnitude + 0xffffu, LARGEST_BF16) | SIGN : word) >> 16;
+    found.quarter = __fmul_rn(BF16::widen(u16(found.minimum)), 0.25f);
+    const float spread = __fsub_rn(__fmul_rn(high, 0.25f), found.quarter);
+    if (spread >= __uint_as_float(SMALLEST_QUARTER)) {
+        const float step = BF16::widen(u16(bf16_up(__fdiv_rn(spread, float(LEVELS)))));
+        found.scale = __float_as_uint(__fmul_rn(step, 4.0f)) >> 16;
+        found.reciprocal = __frcp_rn(step);
+    }
+    return found;
+}
+
+template <class T, int BITS, bool NOISE>
+__device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
+                              u64 key) {
+    using C = Codes<BITS>;
+    float values[OWNED];
+    load_part<T>(src, part, values);
+    Range range = range_of<false>(values, part);
+    const bool finite = range.finite() || part.first >= part.numel;
+    if (BITS == 8 && __any_sync(ALL_LANES, !finite))  // of the warp: lanes leave the shuffles together
+        range = range_of<true>(values, part);
+    if (range.low > range.high) range.low = range.high = SIGN;  // of no elements: 0
+    Scale group = {0, BF16::nan, 0.0f, 0.0f};
+    if (BITS == 8 || finite) group = scale_of<C::LEVELS>(unordered(range.low), unordered(range.high));
+
+    const Sections<BITS> at(part);
+    if (part.lane == 0) {
+        if (2 * part.group < at.minima - at.scales)
+            reinterpret_cast<u16*>(payload + at.scales)[part.group] = u16(group.scale);
+        if (part.first < part.numel) reinterpret_cast<u16*>(payload + at.minima)[part.group] = u16(group.minimum);
+    }
+
+#pragma unroll
+    for (int u = 0; u < RUNS; ++u) {
+        const i64 start = part.run(u);
+        Plane<C::LOW> low;
+        Plane<C::HIGH> high;
+        const Noise noise(NOISE ? u64(start) / RUN : 0, key);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) {
+            const float value = values[u * RUN + i];
+            const float above = fmaxf(__fsub_rn(__fmul_rn(value, 0.25f), group.quarter), 0.0f);
+            float steps = __fmul_rn(above, group.reciprocal);
+            if (NOISE) steps = __fadd_rn(steps, noise.offset(i));
+            u32 code = __float_as_uint(__fadd_rn(steps, MAGIC)) + C::BIAS;
+            if (BITS == 8 && !finite && !is_finite(value)) code = NOT_FINITE;
+            low.put(i, code), high.put(i, code >> C::LOW);
+        }
+        if (BITS < 8 && !finite) low = {}, high = {};
+        low.store(payload, 0, at.upper, part, u);
+        high.store(payload, at.upper, at.scales, part, u);
+    }
+}
+
+template <class T, int BITS, bool DITHER>
+__device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
+                              u64 key) {
+    using C = Codes<BITS>;
+    if (part.first >= part.numel) return;
+    const Sections<BITS> at(part);
+    const u32 minimum = reinterpret_cast<const u16*>(payload + at.minima)[part.group];
+    const float quarter = __fmul_rn(BF16::widen(u16(minimum)), 0.25f);
+    const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + at.scales)[part.group]);
+    const float step = __fmul_rn(scale, 0.25f);
+    const bool unknown = (minimum & 0x7fff) >= INF >> 16;
+#pragma unroll
+    for (int u = 0; u < RUNS; ++u) {
+        const i64 start = part.run(u);
+        Plane<C::LOW> low;
+        Plane<C::HIGH> high;
+        low.load(payload, 0, at.upper, part, u);
+        high.load(payload, at.upper, at.scales, part, u);
+        const Noise noise(DITHER ? u64(start) / RUN : 0, key);
+        float values[RUN];
+        u32 missing = unknown ? ALL_LANES : 0;
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) {
+            const u32 code = low.get(i) | high.get(i) << C::LOW;
+            // conversions from integers run at a quarter of this rate
+            const u32 biased = UNSIGNED | (BITS == 8 ? code ^ 0x80 : code);
+            float steps = __fsub_rn(__uint_as_float(biased), BITS == 8 ? 8388609.0f : 8388608.0f);
+            if (DITHER) steps = __fsub_rn(steps, noise.offset(i));
+            values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), T::largest());
+            if (BITS == 8) missing |= u32(code == NOT_FINITE) << i;
+        }
+        store_run<T>(dst, part, u, values, missing);
+    }
+}
+
+#define ENCODE(BITS, name, T, NOISE)                                                             \
+    extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
+        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
+        affine_encode<T, BITS, NOISE>(src, payload, Part(numel, count, log2_lanes), key);        \
+    }
+#define DECODE(BITS, name, T, DITHER)                                                                    \
+    extern "C" __global__ void affine##BITS##_decode_##name(const u8* payload, T::bits* dst, i64 numel,  \
+                                                            const i64* count, u64 key, i64 log2_lanes) { \
+        affine_decode<T, BITS, DITHER>(payload, dst, Part(numel, count, log2_lanes), key);               \
+    }

@@ -1,0 +1,16 @@
+// Affine blocks whose codes are two planes: 6, 5 and 3 bits.
+#include "affine.cuh"
+
+#define AFFINE_BITS(BITS, name, T)      \
+    ENCODE(BITS, name, T, false)        \
+    ENCODE(BITS, name##_noise, T, true) \
+    DECODE(BITS, name, T, false)        \
+    DECODE(BITS, name##_dither, T, true)
+#define AFFINE_KERNELS(name, T) \
+    AFFINE_BITS(6, name, T)     \
+    AFFINE_BITS(5, name, T)     \
+    AFFINE_BITS(3, name, T)
+
+AFFINE_KERNELS(f32, F32)
+AFFINE_KERNELS(f16, F16)
+AFFINE_KERNELS(bf16, BF16)
