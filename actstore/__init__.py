@@ -7,7 +7,7 @@
 """
 
 from actstore._version import __version__
-from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
+from actstore.accuracy import Choice, ErrorFigures, GradientEffect, SiteEffect
 from actstore.check import Difference, GradientCheck, GradientDeviation, check_gradients, measure_gradient_error
 from actstore.codecs import Codec, Int8, Raw
 from actstore.encoded import Encoded, encode
@@ -42,6 +42,7 @@ __all__ = [
     "ActstoreError",
     "CapacityError",
     "ChainError",
+    "Choice",
     "Codec",
     "ConfigError",
     "Decision",

@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from actstore.aliases import expand
+from actstore.chooser import Grant
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
@@ -56,25 +57,32 @@ def read_wish(
     model: Module | None,
     policy: Any,
     budget: int | str | None,
-    max_error: float,
+    max_noise: float | None,
     host_budget: int | str | None,
     disk_budget: int | str | None,
-) -> Wish | None:
-    """What "auto" may use; None for another policy."""
-    if policy != "auto":
-        if budget is not None or max_error:
-            raise ConfigError('budget= and max_error= are for policy "auto", which plans; other policies say it all')
-        return None
-    if model is None or budget is None:
-        raise ConfigError('"auto" plans for a model and a budget: ActivationStore(model, "auto", budget="20GiB")')
-    return Wish.read(budget, max_error, host_budget, disk_budget)
+) -> Wish | Grant | None:
+    """What "auto" and "bits" may use; None for another policy."""
+    if policy == "auto":
+        if model is None or budget is None:
+            raise ConfigError('"auto" plans for a model and a budget: ActivationStore(model, "auto", budget="20GiB")')
+        return Wish.read(budget, max_noise or 0.0, host_budget, disk_budget)
+    if policy == "bits":
+        if model is None or (budget is None) == (max_noise is None):
+            raise ConfigError(
+                '"bits" chooses codecs for a model and one limit: ActivationStore(model, "bits", max_noise=0.1) for '
+                'the fewest bytes, or ActivationStore(model, "bits", budget="4GiB") for gradients disturbed least'
+            )
+        return Grant.read(budget, max_noise)
+    if budget is not None or max_noise is not None:
+        raise ConfigError('budget= and max_noise= are for "auto" and "bits", which choose; other policies say it all')
+    return None
 
 
-def window_under(wish: Wish | None, plan: Plan | None) -> int | None:
+def window_under(wish: Wish | Grant | None, plan: Plan | None) -> int | None:
     """That of a plan; an eighth of a budget at most, while it is measured; None for the default."""
     if plan is not None:
         return plan.window
-    return None if wish is None else max(2**16, min(wish.device // 8, 32 * 2**20))
+    return None if not isinstance(wish, Wish) else max(2**16, min(wish.device // 8, 32 * 2**20))
 
 
 def read_window(window: int | str) -> int:

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from actstore.errors import ActstoreError, CapacityError, ConfigError
+from actstore.errors import ActstoreError, CapacityError, ConfigError, StateError
 from actstore.inputs import Inputs
 from actstore.ledger import Ledger
 from actstore.modules import named_modules
+from actstore.pairs import Pairs
 from actstore.plan.build import chain_of, limits_of, rules_of
 from actstore.plan.chain import Chain, Limits
 from actstore.plan.plan import Plan
@@ -63,7 +66,14 @@ class Auto:
     """
 
     def __init__(
-        self, model: Module, ledger: Ledger, wish: Wish, switch: Callable[[Rules], bool], *, sets_window: bool
+        self,
+        model: Module,
+        ledger: Ledger,
+        wish: Wish,
+        pairs: Pairs,
+        switch: Callable[[Rules], bool],
+        *,
+        sets_window: bool,
     ) -> None:
         self.plan: Plan | None = None
         self._sets_window = sets_window
@@ -71,6 +81,9 @@ class Auto:
         self.probes = Probes(self.profiler, model, wish)
         self._ledger = ledger
         self._wish = wish
+        self._pairs = pairs
+        self._rating = self._rate()  # decisions of steps that tell what errors do to gradients
+        self._rates = False  # in the step that runs
         ledger.limit = wish.device
         self._place: TierSet | None = None
         self._decisions: dict[str, str] = {}
@@ -128,6 +141,9 @@ class Auto:
         self._guarded = False
         if self.plan is None:
             decisions = self.probes.propose(place)
+            self._rates = decisions is None and self._wish.max_noise > 0
+            if self._rates:
+                decisions = self._next_rated()
             if decisions is None:
                 self._first_plan()
             else:
@@ -142,6 +158,10 @@ class Auto:
         """The store is closed."""
         self.probes.close()
 
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook for an entry, from that of the store."""
+        return pack
+
     def begin(self) -> None:
         """The step begins."""
         if self.plan is not None:
@@ -149,7 +169,7 @@ class Auto:
             if self._runs >= self._look_at:
                 self._look_at *= 2
                 self._looked = []
-        if torch.is_grad_enabled() and len(self._looked) < LOOK:
+        if torch.is_grad_enabled() and len(self._looked) < LOOK and not self._rates:
             assert self._place is not None
             self.profiler.begin(self._place.device, self._decisions)
         if torch.is_grad_enabled():
@@ -217,6 +237,23 @@ class Auto:
         lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
         self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
 
+    def _next_rated(self) -> dict[str, str] | None:
+        """Decisions of a step that tells what errors do to gradients; None where enough is known."""
+        try:
+            decisions = next(self._rating, None)
+        except StateError as error:
+            self._history.append(f"nothing that loses is planned: {error}")
+            log.warning("%s", self._history[-1])
+            decisions = None
+        self._rates = decisions is not None
+        return decisions
+
+    def _rate(self) -> Iterator[dict[str, str]]:
+        while units := self.probes.lossy():
+            decisions = self.probes.least() | units
+            effect = yield from self._pairs.look(partial(dict, decisions), self.probes.least())
+            self.probes.rate(units, effect, {str(account.site): account.site for account in self._ledger.accounts()})
+
     def _first_plan(self) -> None:
         """Plan when enough was measured."""
         self._measured = self.probes.largest
@@ -263,8 +300,8 @@ class Auto:
         from actstore.plan.solve import solve
 
         profile, wish = self.profile(), self._wish
-        chain = chain_of(profile, wish.max_error)
-        limits = limits_of(profile, max(0.0, device - self._shift), wish.host, wish.disk, wish.max_error)
+        chain = chain_of(profile, wish.max_noise)
+        limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, wish.max_noise)
         margin = self._inputs.spread  # a larger step than any so far is to be expected
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
@@ -383,6 +420,7 @@ class Auto:
         self._ledger.limit = self._wish.device
         self.probes.close()
         self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
+        self._rating = self._rate()
 
 
 def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solution: Solution) -> Solution:

@@ -32,7 +32,7 @@ def make_plan(
     step: Callable[..., Any],
     budget: int | str,
     *,
-    max_error: float = 0.0,
+    max_noise: float = 0.0,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
@@ -47,7 +47,7 @@ def make_plan(
     step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. With
         one argument it is given the store and enters it itself
     budget : most bytes of activations on the compute device, as an int or text such as ``"20GiB"``
-    max_error, host_budget, disk_budget, disk_path, min_bytes : as of ActivationStore with "auto"
+    max_noise, host_budget, disk_budget, disk_path, min_bytes : as of ActivationStore with "auto"
     stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
         Optimizers are found by themselves
 
@@ -73,7 +73,7 @@ def make_plan(
         model,
         "auto",
         budget=budget,
-        max_error=max_error,
+        max_noise=max_noise,
         host_budget=host_budget,
         disk_budget=disk_budget,
         disk_path=disk_path,
@@ -90,7 +90,7 @@ def replan(
     profile: Profile,
     budget: int | str,
     *,
-    max_error: float = 0.0,
+    max_noise: float = 0.0,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
 ) -> Plan:
@@ -98,7 +98,7 @@ def replan(
 
     Parameters
     ----------
-    budget, max_error, host_budget, disk_budget : as of `make_plan`. What was not measured is no option: codecs that
+    budget, max_noise, host_budget, disk_budget : as of `make_plan`. What was not measured is no option: codecs that
         lose something, and tiers, need a profile that was measured with such a limit
 
     Raises
@@ -106,9 +106,9 @@ def replan(
     CapacityError : no plan fits into the budget; it names the least that is possible
     ConfigError : an option that cannot be
     """
-    wish = Wish.read(budget, max_error, host_budget, disk_budget)
-    chain = chain_of(profile, wish.max_error)
-    limits = limits_of(profile, wish.device, wish.host, wish.disk, wish.max_error)
+    wish = Wish.read(budget, max_noise, host_budget, disk_budget)
+    chain = chain_of(profile, wish.max_noise)
+    limits = limits_of(wish.device, wish.host, wish.disk, wish.max_noise)
     return plan_of(profile, chain, solve(chain, limits), wish, 0.0, ())
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
+from math import inf
 from statistics import median
 from typing import Any
 from weakref import WeakSet, ref
@@ -17,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from actstore._version import __version__
+from actstore.accuracy.effect import GradientEffect
+from actstore.accuracy.noise import samples_nbytes
 from actstore.links import measure_links
 from actstore.plan.build import SHARE
 from actstore.plan.chain import Links
@@ -25,9 +29,11 @@ from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
 from actstore.plan.wish import Wish
 from actstore.profiler import FIRST, Profiler, Sample
 from actstore.shapes import Shape, digest_of, has_forward, memory_of
+from actstore.spec import Site
 from actstore.tierset import TierSet
 
 SAMPLES = 3  # of each decision on each kind of unit
+LOSSY = "int4(round=dither)"
 MOST_STEPS = 40  # that are measured before the first plan
 ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
 
@@ -62,6 +68,7 @@ class Probes:
         self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # in how many steps
         self._rest: list[float] = []
+        self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._links: Links | None = None if before is None else before._links
         self._optimizers: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers
         self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
@@ -138,6 +145,35 @@ class Probes:
                     break
         return chosen if wanted else None
 
+    def lossy(self) -> dict[str, str]:
+        """Lossy decisions for units whose effect on gradients is not known yet, as many as fit."""
+        figures = self.figures()
+        least = {name: decision for name, decision in self.least().items() if name in self._kinds}
+        chosen = dict.fromkeys(self._kinds, KEEP) | least
+        room = self._wish.device - samples_nbytes(self._model)
+        found = {}
+        for name, kind in reversed(self._kinds.items()):
+            is_open = name not in self._noise and LOSSY in figures[kind]
+            if is_open and self._peak(figures, chosen | {name: LOSSY}) <= room:
+                chosen[name] = found[name] = LOSSY
+        return found
+
+    def rate(self, units: Iterable[str], effect: GradientEffect, sites: Mapping[str, Site]) -> None:
+        """Take in what the errors of units did in a step in which they were decided so.
+
+        Parameters
+        ----------
+        sites : by their names
+        """
+        figures = self.figures()
+        for name in units:
+            self._noise[name] = dict.fromkeys(["", *self._shapes[name].parts], 0.0)
+        for found in effect.sites:
+            name, part = self._profiler.find(sites[found.site].name)
+            if name in units:
+                unit = (effect.noise_by_weight or 0.0) * figures[self._kinds[name]][LOSSY].error
+                self._noise[name][part] += found.by_weight / unit if found.by_weight is not None and unit else inf
+
     def floor(self, *, on_host: bool) -> float:
         """Bytes that a step holds at its turn whatever is still tried, by a cautious guess; 0 before the first step.
 
@@ -145,7 +181,7 @@ class Probes:
         of what its recomputation holds, since its parts may hold less; others half of what they save.
         """
         wish, figures = self._wish, self.figures()
-        free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_error > 0
+        free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
         floor = 0.0
         for name, kind in self._kinds.items():
             shape, saved = self._shapes[name], self._saved(figures, name)
@@ -169,7 +205,14 @@ class Probes:
     def profile(self, device: torch.device) -> Profile:
         """What was measured so far."""
         units = tuple(
-            Unit(name, kind, self._calls.get(name, 1), tuple(shape.parts), self._recomputable(shape))
+            Unit(
+                name,
+                kind,
+                self._calls.get(name, 1),
+                tuple(shape.parts),
+                self._recomputable(shape),
+                self._noise.get(name, {}),
+            )
             for name, kind in self._kinds.items()
             for shape in [self._shapes[name]]
         )
@@ -269,7 +312,7 @@ class Probes:
         tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
         if on_host:
             tiers = [tier for tier in tiers if tier != "host"]
-        codecs = ["expack", *(["int8", "int4"] if wish.max_error else [])]
+        codecs = ["expack", *(["int8", LOSSY] if wish.max_noise else [])]
         found = [KEEP]
         if not shape.named:
             return found

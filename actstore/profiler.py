@@ -187,7 +187,7 @@ class Profiler:
         if self._hooks:  # inside the context, at whose end nothing is held any more
             self._held = {account: account.held for account in self._ledger.accounts()}
 
-    def _find(self, site: str) -> tuple[str, str]:
+    def find(self, site: str) -> tuple[str, str]:
         """The unit of a site, and the part of it."""
         name = site
         while name not in self._unit_of:
@@ -204,7 +204,7 @@ class Profiler:
             held = self._held.get(account, account.held_at_exit)
             if not (account.saved or account.stored or held):
                 continue
-            unit, part = self._find(account.site.name)
+            unit, part = self.find(account.site.name)
             moved = account.stored if "@" in account.where else 0
             old = parts.setdefault(unit, {}).get(part, Part())
             parts[unit][part] = Part(
@@ -221,14 +221,14 @@ class Profiler:
         """Milliseconds of encoding, decoding and recomputation, by unit and direction."""
         sums: dict[tuple[str, str], float] = {}
         for account, direction, begin, end in step.works:
-            key = self._find(account.site.name)[0], direction
+            key = self.find(account.site.name)[0], direction
             sums[key] = sums.get(key, 0.0) + (begin_ns(end) - begin_ns(begin)) / 1e6
         return sums
 
     def _errors(self, step: Moments) -> dict[str, float]:
         totals: dict[str, Total] = {}
         for account, row in step.errors:
-            totals.setdefault(self._find(account.site.name)[0], Total()).add(row.tolist())
+            totals.setdefault(self.find(account.site.name)[0], Total()).add(row.tolist())
         squares = {unit: 1.0 if total.lost else total.relative**2 for unit, total in totals.items()}
         return {unit: square if isfinite(square) else 1.0 for unit, square in squares.items()}
 

@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from actstore import compiled, modules
 from actstore.accuracy.influence import Influence
+from actstore.accuracy.payloads import Choice
 from actstore.arguments import (
     may_be_lossy,
     names_tags,
@@ -34,11 +35,14 @@ from actstore.arguments import (
 )
 from actstore.auto import Auto, check_plan
 from actstore.census import Census
+from actstore.chooser import Chooser
 from actstore.compiled import NamedCall
 from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.hooks import Scope, unpack
 from actstore.modules import Place, Tracker, named_modules
+from actstore.pairs import Pairs
 from actstore.plan.plan import Plan
+from actstore.plan.wish import Wish
 from actstore.policy import Decision, Keep, Policy, Rules
 from actstore.recompute import Wrapped, repeated_blocks
 from actstore.report import Report
@@ -57,6 +61,8 @@ R = TypeVar("R")
 
 MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
 
+SAMPLE_ERRORS = 200  # steps; a step that is sampled takes about twice as long: half a per cent of the time
+
 GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
 
 _thread = local()  # .entries: those of all stores on this thread, the innermost last
@@ -73,12 +79,17 @@ class ActivationStore:
     model : Module, optional; names in `policy` are the names of its modules. Without a model one decision holds for
         everything.
     policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
-        function ``(Site, Spec) -> Decision``; or "auto", or a Plan that "auto" has made. In text and Rules ``@blocks``,
-        ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model, whatever their names
+        function ``(Site, Spec) -> Decision``; or "auto" or "bits", or a Plan that "auto" has made. In text and Rules
+        ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model, whatever their names
     budget : with "auto", most bytes of activations on the compute device (`peak_held_bytes`), as an int or text such as
         ``"20GiB"``. The first steps measure what each decision costs, the next ones run the fastest that fits; all have
-        exact gradients. Host memory is used as far as `host_budget` goes, a disk only where `disk_budget` is given
-    max_error : with "auto", the relative error that payloads may have, in all; 0 for lossless decisions only
+        exact gradients, without `max_noise`. Host memory is used as far as `host_budget` goes, a disk only where
+        `disk_budget` is given. With "bits", most bytes that are held when forward ends: codecs are chosen that disturb
+        the gradients least
+    max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
+        batch to batch; 0.1 costs what a batch that is a tenth smaller costs. With "bits", codecs with the fewest bytes
+        are chosen; the first steps measure, and some later ones: they have 4 bits everywhere, or 2 in one kind of
+        module. With "auto", codecs that lose something are among the decisions
     min_bytes : smaller tensors are kept as they are; 0 sends all through
     host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``; with
         ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
@@ -96,7 +107,8 @@ class ActivationStore:
     strict : whether a full tier is an error; by default what does not fit is kept
     sample_errors : in every so many-th step, from the first that has lossy payloads on, each of them is decoded at once
         and compared with its tensor, for the errors in `report`, `trace` and loggers; 0 for never. It takes the memory
-        of that tensor for the moment, and changes nothing else. Steps that "auto" measures are left out
+        of that tensor for the moment, and until the next step ends 4,096 elements of each weight's gradient at most,
+        and changes nothing else. Steps that "auto" measures are left out
     warn_error : the relative error (0.05 is 5 %) of a site above which a RuntimeWarning is given, once for each site
     fail_error : that above which AccuracyError is raised: by the next entry after the step that was sampled, or by
         `report` or `close` where that comes first, once. The entry then waits until the device has come to the last
@@ -130,7 +142,7 @@ class ActivationStore:
         policy: str | Rules | Decision | Policy | Plan = "keep",
         *,
         budget: int | str | None = None,
-        max_error: float = 0.0,
+        max_noise: float | None = None,
         min_bytes: int | str = MIN_NBYTES,
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
@@ -141,7 +153,7 @@ class ActivationStore:
         when_full: Literal["wait", "keep", "spill"] = "wait",
         strict: bool = False,
         seed: int = 0,
-        sample_errors: int = 0,
+        sample_errors: int = SAMPLE_ERRORS,
         warn_error: float | None = None,
         fail_error: float | None = None,
         trace: bool = False,
@@ -153,7 +165,7 @@ class ActivationStore:
                 "policy= alone for code without a model"
             )
         self._model = model
-        wish = read_wish(model, policy, budget, max_error, host_budget, disk_budget)
+        wish = read_wish(model, policy, budget, max_noise, host_budget, disk_budget)
         self._given_plan = policy if isinstance(policy, Plan) else None
         if self._given_plan is not None:
             check_plan(self._given_plan, model)
@@ -186,13 +198,15 @@ class ActivationStore:
         self._places: dict[Module, Place] = {}
         self._compiled: list[NamedCall] = []
         self._top = self._place("")
-        self._auto = (
-            None
-            if wish is None or model is None
-            else Auto(model, self._store.ledger, wish, self._switch, sets_window=window is None)
-        )
-        if self._auto is not None:
-            self._store.gauge = self._auto.profiler
+        self._auto: Auto | Chooser | None = None  # decides anew for each step
+        if model is not None and self._influence is not None:
+            ledger = self._store.ledger
+            pairs = Pairs(self._influence, ledger, self._store.sampler.ask)
+            if isinstance(wish, Wish):
+                self._auto = Auto(model, ledger, wish, pairs, self._switch, sets_window=window is None)
+                self._store.gauge = self._auto.profiler
+            elif wish is not None:
+                self._auto = Chooser(ledger, wish, pairs)
         if self._given_plan is not None:
             self._store.ledger.limit = self._given_plan.budget
         device = device_of(model)
@@ -326,7 +340,7 @@ class ActivationStore:
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
             auto, model = self._auto, self._model
-            if auto is None or model is None:
+            if not isinstance(auto, Auto) or model is None:
                 with self:
                     return function(*args, **kwargs)
             attempt = Attempt(model, (args, kwargs))
@@ -360,7 +374,12 @@ class ActivationStore:
     @property
     def plan(self) -> Plan | None:
         """The plan that runs; None for other policies, and while "auto" measures."""
-        return self._given_plan if self._auto is None else self._auto.plan
+        return self._auto.plan if isinstance(self._auto, Auto) else self._given_plan
+
+    @property
+    def choice(self) -> Choice | None:
+        """What "bits" has chosen; None for other policies, and until the first steps are over."""
+        return self._auto.choice if isinstance(self._auto, Chooser) else None
 
     def report(self) -> Report:
         """What the last forward saved, stored and held, per site and in all; what was lost in the last sampled step.
@@ -377,6 +396,8 @@ class ActivationStore:
     def sample_next(self) -> None:
         """Measure errors in the next step, whatever `sample_errors` says."""
         self._store.sampler.ask()
+        if self._influence is not None:
+            self._influence.ask()
 
     def plot(self) -> Figure:
         """A picture of where the bytes of each module waited at the end of the last forward: `report().plot()`."""
@@ -488,7 +509,7 @@ class _Entry:
     def __init__(self, session: ActivationStore, scope: Scope) -> None:
         self.session = session
         self.scope = scope
-        self.pack = scope.entry_hook()
+        self.pack = scope.entry_hook() if session._auto is None else session._auto.watching(scope.entry_hook())
         self.before = modules.current()
 
 

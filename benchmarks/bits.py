@@ -33,7 +33,7 @@ from rich.table import Table
 from actstore import ActivationStore
 from actstore.accuracy.bits import least_bytes, least_variance
 from actstore.accuracy.candidates import CANDIDATES, UNBIASED
-from actstore.accuracy.looks import looks, sensitivities
+from actstore.accuracy.looks import looks
 from actstore.accuracy.payloads import Choice, Payload, Sensitivity
 from actstore.bench.environment import environment
 from actstore.policy import Encode, parse_decision
@@ -110,10 +110,13 @@ def ours(subject: Subject, probe: Probe) -> tuple[dict[str, Sensitivity], int]:
         assert effect is not None
         effects.append(effect)
         store.close()
-    found = sensitivities(zip(steps, effects, strict=True))
-    scale = effects[0].norm ** 2
-    absolute = {name: Sensitivity(tuple((e, v * scale) for e, v in one.points)) for name, one in found.items()}
-    return absolute, len(steps)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for look, effect in zip(steps, effects, strict=True):
+        for site in effect.sites:
+            if site.site in look.sites and site.variance and site.sensitivity:
+                point = site.variance / site.sensitivity, site.variance * effect.norm**2
+                points.setdefault(site.site, []).append(point)
+    return {name: Sensitivity(tuple(found)) for name, found in points.items()}, len(steps)
 
 
 def among(payloads: Sequence[Payload], decisions: Sequence[str]) -> list[Payload]:

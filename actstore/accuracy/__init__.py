@@ -2,6 +2,7 @@
 
 from actstore.accuracy.effect import GradientEffect, SiteEffect
 from actstore.accuracy.figures import ErrorFigures, Total, measure
+from actstore.accuracy.payloads import Choice
 from actstore.accuracy.sampler import Sampler
 
-__all__ = ["ErrorFigures", "GradientEffect", "Sampler", "SiteEffect", "Total", "measure"]
+__all__ = ["Choice", "ErrorFigures", "GradientEffect", "Sampler", "SiteEffect", "Total", "measure"]

@@ -189,7 +189,7 @@ class _Knapsack:
         lightest = [min(zip(row, costs[i], range(len(row)), strict=True)) for i, row in enumerate(weights)]
         self.best = [option for _, _, option in lightest]
         self.bound, self.price = fsum(map(min, costs)), 0.0
-        width = max(map(len, costs), default=0)
+        width = max(map(len, costs), default=1)
         self._cost = np.array([[*row, *[inf] * (width - len(row))] for row in costs]).reshape(len(costs), width)
         self._weight = np.array([[*row, *[0.0] * (width - len(row))] for row in weights]).reshape(len(costs), width)
 

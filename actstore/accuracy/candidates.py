@@ -14,42 +14,44 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.accuracy.payloads import Candidate, Payload, Sensitivity
 from actstore.codecs import Codec, Raw
-from actstore.codecs.base import Size
+from actstore.codecs.base import Exact, Size
 from actstore.encoded import encode
 from actstore.errors import ConfigError, StateError
 from actstore.policy import Decision, Encode, Keep, parse_decision
 from actstore.spec import Site, Spec
 
+GROUPS = (32, 64, 128, 256)  # elements that share a scale
 UNBIASED = (
     "keep",
     "int8(affine, round=dither)",
-    *(f"int4(group={group}, round=dither)" for group in (32, 64, 128, 256)),
-    *(f"int4(group={group}, round=stochastic)" for group in (32, 64, 128, 256)),  # for many exact zeros
-    *(f"int2(group={group}, round=dither)" for group in (32, 64, 128, 256)),
+    *(f"int{bits}(group={group}, round=dither)" for bits in (6, 5, 4, 3, 2) for group in GROUPS),
+    *(f"int{bits}(group={group}, round=stochastic)" for bits in (4, 3) for group in GROUPS),  # for many exact zeros
 )
 NEAREST = (
     "e5m6",
     "int8",
     "int8(affine)",
     "fp8",
-    *(f"int4(group={group})" for group in (32, 64, 128, 256)),
-    *(f"nf4(group={group})" for group in (32, 64, 128, 256)),
+    *(f"{name}(group={group})" for name in ("int6", "int5", "int4", "int3", "nf4") for group in GROUPS),
     "hadamard128(int4)",
     "hadamard128(int4(group=128))",
 )
 CANDIDATES = (*UNBIASED, *NEAREST)
 MOST_BIAS = 5e-3  # as harmless as half a per cent more or less of a learning rate
 CHANCE = 3.0  # standard deviations of a mean of independent errors, which are no bias
+MEASURED = 2**17  # elements of a payload whose errors are measured,
+RUN = 2**10  # in runs of so many
 
 _RAW = Raw()
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class Trials:
-    """A policy that stores every payload exactly, and measures on the way what each candidate would make of it.
+    """A policy that stores every payload in one codec, and measures on the way what each candidate would make of it.
 
     Give it to a store, run a step, and ask for `payloads`. What a policy of codecs would leave out (statistics, the
-    loss, small tensors) is left out here too.
+    loss, small tensors) is left out here too. Of a large payload 131,072 elements are measured, in runs of 1,024 that
+    are evenly spaced.
 
     Parameters
     ----------
@@ -60,6 +62,7 @@ class Trials:
         larger of ``|<x', x> / <x, x> - 1|`` (shrinkage) and ``|mean(x' - x)| / rms(x)`` (offset), less three standard
         deviations of what independent errors would show by chance. An error to nearest that averages out over the
         elements is taken as noise
+    waits : the codec that payloads wait in meanwhile, exactly by default
     protected : as of `Encode`
 
     Raises
@@ -69,12 +72,16 @@ class Trials:
 
     Notes
     -----
-    Nothing waits for the device before `payloads`, but for candidates of variable size. Gradients of the step are
-    exact. Not thread-safe.
+    Nothing waits for the device before `payloads`, but for candidates of variable size. Not thread-safe.
     """
 
     def __init__(
-        self, candidates: Sequence[str] = CANDIDATES, *, most_bias: float = MOST_BIAS, protected: bool = True
+        self,
+        candidates: Sequence[str] = CANDIDATES,
+        *,
+        most_bias: float = MOST_BIAS,
+        waits: Codec = _RAW,
+        protected: bool = True,
     ) -> None:
         self._codecs: dict[str, Codec | None] = {}
         for text in candidates:
@@ -88,6 +95,7 @@ class Trials:
             self._codecs[text] = decision.codec if isinstance(decision, Encode) else None
         self._most_bias = most_bias
         self._protected = protected
+        self.waits = waits
         self._sums: dict[Site, dict[str, _Sums]] = {}
         self._shapes: dict[Site, list[int]] = {}  # elements of each payload
         self._readers: dict[Site, dict[Site, None]] = {}
@@ -106,7 +114,7 @@ class Trials:
         if hooks is None:
             raise StateError("no store is entered: with store: with trials.watching(): loss = model(x)")
         pack, unpack = hooks
-        return saved_tensors_hooks(self._noting(pack), unpack)
+        return saved_tensors_hooks(self.noting(pack), unpack)
 
     def measure(self, site: Site, src: Tensor) -> None:
         """Take a payload through every candidate.
@@ -117,17 +125,21 @@ class Trials:
         """
         shapes = self._shapes.setdefault(site, [])
         sums = self._sums.setdefault(site, {})
-        exact = src.float()
-        square, count = exact.square().sum(dtype=torch.float64), src.numel()
+        spec, some = Spec.of(src), _some(src)
+        exact = some.float()
+        square = exact.square().sum(dtype=torch.float64)
         for text, codec in self._codecs.items():
             if codec is None:
-                sums.setdefault(text, _Sums()).add(src.nbytes, torch.stack((square, *[torch.zeros_like(square)] * 3)))
+                moments = torch.stack((square, *[torch.zeros_like(square)] * 3))
+                sums.setdefault(text, _Sums()).add(src.nbytes, some.numel(), moments)
             elif codec.accepts(src.dtype):
-                encoded = encode(src, codec, len(shapes))
+                size = codec.size(spec)
+                encoded = encode(some, codec, len(shapes))
+                nbytes = size.nbytes if isinstance(size, Exact) else encoded.nbytes * src.numel() // some.numel()
                 off = encoded.decode().float() - exact
-                moments = (off.square().sum(dtype=torch.float64), (off * exact).sum(dtype=torch.float64), off.sum())
-                sums.setdefault(text, _Sums()).add(encoded.nbytes, torch.stack((square, *moments)))
-        shapes.append(count)
+                parts = (off.square().sum(dtype=torch.float64), (off * exact).sum(dtype=torch.float64), off.sum())
+                sums.setdefault(text, _Sums()).add(nbytes, some.numel(), torch.stack((square, *parts)))
+        shapes.append(src.numel())
 
     def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[Payload]:
         """The payloads of all sites that were met since these trials were made, as one step.
@@ -143,7 +155,7 @@ class Trials:
                 candidate
                 for text, one in sums.items()
                 if len(one.moments) == len(self._shapes[site])
-                and (candidate := one.candidate(text, sum(self._shapes[site]))) is not None
+                and (candidate := one.candidate(text)) is not None
                 and (known or not candidate.error)
                 and (candidate.bias <= self._most_bias or self._keyed(text))
             ]
@@ -156,7 +168,9 @@ class Trials:
         codec = self._codecs[text]
         return codec is not None and codec.keyed
 
-    def _noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook of a store, whose sites that share a payload are noted."""
+
         def note(tensor: Tensor) -> Any:
             handle = pack(tensor)
             reader = getattr(handle, "handle", handle)  # a sampled step wraps it
@@ -170,44 +184,63 @@ class Trials:
 
 @dataclass(frozen=True, init=False)
 class Trial(Codec):
-    """The bytes as they are; what is encoded is measured. All are equal, so that payloads are shared as ever."""
+    """What is encoded is measured, and waits in the codec of its trials. All of one trials' are equal, so that payloads
+    are shared as ever."""
 
     name = "trial"
     lossless = False  # what a policy protects from loss is not measured
 
-    trials: Trials = field(init=False, compare=False, repr=False)
-    site: Site = field(init=False, compare=False, repr=False)
+    trials: Trials = field(compare=False, repr=False)
+    site: Site = field(compare=False, repr=False)
+    waits: Codec
 
     def __init__(self, trials: Trials, site: Site) -> None:
         object.__setattr__(self, "trials", trials)
         object.__setattr__(self, "site", site)
+        object.__setattr__(self, "waits", trials.waits)
+
+    @property
+    def keyed(self) -> bool:
+        return self.waits.keyed
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _DTYPES
+        return dtype in _DTYPES and self.waits.accepts(dtype)
 
     def size(self, spec: Spec) -> Size:
-        return _RAW.size(spec)
+        return self.waits.size(spec)
 
     def encode(self, src: Tensor, out: Tensor, key: int = 0) -> int:
         self.trials.measure(self.site, src)
-        return _RAW.encode(src, out, key)
+        return self.waits.encode(src, out, key)
 
     def decode(self, buf: Tensor, out: Tensor, key: int = 0) -> None:
-        _RAW.decode(buf, out, key)
+        self.waits.decode(buf, out, key)
+
+
+def _some(src: Tensor) -> Tensor:
+    """At most `MEASURED` elements of a dense tensor: evenly spaced runs, as they lie in memory."""
+    numel = src.numel()
+    if numel <= MEASURED:
+        return src
+    runs = numel // RUN
+    flat = src.detach().as_strided((runs, RUN), (RUN, 1))
+    return flat[:: -(-runs * RUN // MEASURED)].contiguous()
 
 
 class _Sums:
     """Over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x> and the sum of off."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = self.numel = 0
         self.moments: list[Tensor] = []
 
-    def add(self, nbytes: int, moments: Tensor) -> None:
+    def add(self, nbytes: int, numel: int, moments: Tensor) -> None:
+        """Take in a payload of so many bytes, of which so many elements were measured."""
         self.nbytes += nbytes
+        self.numel += numel
         self.moments.append(moments)
 
-    def candidate(self, text: str, numel: int) -> Candidate | None:
+    def candidate(self, text: str) -> Candidate | None:
         """The figures; None where they are not finite."""
         square, off, along, offset = torch.stack(self.moments).sum(0).tolist()
         if not square > 0:
@@ -215,5 +248,5 @@ class _Sums:
         error = off / square
         if not 0 <= error < float("inf"):
             return None
-        bias = max(abs(along) / square, abs(offset) / sqrt(square * numel))
-        return Candidate(text, self.nbytes, error, bias=max(0.0, bias - CHANCE * sqrt(error / numel)))
+        bias = max(abs(along) / square, abs(offset) / sqrt(square * self.numel))
+        return Candidate(text, self.nbytes, error, bias=max(0.0, bias - CHANCE * sqrt(error / self.numel)))

@@ -15,12 +15,17 @@ class SiteEffect:
     variance : predicted, of all weight gradients, by the square of their norm; None where it is not predicted
     sensitivity : the same for each unit of squared relative error of the payload; None where that is not known
     reason : why it is not predicted; empty where it is
+    by_weight : the variance of each weight's gradient by the square of its own norm, averaged over all elements: what
+        counts for optimizers that give each weight its own scale, as Adam does
+    nodes : names of the autograd nodes that read the payloads, where it is predicted
     """
 
     site: str
     variance: float | None
     sensitivity: float | None
     reason: str
+    by_weight: float | None = None
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,23 @@ class GradientEffect:
     norm : of the gradients of all weights, of this step alone
     noise : the variance of these gradients from batch to batch, by the square of their norm; None where the next step
         has not come yet
+    noise_by_weight : the same as `SiteEffect.by_weight`
     """
 
     sites: tuple[SiteEffect, ...]
     norm: float
     noise: float | None
+    noise_by_weight: float | None = None
 
     @property
     def variance(self) -> float:
         """Of all sites that are predicted: their payloads err independently."""
         return sum(site.variance for site in self.sites if site.variance is not None)
+
+    @property
+    def by_weight(self) -> float:
+        """As `SiteEffect.by_weight`, of all sites that are predicted."""
+        return sum(site.by_weight for site in self.sites if site.by_weight is not None)
 
     @property
     def missing(self) -> tuple[SiteEffect, ...]:

@@ -24,6 +24,7 @@ from actstore.layout import layout_of
 MOST_ELEMENTS = 2**20  # of one payload that are measured,
 BLOCKS = 64  # in so many runs, evenly spaced, where it has more
 CHUNK_ON_HOST = 2**16  # elements that are worked on at once, so that they stay in the cache
+FAINT = 2.0**-100  # as good as zero: a payload whose elements are all smaller may vanish. int8's scales do below 1e-33
 CLIPPED = 2.0  # times what came back at most: int2 may round the largest element of a group to half of it
 ROW = 10  # figures of one payload
 SCRATCH = 8  # float32 numbers for each element that is worked on
@@ -56,7 +57,7 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
     most = torch.stack(largest).amax(0) if largest else torch.zeros(2, device=x.device)
     scale = most.amax()
     divisor = torch.where(scale > 0, scale, 1.0)
-    clipped = CLIPPED * (most[1] / divisor)
+    clipped = torch.where(scale > FAINT, CLIPPED * (most[1] / divisor), torch.inf)
     row = torch.zeros(ROW, dtype=torch.float64, device=x.device)
     for pair in chunks:
         sums, worst = _sums(*pair, divisor, clipped)
@@ -126,7 +127,7 @@ class ErrorFigures:
     nonfinite : elements that were NaN or Inf before
     lost : elements that are no longer what they were: finite ones that came back as NaN or Inf; NaN and Inf that came
         back as numbers; and finite ones of more than twice the magnitude of all that came back of their payload: the
-        codec clipped them, or let them vanish
+        codec clipped them, or let them vanish; not where the payload has none above 2**-100, which is as good as zero
     """
 
     step: int

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from weakref import ref
 
 import torch
 
 from actstore.accuracy.effect import GradientEffect, SiteEffect
-from actstore.accuracy.noise import Minibatch, on_host
+from actstore.accuracy.noise import Minibatch
 from actstore.accuracy.step import UNREACHED, Relative, Step, variances
 from actstore.ledger import Ledger
 
@@ -17,6 +18,8 @@ REST = 100  # steps
 
 class Influence:
     """Looks at steps of one store, one at a time: `begin`, `end_forward`, and when figures are asked for `read`.
+
+    What it holds is let go when the step after the next one begins, but for the figures.
 
     Notes
     -----
@@ -27,67 +30,133 @@ class Influence:
         self._model = ref(model)
         self._ledger = ledger
         self._relative = relative
-        self._minibatch = Minibatch()
-        self._step: Step | None = None
-        self._before: tuple[Step, Minibatch] | None = None  # what is shown until the next backward
-        self._open = False  # whether forward of the last step that is looked at has yet to end
-        self._shown: tuple[tuple[Step, int, int], GradientEffect | None] | None = None  # and what it was made of
+        self._look: _Look | None = None  # the last
+        self._before: _Look | None = None  # what is shown until the next backward
+        self._open: Step | None = None  # whose forward has yet to end
         self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
+
+    def ask(self) -> None:
+        """Have the next step that is sampled looked at, although nothing was lossy in the last one."""
+        self._rest = 0
 
     def begin(self, *, sampled: bool) -> Step | None:
         """A step begins. Returns what looks at it, if it is to be looked at."""
-        model = self._model()
+        model, last = self._model(), self._look
         self.end_forward()
         if model is None:
             return None
         self._rest -= 1
         if not sampled or self._rest > 0:
-            self._minibatch.follow(model)
+            if last is not None:
+                last.follow(model)
+            self._settle()
             return None
-        if self._step is not None and self._step.seen:
-            self._before = self._step, self._minibatch
-        self._minibatch.stop()
-        self._minibatch = Minibatch()
-        self._minibatch.begin(model)
-        self._step = Step(self._ledger, self._relative)
-        self._open = True
-        return self._step
+        minibatch = Minibatch(self._ledger) if last is None or last.parts is None else last.parts[1].following()
+        self._settle()
+        if last is not None and last.came:
+            self._before = last
+        step = Step(self._ledger, self._relative)
+        self._look, self._open = _Look(step, minibatch), step
+        minibatch.begin(model)
+        return step
+
+    def _settle(self) -> None:
+        """Let go of what no step needs any more."""
+        look, before = self._look, self._before
+        if before is not None:
+            before.settle()
+        if look is not None and look.came:
+            look.settle()
+        elif look is not None and look.gone:
+            look.close()
+            self._look = None
 
     def end_forward(self) -> None:
         """Forward has ended, or failed."""
-        if self._open and self._step is not None:
-            self._open = False
-            self._step.note()
-            self._rest = 0 if self._step.reasons else REST
+        step, self._open = self._open, None
+        if step is not None:
+            step.note()
+            self._rest = 0 if step.reasons else REST
 
     def read(self) -> GradientEffect | None:
         """The figures of the last step that was looked at and had a backward. The host waits for the device."""
-        found = None
-        if self._step is not None and self._step.seen:
-            found = self._effect(self._step, self._minibatch)
+        found = None if (latest := self.latest()) is None else latest()
         if found is None and self._before is not None:
-            found = self._effect(*self._before)
+            found = self._before.effect()
         return found
 
-    def _effect(self, step: Step, minibatch: Minibatch) -> GradientEffect | None:
-        made_of = step, len(step.norms), minibatch.compared
-        if self._shown is None or self._shown[0] != made_of:
-            self._shown = made_of, _effect(step, minibatch)
-        return self._shown[1]
+    def latest(self) -> Callable[[], GradientEffect | None] | None:
+        """What reads the figures of the last step that was looked at, now or later; None if that had no backward."""
+        return self._look.effect if self._look is not None and self._look.came else None
 
     def close(self) -> None:
         """Take all hooks off the model."""
         self.end_forward()
-        self._minibatch.stop()
-        self._step = self._before = self._shown = None
+        if self._look is not None:
+            self._look.close()
+        self._look = self._before = None
 
 
-def _effect(step: Step, minibatch: Minibatch) -> GradientEffect | None:
+class _Look:
+    """What looks at a step, until its figures are on the host; then these alone.
+
+    Attributes
+    ----------
+    parts : None when the figures are final
+    """
+
+    def __init__(self, step: Step, minibatch: Minibatch) -> None:
+        self.parts: tuple[Step, Minibatch] | None = step, minibatch
+        self._effect: GradientEffect | None = None
+        self._made_of = (0, 0)  # numbers of figures
+
+    @property
+    def came(self) -> bool:
+        """Whether the step has had a backward."""
+        return self.parts is None or bool(self.parts[0].seen)
+
+    @property
+    def gone(self) -> bool:
+        """Whether no backward came, and none will."""
+        return not self.came and self.parts is not None and not self.parts[0].readers.alive
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """A step begins that is not looked at."""
+        if self.parts is not None:
+            self.parts[1].follow(model)
+
+    def settle(self) -> None:
+        """Another step begins: keep the figures only, once they are on the host."""
+        if self.parts is not None:
+            step, minibatch = self.parts
+            step.close()
+            if step.norms.ready() and minibatch.ready():
+                self.effect()
+                self.parts = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self.parts is not None:
+            self.parts[1].close()
+
+    def effect(self) -> GradientEffect | None:
+        """The figures so far. The host waits for the device."""
+        if self.parts is not None:
+            step, minibatch = self.parts
+            made_of = len(step.norms), minibatch.compared
+            if self._made_of != made_of:
+                self._made_of, self._effect = made_of, _figures(step, minibatch)
+        return self._effect
+
+
+def _figures(step: Step, minibatch: Minibatch) -> GradientEffect | None:
     square, noise = minibatch.read()
     if not square or not isfinite(square):  # an overflow of a loss scale
         return None
-    norms = on_host([step.norms[i] for i in range(len(step.norms))])
+    norms = step.norms.read()
     found = variances(step, norms)
+    shares, noise_by_weight = minibatch.shares()
+    by_weight = variances(step, norms, shares)
     sites = []
     for account, reason in step.reasons.items():
         if step.walk.full:
@@ -98,5 +167,7 @@ def _effect(step: Step, minibatch: Minibatch) -> GradientEffect | None:
             sites.append(SiteEffect(str(account.site), None, None, reason or UNREACHED))
             continue
         variance, error = found[account] / square, norms[step.relatives[account]] ** 2
-        sites.append(SiteEffect(str(account.site), variance, variance / error if error else None, ""))
-    return GradientEffect(tuple(sites), square**0.5, None if noise is None else noise / square)
+        sensitivity = variance / error if error else None
+        nodes = tuple(sorted(step.nodes[account]))
+        sites.append(SiteEffect(str(account.site), variance, sensitivity, "", by_weight[account], nodes))
+    return GradientEffect(tuple(sites), square**0.5, None if noise is None else noise / square, noise_by_weight)

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actstore.ledger import Account, Ledger
+from actstore.reaper import Last
+from actstore.spec import Site
+
 BLOCK = 32  # contiguous elements that share one size of noise
 SEED = 0x5EED
-DRAWN = 2**18 + 3  # numbers: no power of two, so that rows of tensors do not all have the same
+DRAWN = 2**16 + 1  # numbers: no power of two, so that rows of tensors do not all have the same
 STRIDE = 104_729  # a prime
 MATMULS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}  # where the input of a linear layer is
 CONVOLUTION = "ConvolutionBackward0"
@@ -42,6 +46,13 @@ def norm(tensor: Tensor) -> Tensor:
     return size.float()
 
 
+def book(ledger: Ledger, nbytes: int) -> Last:
+    """Book bytes that looking on takes as held, of no site, for as long as what this returns is there."""
+    account = Account(Site("", -1))
+    ledger.add(account, 0, 0, nbytes)
+    return Last(ledger.release, (account, nbytes, 0))
+
+
 class Noise:
     """Standard normal numbers from generators of its own: torch's are not touched.
 
@@ -49,16 +60,20 @@ class Noise:
     a CPU longer than all the rest of a prediction.
     """
 
-    def __init__(self) -> None:
-        self._drawn: dict[torch.device, Tensor] = {}
+    NBYTES = 4 * DRAWN  # on each device
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._drawn: dict[torch.device, tuple[Tensor, Last]] = {}
         self._at = 0
 
     def like(self, tensor: Tensor) -> Tensor:
         """Noise of the shape of `tensor`: float32, in memory of its own."""
-        drawn = self._drawn.get(tensor.device)
-        if drawn is None:
+        if tensor.device not in self._drawn:
             generator = torch.Generator(tensor.device).manual_seed(SEED)
-            drawn = self._drawn[tensor.device] = torch.randn(DRAWN, generator=generator, device=tensor.device)
+            drawn = torch.randn(DRAWN, generator=generator, device=tensor.device)
+            self._drawn[tensor.device] = drawn, book(self._ledger, self.NBYTES)
+        drawn, _ = self._drawn[tensor.device]
         self._at = (self._at + STRIDE) % DRAWN
         noise = torch.empty(tensor.numel(), device=tensor.device)
         first = min(DRAWN - self._at, noise.numel())

@@ -54,18 +54,15 @@ def looks(payloads: Sequence[Payload], small: str = SMALL, large: str = LARGE) -
 
 
 def sensitivities(looked: Iterable[tuple[Look, GradientEffect]]) -> dict[str, Sensitivity]:
-    """What the steps tell of each site: `report().gradients` of each look, in variances relative to the first norm.
+    """What the steps tell of each site: `report().gradients` of each look, as `SiteEffect.by_weight`.
 
     Returns
     -------
     dict : by the name of the site; one that was not predicted is not there
     """
     points: dict[str, list[tuple[float, float]]] = {}
-    first = None
     for look, effect in looked:
-        first = effect.norm if first is None else first
         for site in effect.sites:
-            if site.site in look.sites and site.variance is not None and site.sensitivity:
-                scale = (effect.norm / first) ** 2 if first else 1.0
-                points.setdefault(site.site, []).append((site.variance / site.sensitivity, site.variance * scale))
+            if site.site in look.sites and site.variance and site.sensitivity and site.by_weight is not None:
+                points.setdefault(site.site, []).append((site.variance / site.sensitivity, site.by_weight))
     return {name: Sensitivity(tuple(found)) for name, found in points.items()}

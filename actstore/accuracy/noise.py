@@ -1,102 +1,169 @@
 """The noise of gradients from minibatch to minibatch: what the errors of payloads are to be compared with.
 
 With g and h the gradients of two batches at the same weights, E |g - h|^2 / 2 is the variance of either. The second
-batch is that of the step that follows, and so after an optimizer's step at weights that have moved a little: the figure
-then has the difference of the mean gradients in it, too. Of each weight at most 2**16 elements are compared, evenly
-spaced. One pair of batches is a draw: with D directions in which gradients differ, its relative standard error is
-sqrt(2 / D), some per cent where many weights differ, and more than half of it where one direction has all.
+batch is that of the step that follows or, until that has come, of the one before where that was looked at too; an
+optimizer's step lies between, and the figure then has the difference of the mean gradients in it, too. Of each weight
+at most 2**10 elements are compared, evenly spaced. One pair of batches is a draw: with D directions in which gradients
+differ, its relative standard error is sqrt(2 / D), some per cent where many weights differ, and more than half of it
+where one direction has all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from actstore.accuracy.local import norm
+from actstore.accuracy.local import book, norm
+from actstore.accuracy.scalars import Scalars
+from actstore.ledger import Ledger
+from actstore.reaper import Last
 
-MOST = 2**16  # elements of a weight that are compared
+MOST = 2**10  # elements of a weight that are compared
 
 
 def sample(gradient: Tensor) -> Tensor:
-    """At most 2**16 elements, evenly spaced: 1-d float32, a copy."""
+    """At most 2**10 elements, evenly spaced: 1-d float32, a copy."""
     flat = gradient.detach().reshape(-1)
     return flat[:: -(-flat.numel() // MOST) or 1].to(torch.float32, copy=True)
+
+
+def samples_nbytes(model: Module) -> int:
+    """Bytes of the samples of all gradients at most."""
+    return sum(4 * min(weight.numel(), MOST) for weight in model.parameters() if weight.requires_grad)
 
 
 class Minibatch:
     """Takes the gradients of two consecutive micro-steps as they come to the weights, before they accumulate.
 
     Hooks are on weights from the begin of a step to the gradient; each takes itself away. Nothing is changed. Weights
-    whose gradients are sparse, complex, or of a class of their own as DTensor, are left out.
+    whose gradients are sparse, complex, or of a class of their own as DTensor, are left out. Samples of the first
+    gradients are held, and booked, until the second ones have come; under a budget that has no room there are none.
+
+    Parameters
+    ----------
+    before : of the micro-step before, where that was looked at too: the first gradients are its second ones
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger, before: Minibatch | None = None) -> None:
+        self._ledger = ledger
+        self._before = before
         self._hooks: dict[int, Any] = {}
-        self._squares: list[Tensor] = []  # of the first batch's gradients
-        self._samples: dict[int, Tensor] = {}  # by place among the model's weights
-        self._differences: list[tuple[float, Tensor]] = []  # elements for each that was compared, squared difference
-        self._first = False
+        self._squares = Scalars()  # of the first batch's gradients,
+        self._others = Scalars()  # and of the second's
+        self._samples: dict[int, tuple[Tensor, Last]] = {}  # by the weight's identity
+        self._numels: dict[int, int] = {}
+        self._nbytes = 0  # of all samples
+        self._differences = Scalars()  # from the batch that follows
+        self._earlier = Scalars() if before is None else before._differences
+        self._second = False  # whether the second batch runs
 
     def begin(self, model: Module) -> None:
         """The first of two micro-steps begins."""
-        self._first = True
-        self._hang(model)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                self._hooks[id(weight)] = weight.register_hook(_Take(self, id(weight)))
 
     def follow(self, model: Module) -> None:
         """Another micro-step begins."""
-        if self._first and not self._squares:  # its backward has yet to come
+        if not len(self._squares):  # its backward has yet to come
             return
-        if self._first:
+        if self._samples and not self._second:
             self.stop()
-            self._first = False
-            self._hang(model)
+            self._second = True
+            self.begin(model)
         else:
-            self.stop()
-            self._samples.clear()
+            self.close()
+
+    def following(self) -> Minibatch:
+        """That of another micro-step, which begins and is looked at too."""
+        self.stop()
+        if self._second or not len(self._squares):
+            self.close()
+            return Minibatch(self._ledger)
+        return Minibatch(self._ledger, self)
 
     @property
     def compared(self) -> int:
-        """How many weights of the second batch have been compared."""
-        return len(self._differences)
+        """How many weights have been compared."""
+        return len(self._differences) + len(self._earlier)
 
     def stop(self) -> None:
-        """Take away the hooks that are left."""
+        """Take away the hooks that are left. The first batch has been."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        if self._before is not None:
+            self._before.close()
+            self._before = None
+
+    def close(self) -> None:
+        """Let go of all that is held but the figures, and have these go to the host."""
+        self.stop()
+        self._samples.clear()
+        for scalars in (self._squares, self._others, self._differences, self._earlier):
+            scalars.send()
+
+    def ready(self) -> bool:
+        """Whether nothing is held any more, and all figures are on the host."""
+        figures = (self._squares, self._others, self._differences, self._earlier)
+        return not self._hooks and not self._samples and all(scalars.ready() for scalars in figures)
 
     def read(self) -> tuple[float, float | None]:
         """The squared norm of the first batch's gradients, and the variance of a batch's. The host waits."""
-        square = sum(size**2 for size in on_host(self._squares))
-        if not self._differences:
-            return square, None
-        scales, differences = zip(*self._differences, strict=True)
-        return square, sum(scale * size**2 / 2 for scale, size in zip(scales, on_host(differences), strict=True))
+        square = sum(size**2 for size in self._squares.read().values())
+        return square, sum(size**2 for size in self._pair.read().values()) if len(self._pair) else None
 
-    def _hang(self, model: Module) -> None:
-        for place, weight in enumerate(model.parameters()):
-            if weight.requires_grad:
-                self._hooks[place] = weight.register_hook(_Take(self, place))
+    def shares(self) -> tuple[dict[int, float], float | None]:
+        """What a variance of a weight's gradient counts, by the weight's identity, and the variance of a batch in it.
 
-    def take(self, place: int, gradient: Tensor) -> None:
-        """The gradient of a weight has come."""
-        hook = self._hooks.pop(place, None)
+        That is its share of all elements by the mean square of its norm in both batches. The host waits.
+        """
+        elements = sum(self._numels.values())
+        sizes, others, differences = (one.named() for one in (self._squares, self._others, self._pair))
+        squares = {name: (size**2 + others.get(name, size) ** 2) / 2 for name, size in sizes.items()}
+        found = {name: self._numels[name] / elements / square for name, square in squares.items() if square}
+        noise = sum(found.get(name, 0.0) * size**2 for name, size in differences.items())
+        return found, noise if len(self._pair) else None
+
+    @property
+    def _pair(self) -> Scalars:
+        return self._differences if len(self._differences) else self._earlier
+
+    def take(self, weight: int, gradient: Tensor) -> None:
+        """The gradient of the weight of this identity has come."""
+        hook = self._hooks.pop(weight, None)
         if hook is None:
             return
         hook.remove()
         if odd(gradient):
             return
         taken = sample(gradient)
-        if self._first:
-            self._squares.append(norm(gradient.detach()))
-            self._samples[place] = taken
-        elif (before := self._samples.pop(place, None)) is not None and before.shape == taken.shape:
-            scale = gradient.numel() / max(1, taken.numel())
-            self._differences.append((scale, norm(taken - before)))
+        first = self if self._second else self._before
+        if first is not None:
+            first._compare(weight, taken, gradient.numel())
+            first._others.put(norm(gradient.detach()), weight)
+        if not self._second:
+            self._squares.put(norm(gradient.detach()), weight)
+            self._numels[weight] = gradient.numel()
+            self._keep(weight, taken)
+
+    def _keep(self, weight: int, taken: Tensor) -> None:
+        """Hold a sample, if the next step has room for all: it holds as much as this one at its peak."""
+        self._nbytes += taken.nbytes
+        if self._ledger.peak + self._nbytes > self._ledger.limit:
+            self._samples.clear()
+        else:
+            self._samples[weight] = taken, book(self._ledger, taken.nbytes)
+
+    def _compare(self, weight: int, taken: Tensor, numel: int) -> None:
+        """Compare the sample of a weight with that of the second batch, for half the squared difference."""
+        before, _ = self._samples.pop(weight, (None, None))
+        if before is not None and before.shape == taken.shape:
+            self._differences.put(norm(taken - before) * math.sqrt(numel / 2 / max(1, taken.numel())), weight)
 
 
 def odd(gradient: Tensor) -> str:
@@ -113,26 +180,13 @@ def odd(gradient: Tensor) -> str:
     return kind and f"some gradients are {kind}"
 
 
-def on_host(scalars: Sequence[Tensor]) -> list[float]:
-    """Scalars of several devices as numbers: one copy for each device."""
-    devices: dict[torch.device, list[int]] = {}
-    for i, scalar in enumerate(scalars):
-        devices.setdefault(scalar.device, []).append(i)
-    found = [0.0] * len(scalars)
-    for places in devices.values():
-        numbers = torch.stack([scalars[i].float() for i in places]).tolist()
-        for i, number in zip(places, numbers, strict=True):
-            found[i] = number
-    return found
-
-
 class _Take:
     """The hook of one weight."""
 
-    __slots__ = ("_minibatch", "_place")
+    __slots__ = ("_minibatch", "_weight")
 
-    def __init__(self, minibatch: Minibatch, place: int) -> None:
-        self._minibatch, self._place = minibatch, place
+    def __init__(self, minibatch: Minibatch, weight: int) -> None:
+        self._minibatch, self._weight = minibatch, weight
 
     def __call__(self, gradient: Tensor) -> None:
-        self._minibatch.take(self._place, gradient)
+        self._minibatch.take(self._weight, gradient)

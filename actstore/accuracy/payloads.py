@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Literal
 
@@ -88,6 +88,10 @@ class Payload:
     sensitivity: Sensitivity
     candidates: tuple[Candidate, ...]
     readers: tuple[Site, ...] = ()
+
+    def up_to(self, error: float) -> Payload:
+        """The same without candidates of a larger squared relative error."""
+        return replace(self, candidates=tuple(one for one in self.candidates if one.error <= error))
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,11 @@ class Readers:
 
         return watching
 
+    @property
+    def alive(self) -> bool:
+        """Whether some are: a backward may come."""
+        return any(weak() is not None for readers in self._readers.values() for weak in readers)
+
     def of(self, number: int) -> list[Reader]:
         """Those of one node."""
         return [reader for weak in self._readers.get(number, ()) if (reader := weak()) is not None]

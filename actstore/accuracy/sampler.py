@@ -94,6 +94,8 @@ class Sampler:
         """
         self._running = step
         self._judge(wait=self._fail is not None)
+        if not self._rows:
+            self._let_go()
         asked, self._asked = self._asked, False
         return asked or (self._every > 0 and (not self._step or step >= self._step + self._every))
 
@@ -176,6 +178,11 @@ class Sampler:
             self._cells.clear()
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Return the memory of figures where that makes nobody wait, as unpinning may."""
+        for device in [device for device in self._cells if device.on_host]:
+            self._cells.pop(device).close([])
 
     def _met(self, account: Account) -> Losses:
         """Count a lossy payload of the step that runs."""

@@ -9,9 +9,8 @@ taken for noise without a mean; what rounds to nearest has one, which `actstore.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from actstore.accuracy.local import MATMULS, OVERWRITING, Noise, changes, fan_in, is_sum, linear_change, norm, probe
 from actstore.accuracy.noise import odd
 from actstore.accuracy.readers import Reader, Readers
+from actstore.accuracy.scalars import Scalars
 from actstore.accuracy.walk import Point, Walk, is_compiled, roots_of
 from actstore.ledger import Account, Ledger
 
@@ -55,12 +55,13 @@ class Step:
         self.seen: dict[int, _Seen] = {}
         self.trouble = ""  # why nothing can be predicted
         self.reasons: dict[Account, str] = {}  # all lossy sites; "" until one is known
-        self.norms: dict[int, Tensor] = {}
-        self._numbers = count()  # backward may run on several threads
+        self.norms = Scalars()
         self.relatives: dict[Account, int] = {}
+        self.nodes: dict[Account, set[str]] = {}  # that read its payloads
         self._ledger = ledger
         self._relative = relative
-        self._noise = Noise()
+        self._noise = Noise(ledger)
+        self._closed = False
 
     def put_out(self, output: Any) -> None:
         """The outermost module that runs has given this."""
@@ -80,6 +81,12 @@ class Step:
         for account, reason in self.readers.lossy(why_not).items():
             self.reasons[account] = self.reasons.get(account) or reason
 
+    def close(self) -> None:
+        """The next step begins: what is computed now does not count, and what was goes to the host."""
+        self._closed = True
+        self._noise = Noise(self._ledger)
+        self.norms.send()
+
     def _meet(self, number: int, node: Any) -> None:
         readers = self.readers.of(number)
         point = self.walk.points[number]
@@ -91,10 +98,12 @@ class Step:
         """A node has run in backward, and its saved tensors can still be read."""
         readers = self.readers.of(number)
         try:
-            if number not in self.seen and not torch.is_grad_enabled():
-                self._measure(number, readers, outgoing, incoming)
-            elif torch.is_grad_enabled():
+            if self._closed:
+                return
+            if torch.is_grad_enabled():
                 self._refuse(readers, "its backward is itself differentiated")
+            elif number not in self.seen:
+                self._measure(number, readers, outgoing, incoming)
         except Exception as error:  # who only looks on must not end the user's backward
             self.trouble = f"a node could not be looked at: {error}"
         finally:
@@ -119,8 +128,9 @@ class Step:
             return
         point, seen = self.walk.points[number], _Seen()
         self.seen[number] = seen
-        seen.incoming = [self._put(norm(grad)) for grad in incoming if grad is not None]
-        seen.outgoing = {k: self._put(norm(g)) for k, g in enumerate(outgoing) if g is not None and point.edges[k]}
+        put = self.norms.put
+        seen.incoming = [put(norm(grad)) for grad in incoming if grad is not None]
+        seen.outgoing = {k: put(norm(g)) for k, g in enumerate(outgoing) if g is not None and point.edges[k]}
         why = self._why_not(number, point, readers)
         if why or not seen.incoming:
             self._refuse(readers, why or UNREACHED)
@@ -166,7 +176,7 @@ class Step:
         edges = [k for k in edges if k not in found]
         if edges and self._room(None, 0, *outgoing, *incoming):
             found |= probe(node, self._noise, incoming, edges)
-        return {k: self._put(factor) for k, factor in found.items()}
+        return {k: self.norms.put(factor) for k, factor in found.items()}
 
     def _local(
         self,
@@ -201,22 +211,18 @@ class Step:
             sizes = changes(outgoing, node(*incoming))
             for reader, tensor in zip(readers, tensors, strict=True):
                 reader.shown = tensor
-        seen.local.append((account, {k: self._put(size) for k, size in sizes.items()}))
+        seen.local.append((account, {k: self.norms.put(size) for k, size in sizes.items()}))
         if account not in self.relatives:
-            self.relatives[account] = self._put(relative.float())
+            self.relatives[account] = self.norms.put(relative)
         self.reasons.setdefault(account, "")
+        self.nodes.setdefault(account, set()).add(point.name)
 
     def _room(self, account: Account | None, nbytes: int, *gradients: Tensor | None) -> bool:
         """Whether there is room to run a node once more, with its gradients and these bytes. Then it is booked."""
-        nbytes += GRADIENTS * 4 * sum(grad.numel() for grad in gradients if grad is not None)
+        nbytes += Noise.NBYTES + GRADIENTS * 4 * sum(grad.numel() for grad in gradients if grad is not None)
         if room := self._ledger.fits(nbytes):
             self._ledger.touch_peak(account, nbytes)
         return room
-
-    def _put(self, size: Tensor) -> int:
-        number = next(self._numbers)
-        self.norms[number] = size
-        return number
 
     def _refuse(self, readers: list[Reader], reason: str) -> None:
         for reader in readers:
@@ -245,10 +251,11 @@ def _not_twice(point: Point) -> str:
     return f"read by {point.name}, which may not run twice" if point.once else ""
 
 
-def growth(step: Step, norms: list[float]) -> dict[int, float]:
+def growth(step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None) -> dict[int, float]:
     """The energy that reaches all weights for each unit of the energy of noise that comes to a node, by its number.
 
     norms : those of the step, on the host
+    shares : what it counts there, by the identity of a weight; by default 1
     """
     reach: dict[int, float] = {}
     for number in step.walk.first_weights_first():
@@ -264,17 +271,22 @@ def growth(step: Step, norms: list[float]) -> dict[int, float]:
                 continue
             if k not in point.weights:
                 total += gain * reach.get(edge[0], 0.0)
-            elif k in seen.white:
-                total += norms[seen.white[k]] ** 2
-            else:
-                total += 1.0 if is_sum(point.name, k) else gain
+                continue
+            share = 1.0 if shares is None else shares.get(edge[1], 0.0)
+            if k in seen.white:
+                gain = norms[seen.white[k]] ** 2
+            elif is_sum(point.name, k):
+                gain = 1.0
+            total += share * gain
         reach[number] = total
     return reach
 
 
-def variances(step: Step, norms: list[float]) -> dict[Account, float]:
-    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it."""
-    reach = growth(step, norms)
+def variances(
+    step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None
+) -> dict[Account, float]:
+    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`."""
+    reach = growth(step, norms, shares)
     found: dict[Account, float] = {}
     for number, seen in step.seen.items():
         point = step.walk.points[number]
@@ -282,7 +294,9 @@ def variances(step: Step, norms: list[float]) -> dict[Account, float]:
             for k, i in sizes.items():
                 edge = point.edges[k]
                 if edge is not None:
-                    further = 1.0 if k in point.weights else reach.get(edge[0], 0.0)
+                    further = reach.get(edge[0], 0.0)
+                    if k in point.weights:
+                        further = 1.0 if shares is None else shares.get(edge[1], 0.0)
                     found[account] = found.get(account, 0.0) + norms[i] ** 2 * further
             found.setdefault(account, 0.0)
     return found

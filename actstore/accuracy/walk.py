@@ -16,9 +16,8 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 BUILT_IN = re.compile(r"\w+Backward\d+")  # nodes of PyTorch's own operators; others may do more than compute
 WEIGHT = -1  # in place of a node's number
 
-Edge = (
-    tuple[int, int] | None
-)  # number of the next node, or WEIGHT, and which of its outputs; None: no gradient is asked
+# Number of the next node and which of its outputs, or WEIGHT and its identity; None: no gradient is asked.
+Edge = tuple[int, int] | None
 
 
 @dataclass
@@ -67,8 +66,8 @@ class Walk:
             point = self.points[number] = Point(node.name(), BUILT_IN.fullmatch(node.name()) is None)
             for following, output in node.next_functions:
                 edge: Edge = None
-                if following is not None and leads_to_weight(following):
-                    edge = (WEIGHT, 0)
+                if following is not None and (weight := weight_behind(following)) is not None:
+                    edge = (WEIGHT, id(weight))
                 elif following is not None and following.name() != ACCUMULATE:
                     edge = (following._sequence_nr(), output)
                     stack.append(following)
@@ -76,26 +75,31 @@ class Walk:
             meet(number, node)
 
     def first_weights_first(self) -> list[int]:
-        """The numbers of all nodes, each after those that its edges lead to."""
-        done: dict[int, None] = {}
+        """The numbers of all nodes, each after those that its edges lead to.
+
+        A number stands for one node of each thread that ran forward: what looks like a circle is cut.
+        """
+        entered, done = set[int](), dict[int, None]()
         for root in self.points:
             stack = [root]
             while stack:
                 number = stack[-1]
-                ahead = (edge[0] for edge in self.points[number].edges if edge is not None)
-                missing = [n for n in ahead if n not in done and n in self.points]
-                if missing:
-                    stack += missing
-                else:
+                if number in entered:
                     done[stack.pop()] = None
+                    continue
+                entered.add(number)
+                ahead = (edge[0] for edge in self.points[number].edges if edge is not None)
+                stack += [n for n in ahead if n in self.points]
         return list(done)
 
 
-def leads_to_weight(node: Any) -> bool:
-    """Whether a gradient goes from here to a parameter with nothing between that changes its values."""
+def weight_behind(node: Any) -> Parameter | None:
+    """The parameter that a gradient goes to from here with nothing between that changes its values."""
     while node is not None and node.name() in TRANSPARENT:
         node = node.next_functions[0][0]
-    return node is not None and node.name() == ACCUMULATE and isinstance(node.variable, Parameter)
+    if node is None or node.name() != ACCUMULATE or not isinstance(node.variable, Parameter):
+        return None
+    return node.variable
 
 
 def is_compiled(name: str) -> bool:

@@ -30,7 +30,10 @@ def plan(
     budget: Annotated[
         str, typer.Option(help="Most bytes of activations on the compute device, such as 20GiB.", show_default=False)
     ] = ...,  # type: ignore[assignment]  # required, and after arguments that are not
-    max_error: Annotated[float, typer.Option(help="Relative error of payloads that is allowed; 0: exact.")] = 0.0,
+    max_noise: Annotated[
+        float,
+        typer.Option(help="Part of the gradients' noise from batch to batch that lossy payloads may add; 0: exact."),
+    ] = 0.0,
     host_budget: Annotated[str | None, typer.Option(help="Most bytes in host memory.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Most bytes on disk; none without it.")] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
@@ -52,7 +55,7 @@ def plan(
         if arguments or disk_path is not None:
             raise ConfigError(f"{script} is a profile, and nothing is run: leave out arguments and --disk-path")
         made = replan(
-            Profile.read(script), budget, max_error=max_error, host_budget=host_budget, disk_budget=disk_budget
+            Profile.read(script), budget, max_noise=max_noise, host_budget=host_budget, disk_budget=disk_budget
         )
     else:
         with users_code(script, "there was a plan"):
@@ -61,7 +64,7 @@ def plan(
                 target.model,
                 target.step,
                 budget,
-                max_error=max_error,
+                max_noise=max_noise,
                 host_budget=host_budget,
                 disk_budget=disk_budget,
                 disk_path=disk_path,

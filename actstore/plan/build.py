@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import inf, isfinite
 
 from actstore.plan.chain import Chain, Layer, Limits, Option
 from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit
@@ -15,15 +15,15 @@ PARTS = 4  # parts of a unit that get decisions of their own: those that save mo
 SHARE = 0.08  # of the bytes of the whole that a part must save for that
 
 
-def chain_of(profile: Profile, max_error: float = 0.0) -> Chain:
+def chain_of(profile: Profile, max_noise: float = 0.0) -> Chain:
     """The step that was measured, with every option that was measured, and their combinations over parts of a unit.
 
     Parameters
     ----------
-    max_error : codecs with a larger relative error are left out; 0 leaves out all that lose anything
+    max_noise : 0 leaves out all that lose anything
     """
     layers = tuple(
-        Layer(unit.name, keep.forward, keep.backward, tuple(_options(unit, figures, keep, profile, max_error)))
+        Layer(unit.name, keep.forward, keep.backward, tuple(_options(unit, figures, keep, profile, max_noise)))
         for unit in profile.units
         for figures in [profile.figures[unit.kind]]
         for keep in [kept(figures)]
@@ -74,7 +74,7 @@ def rules_of(unit: str, decision: str) -> list[str]:
 
 
 def _options(
-    unit: Unit, figures: dict[str, Figures], keep: Figures, profile: Profile, max_error: float
+    unit: Unit, figures: dict[str, Figures], keep: Figures, profile: Profile, max_noise: float
 ) -> Iterable[Option]:
     whole = keep.total("held")
     yield Option(KEEP, whole, forward_peak=whole, backward_peak=whole)
@@ -85,22 +85,28 @@ def _options(
         return
     of_parts: dict[str, list[_Change]] = {}
     for decision, f in figures.items():
-        if decision == KEEP or not f.error <= max_error**2:  # nor one that is not a number
+        if decision == KEEP or (f.error and not max_noise):
             continue
         part, colon, what = decision.rpartition(":")
+        change = _Change(unit, what.strip(), f, keep, None)
         if colon:
-            of_parts.setdefault(part.strip(), []).append(_Change(what.strip(), f, keep, None))
+            change.error = _noise(unit, part.strip(), f)
+            if change.error < inf:
+                of_parts.setdefault(part.strip(), []).append(change)
             continue
-        yield _Change(decision, f, keep, None).option(unit, keep, profile)
+        if change.error < inf:
+            yield change.option(unit, keep, profile)
         if "recompute" not in decision:
             for name in _large_parts(unit, keep):
-                of_parts.setdefault(name, []).append(_Change(decision, f, keep, name))
+                change = _Change(unit, decision, f, keep, name)
+                if change.error < inf:
+                    of_parts.setdefault(name, []).append(change)
     names = [name for name in _large_parts(unit, keep) if name in of_parts]
     for changes in product(*([None, *of_parts[name]] for name in names)):
         chosen = {name: change for name, change in zip(names, changes, strict=True) if change is not None}
         if chosen:
             text = "; ".join(f"{name} : {change.decision}" for name, change in chosen.items())
-            total = _Change(text, keep, keep, None)
+            total = _Change(unit, text, keep, keep, None)
             for change in chosen.values():
                 total = total.plus(change)
             yield total.option(unit, keep, profile)
@@ -115,7 +121,7 @@ def _large_parts(unit: Unit, keep: Figures) -> list[str]:
 class _Change:
     """What a decision changes of a unit that keeps everything; with `part`, the share of this part."""
 
-    def __init__(self, decision: str, f: Figures, keep: Figures, part: str | None) -> None:
+    def __init__(self, unit: Unit, decision: str, f: Figures, keep: Figures, part: str | None) -> None:
         self.decision = decision
         self.transient = f.transient  # in backward;
         self.staged = 0 if "recompute" in decision else f.transient  # in forward too, where room for most is taken
@@ -123,13 +129,13 @@ class _Change:
         if part is None:
             self.held = f.total("held") - keep.total("held")
             self.host, self.disk = f.total("host"), f.total("disk")
-            self.error = f.error * f.total("saved")
+            self.error = sum(_noise(unit, name, f) for name in f.parts)
         else:
             before, after = keep.parts.get(part, Part()), f.parts.get(part, Part())
             share = before.saved / max(1, keep.total("saved"))
             self.held = after.held - before.held
             self.host, self.disk = after.host, after.disk
-            self.error = f.error * before.saved
+            self.error = _noise(unit, part, f)
             self.forward, self.backward = self.forward * share, self.backward * share
 
     def plus(self, other: _Change) -> _Change:
@@ -155,13 +161,19 @@ class _Change:
         )
 
 
-def limits_of(profile: Profile, device: float, host: float | None, disk: float | None, max_error: float) -> Limits:
-    """Bytes in each place (None: no limit), and a relative error of all payloads together, as the solver takes them."""
+def _noise(unit: Unit, part: str, f: Figures) -> float:
+    """What the payloads of a part add to the noise of the gradients; infinite where that is not known."""
+    found = f.error * unit.noise.get(part, inf) if f.error else 0.0
+    return found if isfinite(found) else inf
+
+
+def limits_of(device: float, host: float | None, disk: float | None, max_noise: float) -> Limits:
+    """Bytes in each place (None: no limit), and the noise that payloads may add, as the solver takes them."""
     return Limits(
         device,
         inf if host is None else host,
         inf if disk is None else disk,
-        error_limit(profile, max_error),
+        max_noise or inf,
     )
 
 
@@ -176,8 +188,3 @@ def _added(f: Figures, keep: Figures) -> tuple[float, float]:
     total = min(max(forward + backward, work), 2 * work)
     share = min(max(forward, f.work_forward), total - f.work_backward)
     return share, total - share
-
-
-def error_limit(profile: Profile, max_error: float) -> float:
-    """The most error in all, in the unit of `Option.error`: squared relative error times bytes."""
-    return max_error**2 * profile.saved if max_error else inf

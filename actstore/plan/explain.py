@@ -90,6 +90,11 @@ def _headline(plan: Plan) -> Iterator[str]:
         f"{plan.certificate}, {_times(plan.predicted.step, plan)} plain ({plan.plain:.1f} ms); "
         f"peak {format_nbytes(plan.predicted.peak)}."
     )
+    if granted := plan.limits.get("max_noise"):
+        yield from wrapped(
+            f"Lossy payloads add {percent(plan.predicted.noise, '.2g')} to the noise of the gradients from batch to "
+            f"batch, of {percent(granted, '.2g')} that are granted."
+        )
     if plan.measured is not None:
         off = percent(plan.measured.step / plan.predicted.step - 1, "+.1f") if plan.predicted.step else "no prediction"
         peak = format_nbytes(plan.measured.peak)

@@ -25,9 +25,9 @@ def plan_of(
     return Plan(
         policy_of(chain, solution.choice),
         wish.device,
-        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_error": wish.max_error},
+        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_noise": wish.max_noise},
         chain.plain,
-        Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift),
+        Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift, solution.evaluation.error),
         solution.bound,
         solution.certificate,
         solution.prices,

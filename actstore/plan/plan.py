@@ -43,10 +43,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to take, or what it took: milliseconds, and bytes at the peak of the device."""
+    """What a step is expected to take, or what it took.
+
+    Attributes
+    ----------
+    step : milliseconds
+    peak : bytes, of the device
+    noise : variance that payloads add to the gradients, as a fraction of that from batch to batch; not measured
+    """
 
     step: float
     peak: float
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Plan:
     text : the policy, as text
     budget : most bytes of activations on the compute device (`peak_held_bytes`)
     limits : what was planned with: bytes on the "device" (less than the budget where steps held more than predicted),
-        in "host" memory and on "disk" (None: no limit), and "max_error"
+        in "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
     plain : milliseconds of a step that keeps everything
     predicted, measured : the step; `measured` is None before the plan has run
     bound : no choice among the same options is faster than this, in ms; None where that was not computed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -93,6 +93,9 @@ class Unit:
     calls : in one step
     parts : children that a rule of their own may address
     recomputable : whether its forward can be run again
+    noise : by child, "" for the unit itself: the variance that errors in its payloads add to the gradients of the
+        weights, for each unit of squared relative error, as a fraction of the variance from batch to batch; not there
+        where that was not measured
     """
 
     name: str
@@ -100,6 +103,7 @@ class Unit:
     calls: int
     parts: tuple[str, ...]
     recomputable: bool
+    noise: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,14 @@ class Study:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        max_error = plan.limits.get("max_error") or 0.0
-        self.chain: Chain = chain_of(plan.profile, max_error)
+        max_noise = plan.limits.get("max_noise") or 0.0
+        self.chain: Chain = chain_of(plan.profile, max_noise)
         device = plan.limits.get("device")
         self.limits = limits_of(
-            plan.profile,
             plan.budget if device is None else device,
             plan.limits.get("host"),
             plan.limits.get("disk"),
-            max_error,
+            max_noise,
         )
 
     @cached_property

@@ -335,12 +335,12 @@ def test_looks_give_points_of_the_right_sites():
     steps = looks(payloads)
     assert [look.kind for look in steps] == ["", "m.*.a", "m.*.b"]
     effects = []
-    for look, norm in zip(steps, (2.0, 4.0, 2.0), strict=True):  # the second gradient is twice as long
+    for look in steps:
         errors = {p.site: 0.2 if look(p.site, SPEC) == parse_decision("int2(round=dither)") else 0.01 for p in payloads}
         assert sum(e == 0.2 for e in errors.values()) == (2 if look.kind else 0)
-        rows = tuple(SiteEffect(str(s), 3 * e, 3.0, "") for s, e in errors.items())
-        effects.append(GradientEffect((*rows, SiteEffect("m.0.c[0]", None, None, "no")), norm, None))
+        rows = tuple(SiteEffect(str(s), 7 * e, 7.0, "", 3 * e) for s, e in errors.items())
+        effects.append(GradientEffect((*rows, SiteEffect("m.0.c[0]", None, None, "no")), 1.0, None))
     found = sensitivities(zip(steps, effects, strict=True))
     assert set(found) == {str(p.site) for p in payloads}
-    for name, points in (("m.1.b[0]", (0.01, 0.03, 0.2, 0.6)), ("m.1.a[0]", (0.01, 0.03, 0.2, 2.4))):
+    for name, points in (("m.1.b[0]", (0.01, 0.03, 0.2, 0.6)), ("m.1.a[0]", (0.01, 0.03, 0.2, 0.6))):
         assert [figure for point in found[name].points for figure in point] == pytest.approx(points)

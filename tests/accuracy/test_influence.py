@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Encode, Keep, Rules
-from actstore.accuracy.step import Step
+from actstore.accuracy.step import UNREACHED, Step
+from actstore.accuracy.walk import WEIGHT, Point, Walk
 from actstore.bench.workload import Workload
 from actstore.bench.workloads import gpt
 from actstore.check import measure_gradient_error
@@ -419,3 +420,99 @@ def test_a_lossless_store_is_left_alone():
     assert not [thing for thing in gc.get_objects() if type(thing) is Step]
     F.mse_loss(out, torch.zeros_like(out)).backward()
     assert store.report().gradients is None
+
+
+# -- what stays -------------------------------------------------------------------------------------------------------
+
+
+def live(kind):
+    gc.collect()
+    return sum(issubclass(type(found), kind) for found in gc.get_objects())
+
+
+def tensors_after(steps, sample_errors):
+    """Tensors that are there, and bytes that are held, after so many steps and the begin of another."""
+    torch.manual_seed(0)
+    model = Chain(nn.Sigmoid())
+    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=sample_errors)
+    for _ in range(steps):
+        with store:
+            out = model(torch.randn(ROWS, WIDTH))
+        out.sum().backward()
+    del out
+    model.zero_grad()
+    with store:
+        pass
+    found = live(Tensor), live(Step)
+    report = store.report()
+    assert report.peak_held_bytes == report.held_bytes == 0
+    assert (report.gradients is not None) == bool(sample_errors)
+    return found
+
+
+def test_of_a_sampled_step_only_figures_stay():
+    (plain, _), (sampled, steps) = tensors_after(2, 0), tensors_after(2, 200)
+    assert steps == 0
+    assert sampled <= plain + 1  # the row of figures of its one lossy site
+
+
+def test_its_own_memory_is_booked_until_the_next_steps():
+    torch.manual_seed(0)
+    model = Chain(nn.Sigmoid())
+    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=200)
+    held = []
+    for _ in range(3):
+        with store:
+            out = model(torch.randn(ROWS, WIDTH))
+            held.append(store._store.ledger._held)
+        out.sum().backward()
+        report = store.report()
+    samples = 2 * 4 * WIDTH * WIDTH
+    assert held[1] - held[0] == samples
+    assert held[2] == held[0]
+    assert report.live_bytes == 0
+
+
+def test_a_graph_that_nobody_runs_is_forgotten():
+    model = Chain(nn.Sigmoid())
+    store = ActivationStore(model, "int8", min_bytes=0)
+    with store:
+        out = model(torch.randn(ROWS, WIDTH))
+    with store:
+        assert live(Step) == 1  # its backward may yet come
+    del out
+    with store:
+        assert live(Step) == 0
+    assert not any(weight._backward_hooks for weight in model.parameters())
+
+
+def test_what_comes_after_the_next_step_began_does_not_count():
+    """The second output has nodes of its own, whose backward is late."""
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    store = ActivationStore(model, "int8", min_bytes=0)
+    with store:
+        one, two = model(torch.randn(ROWS, WIDTH))
+    one.sum().backward(retain_graph=True)
+    with store:
+        found = store.report().gradients
+    two.sum().backward()
+    after = store.report().gradients
+    assert [(site.variance, site.reason) for site in after.sites] == [
+        (site.variance, site.reason) for site in found.sites
+    ]
+    assert any(site.reason == UNREACHED for site in found.sites)
+
+
+class TwoOutputs(Chain):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        return self.second(hidden.sigmoid()), hidden.tanh()
+
+
+def test_numbers_of_several_threads_make_no_endless_walk():
+    """The forward ran on two threads, each with a counter of its own."""
+    walk = Walk()
+    for number, following in ((3, 7), (7, 3)):
+        walk.points[number] = Point("MulBackward0", False, [(following, 0), (WEIGHT, 0)])
+    assert sorted(walk.first_weights_first()) == [3, 7]

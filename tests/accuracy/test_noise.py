@@ -6,6 +6,7 @@ from torch import nn
 
 from actstore import ActivationStore, Encode, Int8
 from actstore.accuracy.noise import MOST, Minibatch, sample
+from actstore.ledger import Ledger
 
 
 def linear(inputs=8, outputs=4):
@@ -20,7 +21,7 @@ def gradients(model, x, c):
 
 def test_it_is_half_the_squared_difference():
     model, x, c = linear()
-    noise = Minibatch()
+    noise = Minibatch(Ledger())
     noise.begin(model)
     (model(x[0]) * c[0]).sum().backward()
     assert noise.read()[1] is None
@@ -34,7 +35,7 @@ def test_it_is_half_the_squared_difference():
 
 def test_steps_that_follow_change_nothing():
     model, x, c = linear()
-    noise = Minibatch()
+    noise = Minibatch(Ledger())
     noise.begin(model)
     (model(x[0]) * c[0]).sum().backward()
     found = []
@@ -53,7 +54,7 @@ def test_its_mean_is_the_variance():
     generator = torch.Generator().manual_seed(1)
     seen, found = [], []
     for _ in range(200):
-        noise = Minibatch()
+        noise = Minibatch(Ledger())
         noise.begin(model)
         for turn in range(2):
             x, c = torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
@@ -80,7 +81,7 @@ def test_a_sample_is_small_and_evenly_spaced(numel):
 
 def test_a_large_weight_counts_by_its_size():
     torch.manual_seed(0)
-    model, noise = nn.Linear(700, 400, bias=False), Minibatch()
+    model, noise = nn.Linear(700, 400, bias=False), Minibatch(Ledger())
     found = []
     for turn in range(2):
         noise.follow(model) if turn else noise.begin(model)
@@ -94,7 +95,7 @@ def test_a_large_weight_counts_by_its_size():
 def test_weights_without_a_gradient_are_left_out():
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
     model["frozen"].requires_grad_(False)
-    noise = Minibatch()
+    noise = Minibatch(Ledger())
     noise.begin(model)
     model["used"](torch.ones(2, 3)).sum().backward()
     assert not model["frozen"].weight._backward_hooks
@@ -104,11 +105,77 @@ def test_weights_without_a_gradient_are_left_out():
 
 
 def test_sparse_gradients_are_left_out():
-    model, noise = nn.Embedding(5, 3, sparse=True), Minibatch()
+    model, noise = nn.Embedding(5, 3, sparse=True), Minibatch(Ledger())
     for turn in range(2):
         noise.follow(model) if turn else noise.begin(model)
         model(torch.tensor([1, 2])).sum().backward()
     assert noise.read() == (0.0, None)
+
+
+def test_a_step_that_is_looked_at_is_compared_with_the_one_before_and_then_with_the_one_after():
+    model, x, c = linear()
+    half, turns = [], [Minibatch(Ledger())]
+    for i in range(3):
+        if i:
+            turns.append(turns[-1].following())
+        turns[-1].begin(model)
+        (model(x[i]) * c[i]).sum().backward()
+        if i:
+            pair = gradients(model, x[i - 1], c[i - 1]) - gradients(model, x[i], c[i])
+            half.append(pytest.approx(pair.square().sum().item() / 2, rel=1e-5))
+    assert [turn.read()[1] for turn in turns] == [half[0], half[1], half[1]]
+    turns[-1].follow(model)
+    (model(x[3]) * c[3]).sum().backward()
+    assert turns[-1].read()[1] != half[1]
+    turns[-1].follow(model)
+    assert [turn.ready() for turn in turns] == [True, True, True]
+
+
+def test_a_step_that_follows_another_is_not_the_first_one_s_second_batch():
+    """Sampled, not, sampled: the first two are a pair, and the third waits for one."""
+    model, x, c = linear()
+    first = Minibatch(Ledger())
+    first.begin(model)
+    (model(x[0]) * c[0]).sum().backward()
+    first.follow(model)
+    (model(x[1]) * c[1]).sum().backward()
+    found = first.read()
+    third = first.following()
+    third.begin(model)
+    (model(x[2]) * c[2]).sum().backward()
+    assert third.read()[1] is None
+    assert first.read() == found
+
+
+def test_samples_are_booked_until_they_are_compared():
+    model, _, _ = linear(700, 400)
+    ledger = Ledger()
+    noise = Minibatch(ledger)
+    noise.begin(model)
+    model(torch.randn(4, 700)).sum().backward()
+    nbytes = sum(sample(weight).nbytes for weight in model.parameters())
+    assert ledger.peak == nbytes <= 4 * 2 * MOST
+    noise.follow(model)
+    model(torch.randn(4, 700)).sum().backward()
+    assert ledger.fits(0)
+    ledger.start()  # books what has gone
+    assert ledger.peak == 0
+
+
+def test_there_are_no_samples_where_the_next_step_has_no_room_for_them():
+    model, _, _ = linear(700, 400)
+    ledger = Ledger()
+    ledger.limit = 2 * MOST
+    noise = Minibatch(ledger)
+    noise.begin(model)
+    model(torch.randn(4, 700)).sum().backward()
+    noise.follow(model)
+    assert not any(weight._backward_hooks for weight in model.parameters())
+    square, variance = noise.read()
+    assert square > 0
+    assert variance is None
+    ledger.start()
+    assert ledger.peak == 0
 
 
 def test_a_store_has_it_after_the_step_that_follows():
@@ -123,4 +190,18 @@ def test_a_store_has_it_after_the_step_that_follows():
         assert (effect.noise is None) == (i == 0)
     first, second = gradients(model, x[0], c[0]), gradients(model, x[1], c[1])
     expected = (first - second).square().sum() / 2 / first.square().sum()
+    assert effect.noise == pytest.approx(expected.item(), rel=0.05)
+
+
+def test_a_store_that_samples_each_step_has_it_from_the_second_on():
+    model, x, c = linear()
+    store = ActivationStore(model, Encode(Int8(), protected=False), min_bytes=0, sample_errors=1)
+    for i in range(3):
+        with store:
+            out = model(x[i])
+        (out * c[i]).sum().backward()
+        effect = store.report().gradients
+        assert (effect.noise is None) == (i == 0)
+    before, last = (gradients(model, x[i], c[i]) for i in (1, 2))
+    expected = (before - last).square().sum() / 2 / last.square().sum()
     assert effect.noise == pytest.approx(expected.item(), rel=0.05)

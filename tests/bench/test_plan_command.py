@@ -127,10 +127,10 @@ def test_a_profile_is_planned_without_running_anything(
 def test_budgets_and_errors_reach_the_planner(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--max-error", "0.02", "--host-budget", "64MiB", "--disk-budget", "1GiB", "--output", "plan.json"]
+    options = ["--max-noise", "0.02", "--host-budget", "64MiB", "--disk-budget", "1GiB", "--output", "plan.json"]
     assert run(monkeypatch, "plan", "profile.json", "--budget", "300MiB", *options) == 0
     limits = Plan.read(tmp_path / "plan.json").limits
-    assert limits == {"device": 300 * MIB, "host": 64 * MIB, "disk": 1024 * MIB, "max_error": 0.02}
+    assert limits == {"device": 300 * MIB, "host": 64 * MIB, "disk": 1024 * MIB, "max_noise": 0.02}
     assert "int8" in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_budgets_and_errors_reach_the_planner(
     ("arguments", "message"),
     [
         (["planned.py", "--budget", "few"], "budget='few' does not parse"),
-        (["planned.py", "--budget", "1MiB", "--max-error", "2"], "max_error=2.0 is not a relative error"),
+        (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "max_noise=-2.0 is no fraction"),
         (["planned.py", "--budget", "1MiB", "--plot", "plan.txt"], "--plot plan.txt: give a file that ends in"),
         (["planned.py", "--budget", "1MiB", "--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
         (["planned.py", "--budget", "1MiB", "--against", "profile.json"], "its format is 'actstore profile 1'"),

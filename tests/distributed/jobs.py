@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -233,6 +234,8 @@ def build_pipeline(schedule: type, chunks: int = 1) -> Rank:
 
 
 def check_pipeline(schedule: type, chunks: int) -> None:
+    # To learn shapes, PyTorch 2.13 runs each stage once on uninitialised memory, in the first step: on NaN, at times.
+    warnings.filterwarnings("ignore", "step 1: .* elements lost", RuntimeWarning)
     build = partial(build_pipeline, schedule, chunks)
     reports = check_equal(build)
     for policy, report in reports.items():

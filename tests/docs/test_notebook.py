@@ -83,7 +83,7 @@ def test_a_bar_is_as_long_as_its_part():
 def test_a_report_shows_the_rows_of_its_text(one_thread):
     report = trained().report()
     rows = Cells(report._repr_html_()).rows
-    assert rows[0] == ["site", "tensors", "saved", "stored", "held", "live", "decision"]
+    assert rows[0] == ["site", "tensors", "saved", "stored", "held", "live", "error", "decision"]
     lines = str(report).splitlines()[: len(rows)]
     assert [" ".join(cells).split() for cells in rows] == [line.split() for line in lines]
     assert rows[-1][0] == "total"

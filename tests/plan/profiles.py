@@ -31,7 +31,8 @@ def block_figures() -> dict[str, Figures]:
 
 def profile(layers: int = 12, *, memory: Memory | None = None, logits: int = 20 * MIB) -> Profile:
     """An embedding, `layers` blocks, a head, and what the loss saves."""
-    block = [Unit(f"blocks.{i}", "Block", 1, ("attn", "mlp"), recomputable=True) for i in range(layers)]
+    noise = {"": 0.5, "attn": 2.0, "mlp": 4.0}
+    block = [Unit(f"blocks.{i}", "Block", 1, ("attn", "mlp"), recomputable=True, noise=noise) for i in range(layers)]
     units = (Unit("wte", "wte", 1, (), recomputable=False), *block, Unit("head", "head", 1, (), recomputable=False))
     small = {"": Part(MIB, MIB)}
     return Profile(

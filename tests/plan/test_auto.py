@@ -11,6 +11,7 @@ from torch import nn
 from actstore import ActivationStore, CapacityError, ConfigError, Plan
 from actstore.bench import workloads
 from actstore.bench.workload import Workload
+from actstore.probes import LOSSY
 
 WORK = Workload(layers=3, width=64, context=64, batch=8, threads=1)
 MIB = 2**20
@@ -102,12 +103,17 @@ def test_a_disk_is_used_where_it_is_granted(tmp_path):
 
 def test_lossy_codecs_need_a_grant():
     _, exact, _ = train(auto(int(0.4 * saved_bytes())))
-    _, lossy, _ = train(auto(int(0.4 * saved_bytes()), max_error=0.05))
+    _, lossy, _ = train(auto(int(0.7 * saved_bytes()), max_noise=0.05))
     names = [{name for figures in store.plan.profile.figures.values() for name in figures} for store in (exact, lossy)]
-    assert not names[0] & {"int8", "int4"}
-    assert {"int8", "int4"} <= names[1]
+    assert not names[0] & {"int8", LOSSY}
+    assert {"int8", LOSSY} <= names[1]
     figures = [f for of_kind in lossy.plan.profile.figures.values() for f in of_kind.values() if f.decision == "int8"]
     assert all(0 < f.error**0.5 < 0.02 for f in figures)
+    blocks = [unit.noise for unit in lossy.plan.profile.units if unit.name.startswith("blocks")]
+    assert len(blocks) == WORK.layers
+    assert all(sum(noise.values()) > 0 for noise in blocks)
+    assert lossy.plan.predicted.noise <= 0.05
+    assert not any(unit.noise for unit in exact.plan.profile.units)
 
 
 def test_evaluation_and_failures_in_between():
@@ -198,9 +204,9 @@ def test_a_plan_is_kept_and_run_again(tmp_path):
     ("arguments", "message"),
     [
         ({"policy": "auto"}, "budget="),
-        ({"policy": "int8", "budget": "1GiB"}, 'for policy "auto"'),
-        ({"policy": "int8", "max_error": 0.1}, 'for policy "auto"'),
-        ({"policy": "auto", "budget": "1GiB", "max_error": 1.5}, "max_error=1.5"),
+        ({"policy": "int8", "budget": "1GiB"}, 'for "auto" and "bits"'),
+        ({"policy": "int8", "max_noise": 0.1}, 'for "auto" and "bits"'),
+        ({"policy": "auto", "budget": "1GiB", "max_noise": -0.5}, "max_noise=-0.5"),
         ({"policy": "auto", "budget": "much"}, "budget='much'"),
     ],
 )

@@ -99,7 +99,7 @@ def test_each_reason_is_the_evaluators(plan: Plan) -> None:
 
 def test_a_lossy_decision_is_barred_without_an_error(plan: Plan) -> None:
     assert not any("int8" in option.decision for layer in Study(plan).chain.layers for option in layer.options)
-    lossy = replan(profile(), TIGHT, max_error=0.02)
+    lossy = replan(profile(), TIGHT, max_noise=0.02)
     assert any("int8" in row.decision for row in lossy.rows)
     assert lossy.predicted.step < plan.predicted.step
 

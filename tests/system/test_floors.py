@@ -52,7 +52,7 @@ FLOORS = (
             "shapes",
         },
     ),
-    ({"session", "arguments", "aliases", "report", "advice", "auto", "inputs", "probes", "retry"},),
+    ({"session", "arguments", "aliases", "report", "advice", "auto", "chooser", "inputs", "pairs", "probes", "retry"},),
     ({"check", "planning"},),
     ({"__init__"},),  # the public names, which the floor above uses as any user does
     ({"integrations"}, {"bench", "cli", "__main__"}, {"testing"}),

@@ -1,0 +1,198 @@
+"""Finds a codec for each payload while training runs: looks at some lossy steps, chooses, and chooses again later.
+
+Every step on the way is a training step like any other, as lossy as it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.accuracy.bits import least_bytes, least_variance
+from actstore.accuracy.candidates import CANDIDATES, Trials
+from actstore.accuracy.looks import SMALL, looks, sensitivities
+from actstore.accuracy.payloads import Choice, Payload
+from actstore.errors import CapacityError
+from actstore.ledger import Ledger
+from actstore.pairs import Pairs
+from actstore.plan.wish import check_noise
+from actstore.policy import Encode, Policy, parse_decision
+from actstore.tierset import TierSet
+from actstore.units import format_nbytes, parse_budget
+
+log = logging.getLogger("actstore")
+
+GAP = 2e-3  # a choice is as near to the best
+AGAIN = 128  # steps after which it is chosen anew; then after twice as many, and so on,
+WATCH = 16  # and after so many, twice as many ..., if by then errors do more than
+GROWN = 2.0  # times what was predicted
+MOST_IN_ATTENTION = 0.01  # squared relative error, about that of 4 bits: what errors of queries and keys do grows
+ATTENTION = "Attention"  # exponentially with them, and with the logits as training goes on. In the names of nodes
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a choice may cost: variance of the gradients, as a fraction of that from batch to batch, or bytes."""
+
+    max_noise: float | None
+    nbytes: int | None
+
+    @classmethod
+    def read(cls, budget: int | str | None, max_noise: float | None) -> Grant:
+        """From what users write.
+
+        Raises
+        ------
+        ConfigError : the budget does not parse, or `max_noise` is no such fraction
+        """
+        if max_noise is not None:
+            check_noise(max_noise)
+        return cls(max_noise, None if budget is None else parse_budget(budget, "budget"))
+
+
+class Chooser:
+    """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
+
+    It measures in pairs of steps. In the first of a pair payloads have large errors, which are looked at: 4 bits
+    everywhere, or for one kind of module 2; the second has 4 bits everywhere, later the choice that ran, and gives the
+    noise from batch to batch. In the first step of all, every payload is also taken through each candidate.
+
+    Attributes
+    ----------
+    choice : what runs; its variance is that of each weight's gradient by the square of its norm, averaged over
+        elements. None until it is known
+    noise : the same from batch to batch
+    """
+
+    def __init__(self, ledger: Ledger, grant: Grant, pairs: Pairs) -> None:
+        self.choice: Choice | None = None
+        self.noise = 0.0
+        self._ledger = ledger
+        self._grant = grant
+        self._pairs = pairs
+        small = parse_decision(SMALL)
+        assert isinstance(small, Encode)
+        self._small = small
+        self._ordinary: Policy = lambda _site, _spec: small
+        self._tried = Trials(CANDIDATES, waits=small.codec)
+        self._trials: Trials | None = None  # in the step that runs
+        self._steps = self._policies()
+
+    # -- the session's calls ------------------------------------------------------------------------------------------
+
+    def next(self, _place: TierSet, _modules: Iterable[tuple[str, Module]]) -> Policy:
+        """The policy of the step that begins now.
+
+        Raises
+        ------
+        CapacityError : no choice fits into the budget. Only before the first choice: later that goes on, with a warning
+        StateError : steps do not show what errors do to gradients
+        """
+        try:
+            return next(self._steps)
+        except BaseException:
+            self._steps = self._policies()  # what was measured is lost with the frame that failed
+            raise
+
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook for an entry, from that of the store."""
+        return pack if self._trials is None else self._trials.noting(pack)
+
+    def begin(self) -> None:
+        """The step begins."""
+
+    def end_forward(self, _error: BaseException | None) -> None:
+        """Forward has ended."""
+        self._trials = None
+
+    def close(self) -> None:
+        """The store is closed."""
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _policies(self) -> Iterator[Policy]:
+        """A policy for each step."""
+        interval = AGAIN
+        while True:
+            yield from self._measure()
+            steps, look_at = 0, WATCH
+            while steps < interval:
+                for _ in range(min(look_at, interval) - steps):
+                    yield self._ordinary
+                steps, look_at = min(look_at, interval), 2 * look_at
+                if (yield from self._has_grown()):
+                    break
+            else:
+                interval *= 2
+
+    def _has_grown(self) -> Generator[Policy, None, bool]:
+        """Whether errors do much more than was predicted. It takes a pair of steps to see that."""
+        choice = self.choice
+        if choice is None or not choice.variance or not self.noise:
+            return False
+        effect = yield from self._pairs.look(lambda: self._ordinary, self._ordinary)
+        found, predicted = effect.by_weight / (effect.noise_by_weight or inf), choice.variance / self.noise
+        if found > GROWN * predicted:
+            log.info("bits: errors add %.2g to the noise, not %.2g: measured again", found, predicted)
+        return found > GROWN * predicted
+
+    def _measure(self) -> Iterator[Policy]:
+        """Steps that lead to a choice."""
+        first = yield from self._pairs.look(self._try, self._ordinary)
+        trials = self._tried
+        every, *kinds = looks(trials.payloads({}))
+        effect = first
+        effects = [(every, effect)]
+        for look in kinds:
+            effect = yield from self._pairs.look(partial(replace, look), self._ordinary)
+            effects.append((look, effect))
+        exponential = {
+            site.site for _, one in effects for site in one.sites if any(ATTENTION in node for node in site.nodes)
+        }
+        payloads = [
+            payload.up_to(MOST_IN_ATTENTION) if str(payload.site) in exponential else payload
+            for payload in trials.payloads(sensitivities(effects))
+        ]
+        if payloads and not any(len(payload.candidates) > 1 for payload in payloads):
+            why = "; ".join(sorted({site.reason for site in effect.missing}))
+            warnings.warn(f"nothing is lossy: what errors do is not predicted: {why}", RuntimeWarning, stacklevel=5)
+        self._choose(payloads, fmean(one.noise_by_weight or 0.0 for _, one in effects))
+
+    def _try(self) -> Policy:
+        """What decides in a step in which each payload is taken through every candidate."""
+        self._trials = self._tried = Trials(CANDIDATES, waits=self._small.codec)
+        return self._trials
+
+    def _choose(self, payloads: list[Payload], noise: float) -> None:
+        """Choose from what is known now."""
+        budget, max_noise = self._grant.nbytes, self._grant.max_noise
+        try:
+            if max_noise is not None:
+                choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=GAP)
+            else:
+                assert budget is not None
+                stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
+                others = sum(account.held_at_exit for account in self._ledger.accounts()) - stored
+                choice = least_variance(payloads, nbytes=max(0, budget - others), per="site", gap=GAP)
+        except CapacityError as refusal:
+            least = others + int(refusal.facts["least"])
+            why = (
+                f"budget={format_nbytes(budget or 0)} is too small: {format_nbytes(others)} are held beside what "
+                f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
+                '"auto", which recomputes'
+            )
+            if self.choice is None:
+                raise CapacityError(why, least=least, limit=budget) from None
+            warnings.warn(f"{why}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            return
+        self.choice, self.noise, self._ordinary = choice, noise, choice.policy
+        log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)

@@ -1,0 +1,61 @@
+"""Looks at the gradients of steps whose payloads err as they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from actstore.accuracy.effect import GradientEffect
+from actstore.accuracy.influence import Influence
+from actstore.errors import StateError
+from actstore.ledger import Ledger
+
+PATIENCE = 8  # pairs in a row that show nothing
+
+T = TypeVar("T")
+
+
+class Pairs:
+    """Steps in pairs: the first has errors and is looked at, the second gives the noise from batch to batch.
+
+    Parameters
+    ----------
+    ask : has the step that begins sampled
+    """
+
+    def __init__(self, influence: Influence, ledger: Ledger, ask: Callable[[], None]) -> None:
+        self._influence = influence
+        self._ledger = ledger
+        self._ask = ask
+
+    def look(self, first: Callable[[], T], second: T) -> Generator[T, None, GradientEffect]:
+        """What decides in the next two steps; more of them where the first, made anew, had no backward.
+
+        Returns
+        -------
+        GradientEffect : of the first, with the noise
+
+        Raises
+        ------
+        StateError : steps show nothing again and again
+        """
+        in_vain = 0
+        while in_vain < PATIENCE:
+            self._ask()
+            self._influence.ask()
+            yield first()
+            looked = self._influence.latest()
+            if looked is None:  # it failed, or it was an evaluation, or its backward is yet to come
+                in_vain += any(account.stored for account in self._ledger.accounts())
+                continue
+            yield second
+            effect = looked()
+            if effect is not None and effect.noise is not None:
+                return effect
+            in_vain += effect is not None  # but for gradients that overflowed, as they do while a loss scale is found
+        raise StateError(
+            f"{PATIENCE} steps with lossy payloads did not show what these do to gradients: no backward came before "
+            "the next entry of the store, or the budget has no room for samples of gradients. Run the backward of each "
+            "step before the next forward, evaluate under torch.no_grad(), give a larger budget; or name the codecs",
+            steps=PATIENCE,
+        )
