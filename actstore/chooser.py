@@ -1,4 +1,4 @@
-"""Finds a codec for each payload while training runs: looks at some lossy steps, chooses, and chooses again later.
+"""Finds a codec for each payload while training runs: measures in a pair of steps, chooses, and chooses again later.
 
 Every step on the way is a training step like any other, as lossy as it says.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from math import inf
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -19,18 +17,21 @@ from torch.nn import Module
 
 from actstore.accuracy.bits import least_bytes, least_variance
 from actstore.accuracy.candidates import CANDIDATES, Trials
-from actstore.accuracy.looks import SMALL, looks, sensitivities
-from actstore.accuracy.payloads import Choice, Payload
+from actstore.accuracy.payloads import Choice, Payload, Sensitivity
+from actstore.codecs import Codec, Int8
 from actstore.errors import CapacityError
 from actstore.ledger import Ledger
 from actstore.pairs import Pairs
 from actstore.plan.wish import check_noise
 from actstore.policy import Encode, Policy, parse_decision
+from actstore.spec import Site
 from actstore.tierset import TierSet
 from actstore.units import format_nbytes, parse_budget
 
 log = logging.getLogger("actstore")
 
+BASE = Int8(affine=True, round="dither")  # before there is a choice
+LEVELS = (0.02, 0.08, 0.4)  # relative errors, about those of 6, 4 and 2 bits
 GAP = 2e-3  # a choice is as near to the best
 AGAIN = 128  # steps after which it is chosen anew; then after twice as many, and so on,
 WATCH = 16  # and after so many, twice as many ..., if by then errors do more than
@@ -62,9 +63,9 @@ class Grant:
 class Chooser:
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
-    It measures in pairs of steps. In the first of a pair payloads have large errors, which are looked at: 4 bits
-    everywhere, or for one kind of module 2; the second has 4 bits everywhere, later the choice that ran, and gives the
-    noise from batch to batch. In the first step of all, every payload is also taken through each candidate.
+    It measures in pairs of steps. In the first every payload is taken through each candidate, and what errors of some
+    sizes would do is predicted; the second gives the noise from batch to batch. Payloads have 8 bits then, later those
+    of the choice that runs.
 
     Attributes
     ----------
@@ -79,11 +80,9 @@ class Chooser:
         self._ledger = ledger
         self._grant = grant
         self._pairs = pairs
-        small = parse_decision(SMALL)
-        assert isinstance(small, Encode)
-        self._small = small
-        self._ordinary: Policy = lambda _site, _spec: small
-        self._tried = Trials(CANDIDATES, waits=small.codec)
+        self._codecs: dict[Site, Codec] = {}  # of the choice
+        self._ordinary: Policy = lambda _site, _spec: Encode(BASE)
+        self._tried = Trials(CANDIDATES)
         self._trials: Trials | None = None  # in the step that runs
         self._steps = self._policies()
 
@@ -146,30 +145,23 @@ class Chooser:
         return found > GROWN * predicted
 
     def _measure(self) -> Iterator[Policy]:
-        """Steps that lead to a choice."""
-        first = yield from self._pairs.look(self._try, self._ordinary)
-        trials = self._tried
-        every, *kinds = looks(trials.payloads({}))
-        effect = first
-        effects = [(every, effect)]
-        for look in kinds:
-            effect = yield from self._pairs.look(partial(replace, look), self._ordinary)
-            effects.append((look, effect))
-        exponential = {
-            site.site for _, one in effects for site in one.sites if any(ATTENTION in node for node in site.nodes)
-        }
+        """A pair of steps that leads to a choice."""
+        effect = yield from self._pairs.look(self._try, self._ordinary, LEVELS)
+        known = {site.site: Sensitivity(site.curve) for site in effect.sites if site.curve}
+        exponential = {site.site for site in effect.sites if any(ATTENTION in node for node in site.nodes)}
         payloads = [
             payload.up_to(MOST_IN_ATTENTION) if str(payload.site) in exponential else payload
-            for payload in trials.payloads(sensitivities(effects))
+            for payload in self._tried.payloads(known)
         ]
-        if payloads and not any(len(payload.candidates) > 1 for payload in payloads):
+        if payloads and not known:
             why = "; ".join(sorted({site.reason for site in effect.missing}))
             warnings.warn(f"nothing is lossy: what errors do is not predicted: {why}", RuntimeWarning, stacklevel=5)
-        self._choose(payloads, fmean(one.noise_by_weight or 0.0 for _, one in effects))
+        self._choose(payloads, effect.noise_by_weight or 0.0)
 
     def _try(self) -> Policy:
         """What decides in a step in which each payload is taken through every candidate."""
-        self._trials = self._tried = Trials(CANDIDATES, waits=self._small.codec)
+        codecs = self._codecs
+        self._trials = self._tried = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
         return self._trials
 
     def _choose(self, payloads: list[Payload], noise: float) -> None:
@@ -195,4 +187,6 @@ class Chooser:
             warnings.warn(f"{why}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
             return
         self.choice, self.noise, self._ordinary = choice, noise, choice.policy
+        decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}
+        self._codecs = {site: decision.codec for site, decision in decisions.items() if isinstance(decision, Encode)}
         log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)

@@ -1,4 +1,4 @@
-"""Looks at the gradients of steps whose payloads err as they are told to."""
+"""Looks at what the errors of payloads do to gradients, in steps that are asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Pairs:
-    """Steps in pairs: the first has errors and is looked at, the second gives the noise from batch to batch.
+    """Steps in pairs: the first is looked at, the second gives the noise from batch to batch.
 
     Parameters
     ----------
@@ -28,8 +28,14 @@ class Pairs:
         self._ledger = ledger
         self._ask = ask
 
-    def look(self, first: Callable[[], T], second: T) -> Generator[T, None, GradientEffect]:
+    def look(
+        self, first: Callable[[], T], second: T, levels: tuple[float, ...] = ()
+    ) -> Generator[T, None, GradientEffect]:
         """What decides in the next two steps; more of them where the first, made anew, had no backward.
+
+        Parameters
+        ----------
+        levels : relative errors of payloads that are to be in `SiteEffect.curve`
 
         Returns
         -------
@@ -42,7 +48,7 @@ class Pairs:
         in_vain = 0
         while in_vain < PATIENCE:
             self._ask()
-            self._influence.ask()
+            self._influence.ask(levels)
             yield first()
             looked = self._influence.latest()
             if looked is None:  # it failed, or it was an evaluation, or its backward is yet to come

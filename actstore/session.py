@@ -107,7 +107,7 @@ class ActivationStore:
     strict : whether a full tier is an error; by default what does not fit is kept
     sample_errors : in every so many-th step, from the first that has lossy payloads on, each of them is decoded at once
         and compared with its tensor, for the errors in `report`, `trace` and loggers; 0 for never. It takes the memory
-        of that tensor for the moment, and until the next step ends 4,096 elements of each weight's gradient at most,
+        of that tensor for the moment, and until the next step ends 1,024 elements of each weight's gradient at most,
         and changes nothing else. Steps that "auto" measures are left out
     warn_error : the relative error (0.05 is 5 %) of a site above which a RuntimeWarning is given, once for each site
     fail_error : that above which AccuracyError is raised: by the next entry after the step that was sampled, or by

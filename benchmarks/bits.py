@@ -1,6 +1,6 @@
 """Automatic bits against GACT's: bytes at equal variance of the gradients, variance at equal bytes.
 
-    python -m benchmarks.bits        # about 5 minutes on one core
+    python -m benchmarks.bits        # about 15 minutes on one core
 
 A GPT is trained for some hundred steps. Then both ways choose a codec for each payload of one more step, and the
 gradients that a store with that choice gives are measured: the mean of |g - g_exact|^2 over all weights and a number
@@ -14,7 +14,8 @@ from 8 bits everywhere the step down that adds the least variance for each bit t
 What differs: the formats are our `int8(affine)`, `int4` and `int2` (bfloat16 minimum and scale), one bit is left out,
 and a layer is a payload of the store: what it protects stays exact for both.
 
-Ours takes its sensitivities from ordinary lossy steps (`actstore.accuracy.looks`), without another backward.
+Ours takes its sensitivities from one lossy step, as "bits" does, without another backward; and one more step in which
+every payload goes through each candidate.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from rich.table import Table
 from actstore import ActivationStore
 from actstore.accuracy.bits import least_bytes, least_variance
 from actstore.accuracy.candidates import CANDIDATES, UNBIASED
-from actstore.accuracy.looks import looks
 from actstore.accuracy.payloads import Choice, Payload, Sensitivity
+from actstore.accuracy.step import variances
 from actstore.bench.environment import environment
+from actstore.chooser import BASE, LEVELS
 from actstore.policy import Encode, parse_decision
 from actstore.spec import Site
 from benchmarks import machine
@@ -97,26 +99,26 @@ def chosen(payloads: Sequence[Payload], decisions: Mapping[Site, str]) -> Choice
     return Choice(every, nbytes, variance, 0.0, sum(p.numel for p in payloads), "bytes", 0.0, 0.0, "site")
 
 
-def ours(subject: Subject, probe: Probe) -> tuple[dict[str, Sensitivity], int]:
-    """The sensitivities that lossy steps show, and how many steps those are."""
-    steps = looks(probe.payloads({}))
-    effects = []
-    for look in steps:
-        store = ActivationStore(subject.model, look, min_bytes=MIN_NBYTES)
-        with store:
-            loss = subject.model(*subject.batches[0])
-        torch.autograd.grad(loss, subject.parameters)
-        effect = store.report().gradients
-        assert effect is not None
-        effects.append(effect)
-        store.close()
-    points: dict[str, list[tuple[float, float]]] = {}
-    for look, effect in zip(steps, effects, strict=True):
-        for site in effect.sites:
-            if site.site in look.sites and site.variance and site.sensitivity:
-                point = site.variance / site.sensitivity, site.variance * effect.norm**2
-                points.setdefault(site.site, []).append(point)
-    return {name: Sensitivity(tuple(found)) for name, found in points.items()}, len(steps)
+def ours(subject: Subject) -> dict[str, Sensitivity]:
+    """The sensitivities that one lossy step shows, for the variance of all weights together, as GACT has it."""
+    store = ActivationStore(subject.model, Encode(BASE), min_bytes=MIN_NBYTES, sample_errors=0)
+    influence = store._influence
+    assert influence is not None
+    store.sample_next()
+    influence.ask(LEVELS)
+    with store:
+        loss = subject.model(*subject.batches[0])
+    torch.autograd.grad(loss, subject.parameters)
+    assert influence._look is not None
+    assert influence._look.parts is not None
+    step, _ = influence._look.parts
+    norms = step.norms.read()
+    curves = {level: variances(step, norms, None, level) for level in LEVELS}
+    store.close()
+    return {
+        str(account.site): Sensitivity(tuple((level**2, curves[level][account]) for level in LEVELS))
+        for account in curves[LEVELS[0]]
+    }
 
 
 def among(payloads: Sequence[Payload], decisions: Sequence[str]) -> list[Payload]:
@@ -206,7 +208,7 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
     begin = perf_counter()
     loss = subject.probed(probe)
     trials = perf_counter()
-    known, looked = ours(subject, probe)
+    known = ours(subject)
     predicted = perf_counter()
     sites = [payload.site for payload in probe.payloads({})]
     variances = gact_variances(subject, probe, loss, sites)
@@ -223,7 +225,7 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
         "sites": len(sites),
         "minibatch_noise": subject.minibatch_noise() / subject.square,
         "extra_backwards": {"gact": BACKWARDS * len(sites), "ours": 0},
-        "sampled_steps": {"gact": 0, "ours": looked + 1},
+        "sampled_steps": {"gact": 0, "ours": 2},
         "seconds": {"trials": trials - begin, "ours": predicted - trials, "gact": end - predicted},
         "groups": groups,
     }

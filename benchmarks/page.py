@@ -36,6 +36,7 @@ MORE = {  # what other commands leave in the folder
     "planner": "the planner itself",
     "overlap": "a step while its activations go to disk and come back",
     "hotpath": "the hot path",
+    "evidence": "training under lossy stores",
 }
 
 

@@ -39,6 +39,7 @@ NEAREST = (
 CANDIDATES = (*UNBIASED, *NEAREST)
 MOST_BIAS = 5e-3  # as harmless as half a per cent more or less of a learning rate
 CHANCE = 3.0  # standard deviations of a mean of independent errors, which are no bias
+MOST_ZEROS = 0.01  # of the elements
 MEASURED = 2**17  # elements of a payload whose errors are measured,
 RUN = 2**10  # in runs of so many
 
@@ -61,8 +62,9 @@ class Trials:
     most_bias : a candidate that rounds to nearest is left out at payloads where its bias is larger. The bias is the
         larger of ``|<x', x> / <x, x> - 1|`` (shrinkage) and ``|mean(x' - x)| / rms(x)`` (offset), less three standard
         deviations of what independent errors would show by chance. An error to nearest that averages out over the
-        elements is taken as noise
-    waits : the codec that payloads wait in meanwhile, exactly by default
+        elements is taken as noise. round=dither is left out where more than 1 % of the elements are 0: half of these
+        come back above 0, and what reads them as a mask, as ReLU does, lets gradients through
+    waits : the codec that the payloads of a site wait in meanwhile, exactly by default
     protected : as of `Encode`
 
     Raises
@@ -80,7 +82,7 @@ class Trials:
         candidates: Sequence[str] = CANDIDATES,
         *,
         most_bias: float = MOST_BIAS,
-        waits: Codec = _RAW,
+        waits: Callable[[Site], Codec] = lambda _site: _RAW,
         protected: bool = True,
     ) -> None:
         self._codecs: dict[str, Codec | None] = {}
@@ -98,6 +100,7 @@ class Trials:
         self.waits = waits
         self._sums: dict[Site, dict[str, _Sums]] = {}
         self._shapes: dict[Site, list[int]] = {}  # elements of each payload
+        self._zeros: dict[Site, list[Tensor]] = {}  # their share of each, on the device
         self._readers: dict[Site, dict[Site, None]] = {}
 
     def __call__(self, site: Site, spec: Spec) -> Decision:
@@ -140,6 +143,7 @@ class Trials:
                 parts = (off.square().sum(dtype=torch.float64), (off * exact).sum(dtype=torch.float64), off.sum())
                 sums.setdefault(text, _Sums()).add(nbytes, some.numel(), torch.stack((square, *parts)))
         shapes.append(src.numel())
+        self._zeros.setdefault(site, []).append((exact == 0).double().mean())
 
     def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[Payload]:
         """The payloads of all sites that were met since these trials were made, as one step.
@@ -151,6 +155,7 @@ class Trials:
         found = []
         for site, sums in self._sums.items():
             known = str(site) in sensitivities
+            zeros = float(torch.stack(self._zeros[site]).max()) > MOST_ZEROS
             table = [
                 candidate
                 for text, one in sums.items()
@@ -158,6 +163,7 @@ class Trials:
                 and (candidate := one.candidate(text)) is not None
                 and (known or not candidate.error)
                 and (candidate.bias <= self._most_bias or self._keyed(text))
+                and not (zeros and "round=dither" in text)
             ]
             readers = tuple(self._readers.get(site, ()))
             sensitivity = sensitivities.get(str(site), Sensitivity(()))
@@ -184,20 +190,20 @@ class Trials:
 
 @dataclass(frozen=True, init=False)
 class Trial(Codec):
-    """What is encoded is measured, and waits in the codec of its trials. All of one trials' are equal, so that payloads
-    are shared as ever."""
+    """What is encoded is measured, and waits in another codec. All with the same are equal, so that payloads are shared
+    as ever."""
 
     name = "trial"
     lossless = False  # what a policy protects from loss is not measured
 
-    trials: Trials = field(compare=False, repr=False)
-    site: Site = field(compare=False, repr=False)
+    trials: Trials = field(init=False, compare=False, repr=False)
+    site: Site = field(init=False, compare=False, repr=False)
     waits: Codec
 
     def __init__(self, trials: Trials, site: Site) -> None:
         object.__setattr__(self, "trials", trials)
         object.__setattr__(self, "site", site)
-        object.__setattr__(self, "waits", trials.waits)
+        object.__setattr__(self, "waits", trials.waits(site))
 
     @property
     def keyed(self) -> bool:

@@ -18,6 +18,7 @@ class SiteEffect:
     by_weight : the variance of each weight's gradient by the square of its own norm, averaged over all elements: what
         counts for optimizers that give each weight its own scale, as Adam does
     nodes : names of the autograd nodes that read the payloads, where it is predicted
+    curve : `by_weight` at other squared relative errors of the payloads, where these were asked for
     """
 
     site: str
@@ -26,6 +27,7 @@ class SiteEffect:
     reason: str
     by_weight: float | None = None
     nodes: tuple[str, ...] = ()
+    curve: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,15 @@ class Influence:
         self._look: _Look | None = None  # the last
         self._before: _Look | None = None  # what is shown until the next backward
         self._open: Step | None = None  # whose forward has yet to end
+        self._levels: tuple[float, ...] = ()  # of the next step
         self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
 
-    def ask(self) -> None:
-        """Have the next step that is sampled looked at, although nothing was lossy in the last one."""
-        self._rest = 0
+    def ask(self, levels: tuple[float, ...] = ()) -> None:
+        """Have the next step that is sampled looked at, although nothing was lossy in the last one.
+
+        levels : relative errors of payloads that are to be in `SiteEffect.curve`
+        """
+        self._rest, self._levels = 0, levels
 
     def begin(self, *, sampled: bool) -> Step | None:
         """A step begins. Returns what looks at it, if it is to be looked at."""
@@ -55,7 +59,8 @@ class Influence:
         self._settle()
         if last is not None and last.came:
             self._before = last
-        step = Step(self._ledger, self._relative)
+        step = Step(self._ledger, self._relative, self._levels)
+        self._levels = ()
         self._look, self._open = _Look(step, minibatch), step
         minibatch.begin(model)
         return step
@@ -157,6 +162,7 @@ def _figures(step: Step, minibatch: Minibatch) -> GradientEffect | None:
     found = variances(step, norms)
     shares, noise_by_weight = minibatch.shares()
     by_weight = variances(step, norms, shares)
+    curves = [(level**2, variances(step, norms, shares, level)) for level in step.levels]
     sites = []
     for account, reason in step.reasons.items():
         if step.walk.full:
@@ -169,5 +175,6 @@ def _figures(step: Step, minibatch: Minibatch) -> GradientEffect | None:
         variance, error = found[account] / square, norms[step.relatives[account]] ** 2
         sensitivity = variance / error if error else None
         nodes = tuple(sorted(step.nodes[account]))
-        sites.append(SiteEffect(str(account.site), variance, sensitivity, "", by_weight[account], nodes))
+        curve = tuple((error, one[account]) for error, one in curves)
+        sites.append(SiteEffect(str(account.site), variance, sensitivity, "", by_weight[account], nodes, curve))
     return GradientEffect(tuple(sites), square**0.5, None if noise is None else noise / square, noise_by_weight)

@@ -205,11 +205,6 @@ def tied(payloads: Sequence[Payload], per: Literal["module", "site"]) -> list[li
     return list(groups.values())
 
 
-def kind_of(site: Site) -> str:
-    """The name of a site's module with ``*`` for numbers: alike for the blocks of a model."""
-    return _NUMBER.sub("*", site.name)
-
-
 def _pattern(site: Site) -> str:
     return f"{site.name or '*'}/{site.tag}" if site.tag else site.name
 

@@ -37,19 +37,25 @@ class _Seen:
     """Places of norms in `Step.norms`: of what came to a node and of what it computed, by edge.
 
     white : of what white noise grows by on its way to weights
-    local : how far an account's errors moved what the node computed
+    local : how far an account's errors moved what the node computed, of the measured size (None) or of a given one
     """
 
     incoming: list[int] = field(default_factory=list)
     outgoing: dict[int, int] = field(default_factory=dict)
     white: dict[int, int] = field(default_factory=dict)
-    local: list[tuple[Account, dict[int, int]]] = field(default_factory=list)
+    local: list[tuple[Account, float | None, dict[int, int]]] = field(default_factory=list)
 
 
 class Step:
-    """One step that is looked at: its hooks are on nodes of its graph, and go with them. Holds no tensors of it."""
+    """One step that is looked at: its hooks are on nodes of its graph, and go with them. Holds no tensors of it.
 
-    def __init__(self, ledger: Ledger, relative: Relative) -> None:
+    Parameters
+    ----------
+    levels : relative errors whose effect is predicted, too
+    """
+
+    def __init__(self, ledger: Ledger, relative: Relative, levels: tuple[float, ...] = ()) -> None:
+        self.levels = levels
         self.readers = Readers()
         self.walk = Walk()
         self.seen: dict[int, _Seen] = {}
@@ -200,18 +206,21 @@ class Step:
             return
         grad, last = incoming[0], len(point.edges) - 1
         nbytes = COPIES * 4 * sum(tensor.numel() for tensor in tensors)
-        if point.name in MATMULS and only is not None and last in point.weights and grad is not None:
-            sizes = {last: linear_change(node, tensors[0], grad, relative)} if outgoing[last] is not None else {}
-        elif not self._room(account, nbytes, *outgoing, *incoming):
+        linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
+        if not linear and not self._room(account, nbytes, *outgoing, *incoming):
             self._refuse(readers, "no room to run its reader once more")
             return
-        else:
-            for reader, tensor in zip(readers, tensors, strict=True):
-                reader.shown = self._noise.perturb(tensor, relative)
-            sizes = changes(outgoing, node(*incoming))
-            for reader, tensor in zip(readers, tensors, strict=True):
-                reader.shown = tensor
-        seen.local.append((account, {k: self.norms.put(size) for k, size in sizes.items()}))
+        for level in (None, *self.levels):
+            size = relative if level is None else relative.new_full((), level)
+            if linear and grad is not None:
+                sizes = {last: linear_change(node, tensors[0], grad, size)} if outgoing[last] is not None else {}
+            else:
+                for reader, tensor in zip(readers, tensors, strict=True):
+                    reader.shown = self._noise.perturb(tensor, size)
+                sizes = changes(outgoing, node(*incoming))
+                for reader, tensor in zip(readers, tensors, strict=True):
+                    reader.shown = tensor
+            seen.local.append((account, level, {k: self.norms.put(size) for k, size in sizes.items()}))
         if account not in self.relatives:
             self.relatives[account] = self.norms.put(relative)
         self.reasons.setdefault(account, "")
@@ -283,14 +292,19 @@ def growth(step: Step, norms: Mapping[int, float], shares: Mapping[int, float] |
 
 
 def variances(
-    step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None
+    step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None, level: float | None = None
 ) -> dict[Account, float]:
-    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`."""
+    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`.
+
+    level : relative error of payloads, one of the step's; by default what was measured
+    """
     reach = growth(step, norms, shares)
     found: dict[Account, float] = {}
     for number, seen in step.seen.items():
         point = step.walk.points[number]
-        for account, sizes in seen.local:
+        for account, size, sizes in seen.local:
+            if size != level:
+                continue
             for k, i in sizes.items():
                 edge = point.edges[k]
                 if edge is not None:

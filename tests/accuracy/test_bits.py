@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from actstore import ActivationStore, Encode, Int8, Keep, tag
+from actstore import ActivationStore, Encode, Int8, Keep, Raw, encode, tag
 from actstore.accuracy import bits
 from actstore.accuracy.bits import least_bytes, least_variance
 from actstore.accuracy.candidates import CANDIDATES, UNBIASED, Trials
-from actstore.accuracy.effect import GradientEffect, SiteEffect
-from actstore.accuracy.looks import looks, sensitivities
 from actstore.accuracy.payloads import Candidate, Payload, Sensitivity
 from actstore.errors import CapacityError, ConfigError, StateError
 from actstore.policy import Rules, parse_decision
@@ -330,17 +328,34 @@ def test_candidates_that_cannot_be_measured():
     assert len(set(CANDIDATES)) == len(CANDIDATES)
 
 
-def test_looks_give_points_of_the_right_sites():
-    payloads = [payload(f"m.{i}.{part}", [(1, 0)]) for i in range(2) for part in ("a", "b")]
-    steps = looks(payloads)
-    assert [look.kind for look in steps] == ["", "m.*.a", "m.*.b"]
-    effects = []
-    for look in steps:
-        errors = {p.site: 0.2 if look(p.site, SPEC) == parse_decision("int2(round=dither)") else 0.01 for p in payloads}
-        assert sum(e == 0.2 for e in errors.values()) == (2 if look.kind else 0)
-        rows = tuple(SiteEffect(str(s), 7 * e, 7.0, "", 3 * e) for s, e in errors.items())
-        effects.append(GradientEffect((*rows, SiteEffect("m.0.c[0]", None, None, "no")), 1.0, None))
-    found = sensitivities(zip(steps, effects, strict=True))
-    assert set(found) == {str(p.site) for p in payloads}
-    for name, points in (("m.1.b[0]", (0.01, 0.03, 0.2, 0.6)), ("m.1.a[0]", (0.01, 0.03, 0.2, 0.6))):
-        assert [figure for point in found[name].points for figure in point] == pytest.approx(points)
+def test_dither_is_left_out_where_zeros_would_come_back_as_something_else():
+    """Half of ReLU's zeros come back above 0, and let gradients through."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    for values, kept in ((x.relu(), ["int4(round=stochastic)"]), (x, ["int4(round=stochastic)", "int4(round=dither)"])):
+        trials = Trials(("int4(round=stochastic)", "int4(round=dither)"))
+        trials.measure(Site("a", 0), values)
+        (one,) = trials.payloads({"a[0]": linear(1)})
+        assert [candidate.decision for candidate in one.candidates] == kept
+
+
+@pytest.mark.parametrize("shape", [(1000,), (131_072,), (300_000,), (3, 5, 70_001)])
+def test_a_sample_of_a_large_payload_tells_its_error(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = encode(x, "int4")
+    trials = Trials(("int4", "keep"))
+    trials.measure(Site("a", 0), x)
+    int4, keep = trials.payloads({"a[0]": linear(1)})[0].candidates
+    assert int4.nbytes == whole.nbytes
+    assert keep.nbytes == x.nbytes
+    assert int4.error == pytest.approx(float((whole.decode() - x).square().sum() / x.square().sum()), rel=0.02)
+
+
+def test_payloads_wait_in_the_codec_that_is_wanted():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    trials = Trials(("int4",), waits=lambda site: Int8() if site.name == "1" else Raw())
+    store = ActivationStore(model, trials, min_bytes=0)
+    with store:
+        loss = model(torch.randn(32, 64, requires_grad=True).exp()).sum()
+    loss.backward()
+    found = {site.site: (site.stored_bytes, site.decision) for site in store.report().sites if site.stored_bytes}
+    assert found == {"1[0]": (encode(torch.ones(32, 64), "int8").nbytes, "trial(int8)"), "2[0]": (32 * 64 * 4, "trial(raw)")}
