@@ -17,9 +17,10 @@ from torch.nn import Module
 
 from actstore.accuracy.bits import least_bytes, least_variance
 from actstore.accuracy.candidates import CANDIDATES, Trials
+from actstore.accuracy.effect import GradientEffect
 from actstore.accuracy.payloads import Choice, Payload, Sensitivity
 from actstore.codecs import Codec, Int8
-from actstore.errors import CapacityError
+from actstore.errors import CapacityError, StateError
 from actstore.ledger import Ledger
 from actstore.pairs import Pairs
 from actstore.plan.wish import check_noise
@@ -64,8 +65,8 @@ class Chooser:
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
     It measures in pairs of steps. In the first every payload is taken through each candidate, and what errors of some
-    sizes would do is predicted; the second gives the noise from batch to batch. Payloads have 8 bits then, later those
-    of the choice that runs.
+    sizes would do is predicted; the second gives the noise from batch to batch. Payloads wait in 8 bits then; later in
+    the codecs of the choice that runs, and those that it keeps in 8 bits in the first step of the pair.
 
     Attributes
     ----------
@@ -82,8 +83,8 @@ class Chooser:
         self._pairs = pairs
         self._codecs: dict[Site, Codec] = {}  # of the choice
         self._ordinary: Policy = lambda _site, _spec: Encode(BASE)
-        self._tried = Trials(CANDIDATES)
-        self._trials: Trials | None = None  # in the step that runs
+        self._tried: Trials | None = None  # of the pair that runs,
+        self._trials: Trials | None = None  # and of the step
         self._steps = self._policies()
 
     # -- the session's calls ------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Chooser:
         Raises
         ------
         CapacityError : no choice fits into the budget. Only before the first choice: later that goes on, with a warning
-        StateError : steps do not show what errors do to gradients
+        StateError : steps do not show what errors do to gradients. Only before the first choice, too
         """
         try:
             return next(self._steps)
@@ -115,6 +116,8 @@ class Chooser:
 
     def close(self) -> None:
         """The store is closed."""
+        self._steps = iter(())
+        self._tried = self._trials = None
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -136,22 +139,39 @@ class Chooser:
     def _has_grown(self) -> Generator[Policy, None, bool]:
         """Whether errors do much more than was predicted. It takes a pair of steps to see that."""
         choice = self.choice
-        if choice is None or not choice.variance or not self.noise:
+        if choice is None or not self._codecs or not self.noise:
             return False
-        effect = yield from self._pairs.look(lambda: self._ordinary, self._ordinary)
+        effect = yield from self._look(lambda: self._ordinary)
+        if effect is None:
+            return False
         found, predicted = effect.by_weight / (effect.noise_by_weight or inf), choice.variance / self.noise
         if found > GROWN * predicted:
             log.info("bits: errors add %.2g to the noise, not %.2g: measured again", found, predicted)
         return found > GROWN * predicted
 
+    def _look(
+        self, first: Callable[[], Policy], levels: tuple[float, ...] = ()
+    ) -> Generator[Policy, None, GradientEffect | None]:
+        """As `Pairs.look`; None, with a warning, where steps show nothing and there is a choice to go on with."""
+        try:
+            return (yield from self._pairs.look(first, self._ordinary, levels))
+        except StateError as error:
+            if self.choice is None:
+                raise
+            warnings.warn(f"{error}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            return None
+
     def _measure(self) -> Iterator[Policy]:
         """A pair of steps that leads to a choice."""
-        effect = yield from self._pairs.look(self._try, self._ordinary, LEVELS)
+        effect = yield from self._look(self._try, LEVELS)
+        trials, self._tried = self._tried, None
+        if effect is None or trials is None:
+            return
         known = {site.site: Sensitivity(site.curve) for site in effect.sites if site.curve}
         exponential = {site.site for site in effect.sites if any(ATTENTION in node for node in site.nodes)}
         payloads = [
             payload.up_to(MOST_IN_ATTENTION) if str(payload.site) in exponential else payload
-            for payload in self._tried.payloads(known)
+            for payload in trials.payloads(known)
         ]
         if payloads and not known:
             why = "; ".join(sorted({site.reason for site in effect.missing}))
@@ -161,8 +181,8 @@ class Chooser:
     def _try(self) -> Policy:
         """What decides in a step in which each payload is taken through every candidate."""
         codecs = self._codecs
-        self._trials = self._tried = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
-        return self._trials
+        self._trials = self._tried = trials = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
+        return trials
 
     def _choose(self, payloads: list[Payload], noise: float) -> None:
         """Choose from what is known now."""
@@ -172,8 +192,15 @@ class Chooser:
                 choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=GAP)
             else:
                 assert budget is not None
+                accounts = self._ledger.accounts()
                 stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
-                others = sum(account.held_at_exit for account in self._ledger.accounts()) - stored
+                kept = sum(one.nbytes for payload in payloads for one in payload.candidates if one.decision == "keep")
+                # after a backward inside of the context nothing is held any more
+                others = max(
+                    sum(account.held_at_exit for account in accounts) - stored,
+                    sum(account.saved for account in accounts) - kept,
+                    0,
+                )
                 choice = least_variance(payloads, nbytes=max(0, budget - others), per="site", gap=GAP)
         except CapacityError as refusal:
             least = others + int(refusal.facts["least"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from math import isfinite
 from typing import TypeVar
 
 from actstore.accuracy.effect import GradientEffect
@@ -31,7 +32,7 @@ class Pairs:
     def look(
         self, first: Callable[[], T], second: T, levels: tuple[float, ...] = ()
     ) -> Generator[T, None, GradientEffect]:
-        """What decides in the next two steps; more of them where the first, made anew, had no backward.
+        """What decides in the next two steps that have a backward; the first is made anew until it has one.
 
         Parameters
         ----------
@@ -54,11 +55,15 @@ class Pairs:
             if looked is None:  # it failed, or it was an evaluation, or its backward is yet to come
                 in_vain += any(account.stored for account in self._ledger.accounts())
                 continue
-            yield second
-            effect = looked()
-            if effect is not None and effect.noise is not None:
+            for _ in range(PATIENCE):  # evaluations and failures between the two have no backward
+                yield second
+                effect = looked()
+                if effect is None or effect.noise is not None:
+                    break
+            if effect is not None and effect.noise is not None and isfinite(effect.noise):
                 return effect
-            in_vain += effect is not None  # but for gradients that overflowed, as they do while a loss scale is found
+            # gradients that overflowed, as they do while a loss scale is found, count for nothing
+            in_vain += effect is not None and effect.noise is None
         raise StateError(
             f"{PATIENCE} steps with lossy payloads did not show what these do to gradients: no backward came before "
             "the next entry of the store, or the budget has no room for samples of gradients. Run the backward of each "

@@ -134,7 +134,9 @@ def _verdicts(found: dict[str, Any]) -> list[str]:
 def _counted(found: dict[str, Any], row: str) -> list[str]:
     """The row's verdicts over all tasks."""
     held = [100 * cell["held"] for cell in found["cells"] if cell["row"] == row and cell.get("held")]
-    said = [row, f"`{found['rows'][row]['policy']}`", f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
+    (_, codec), *options = found["rows"][row].items()
+    policy = ", ".join([f"`{codec}`", *(f"{name}={value}" for name, value in options)])
+    said = [row, policy, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
     for measure in MEASURES:
         judged = [one for task in found["tasks"] if (one := judge(found, task, row, measure))]
         counts = sorted(Counter(one.verdict for one in judged).items(), reverse=True)

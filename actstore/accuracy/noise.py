@@ -71,20 +71,23 @@ class Minibatch:
         """Another micro-step begins."""
         if not len(self._squares):  # its backward has yet to come
             return
-        if self._samples and not self._second:
+        if not self._samples or len(self._differences):
+            self.close()
+        elif not self._second:  # else what came between had no backward
             self.stop()
             self._second = True
             self.begin(model)
-        else:
-            self.close()
 
     def following(self) -> Minibatch:
         """That of another micro-step, which begins and is looked at too."""
+        first: Minibatch | None = self
+        if not len(self._squares):  # it had no backward, and the one before still waits for its second batch
+            first, self._before = self._before, None
         self.stop()
-        if self._second or not len(self._squares):
+        if first is None or len(first._differences):
             self.close()
-            return Minibatch(self._ledger)
-        return Minibatch(self._ledger, self)
+            first = None
+        return Minibatch(self._ledger, first)
 
     @property
     def compared(self) -> int:

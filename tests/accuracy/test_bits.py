@@ -358,4 +358,5 @@ def test_payloads_wait_in_the_codec_that_is_wanted():
         loss = model(torch.randn(32, 64, requires_grad=True).exp()).sum()
     loss.backward()
     found = {site.site: (site.stored_bytes, site.decision) for site in store.report().sites if site.stored_bytes}
-    assert found == {"1[0]": (encode(torch.ones(32, 64), "int8").nbytes, "trial(int8)"), "2[0]": (32 * 64 * 4, "trial(raw)")}
+    nbytes = encode(torch.ones(32, 64), "int8").nbytes
+    assert found == {"1[0]": (nbytes, "trial(int8)"), "2[0]": (32 * 64 * 4, "trial(raw)")}

@@ -182,6 +182,84 @@ def test_steps_whose_backward_comes_late_are_refused():
     assert training.until_chosen() is not None  # the next steps measure again
 
 
+def test_an_evaluation_after_each_step_changes_nothing(chosen):
+    training = Training(max_noise=0.02)
+    for _ in range(MOST):
+        training.step()
+        with torch.no_grad(), training.store:
+            training.model(*training.job.batch(0))
+        if training.store.choice is not None:
+            break
+    assert training.steps < 5
+    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_gradients_that_overflow_in_the_second_step_count_for_nothing(chosen, bad):
+    training = Training(max_noise=0.02)
+    training.step()
+    with training.store:
+        loss = training.model(*training.job.batch(1))
+    (loss * bad).backward()
+    training.until_chosen()
+    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
+
+
+def test_a_budget_holds_where_backward_runs_inside_the_context():
+    choices = []
+    for inside in (False, True):
+        training = Training(budget="512KiB")
+        for step in range(3):
+            training.optimizer.zero_grad()
+            with training.store:
+                loss = training.model(*training.job.batch(step))
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        choices.append(training.store.choice)
+    outside, inside = choices
+    assert set(outside.decisions.values()) != {"keep"}
+    assert inside.nbytes == pytest.approx(outside.nbytes, rel=0.05)
+
+
+def test_steps_that_show_nothing_later_are_warned_of_only(monkeypatch):
+    monkeypatch.setattr(chooser, "AGAIN", 1)
+    training = Training(max_noise=0.1)
+    choice = training.until_chosen()
+    losses = []
+
+    def forwards():
+        for _ in range(MOST):
+            with training.store:
+                losses.append(training.model(*training.job.batch(0)))
+
+    with pytest.warns(RuntimeWarning, match="did not show .* Codecs stay as they are"):
+        forwards()
+    assert training.store.choice is choice
+
+
+def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
+    monkeypatch.setattr(chooser, "WATCH", 2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    torch.nn.init.zeros_(model[2].weight)  # so that the layers before have no gradients yet, as with LoRA
+    store = ActivationStore(model, "bits", max_noise=0, min_bytes=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    choices = []
+    for _ in range(12):
+        x = torch.randn(64, 64)
+        with store:
+            loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        choices.append(store.choice)
+    decided = [{str(site): text for site, text in choice.decisions.items()} for choice in (choices[4], choices[-1])]
+    assert decided[0]["1[0]"].startswith("int2")
+    assert decided[1]["1[0]"] == "keep"
+
+
 def test_a_model_without_payloads_is_kept():
     training = Training(max_noise=0.1)
     training.store = ActivationStore(training.model, "bits", max_noise=0.1, min_bytes="1GiB")
