@@ -54,11 +54,14 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def chosen(request):
+def chosen():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the mark of this file comes after the fixtures of a module
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chooser, "CANDIDATES", CANDIDATES)
         training = Training(max_noise=0.02)
         training.until_chosen()
+    torch.set_num_threads(threads)
     return training
 
 
