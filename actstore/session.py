@@ -88,8 +88,8 @@ class ActivationStore:
         the gradients least
     max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
         batch to batch; 0.1 costs what a batch that is a tenth smaller costs. With "bits", codecs with the fewest bytes
-        are chosen; the first steps measure, and some later ones: they have 4 bits everywhere, or 2 in one kind of
-        module. With "auto", codecs that lose something are among the decisions
+        are chosen; the first two steps measure with 8 bits, and later pairs of steps with what was chosen. With "auto",
+        codecs that lose something are among the decisions
     min_bytes : smaller tensors are kept as they are; 0 sends all through
     host_budget, disk_budget : most bytes in host memory and on disk, as an int or text such as ``"20GiB"``; with
         ``"160GiB/node"`` the processes that torchrun started on this machine share them equally

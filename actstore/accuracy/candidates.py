@@ -100,7 +100,6 @@ class Trials:
         self.waits = waits
         self._sums: dict[Site, dict[str, _Sums]] = {}
         self._shapes: dict[Site, list[int]] = {}  # elements of each payload
-        self._zeros: dict[Site, list[Tensor]] = {}  # their share of each, on the device
         self._readers: dict[Site, dict[Site, None]] = {}
 
     def __call__(self, site: Site, spec: Spec) -> Decision:
@@ -130,10 +129,10 @@ class Trials:
         sums = self._sums.setdefault(site, {})
         spec, some = Spec.of(src), _some(src)
         exact = some.float()
-        square = exact.square().sum(dtype=torch.float64)
+        square, zeros = exact.square().sum(dtype=torch.float64), (exact == 0).sum()
         for text, codec in self._codecs.items():
             if codec is None:
-                moments = torch.stack((square, *[torch.zeros_like(square)] * 3))
+                moments = torch.stack((square, *[torch.zeros_like(square)] * 3, zeros))
                 sums.setdefault(text, _Sums()).add(src.nbytes, some.numel(), moments)
             elif codec.accepts(src.dtype):
                 size = codec.size(spec)
@@ -141,9 +140,8 @@ class Trials:
                 nbytes = size.nbytes if isinstance(size, Exact) else encoded.nbytes * src.numel() // some.numel()
                 off = encoded.decode().float() - exact
                 parts = (off.square().sum(dtype=torch.float64), (off * exact).sum(dtype=torch.float64), off.sum())
-                sums.setdefault(text, _Sums()).add(nbytes, some.numel(), torch.stack((square, *parts)))
+                sums.setdefault(text, _Sums()).add(nbytes, some.numel(), torch.stack((square, *parts, zeros)))
         shapes.append(src.numel())
-        self._zeros.setdefault(site, []).append((exact == 0).double().mean())
 
     def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[Payload]:
         """The payloads of all sites that were met since these trials were made, as one step.
@@ -153,17 +151,18 @@ class Trials:
         sensitivities : by the names of sites, as reports write them. A site that is not there is not to lose anything
         """
         found = []
+        every = [one.moments for sums in self._sums.values() for one in sums.values()]
+        figures = iter(torch.stack(every).tolist() if every else [])  # one copy from the device
         for site, sums in self._sums.items():
             known = str(site) in sensitivities
-            zeros = float(torch.stack(self._zeros[site]).max()) > MOST_ZEROS
             table = [
                 candidate
-                for text, one in sums.items()
-                if len(one.moments) == len(self._shapes[site])
-                and (candidate := one.candidate(text)) is not None
+                for (text, one), row in zip(sums.items(), figures, strict=False)
+                if one.count == len(self._shapes[site])
+                and (candidate := one.candidate(text, row)) is not None
                 and (known or not candidate.error)
                 and (candidate.bias <= self._most_bias or self._keyed(text))
-                and not (zeros and "round=dither" in text)
+                and not (row[4] > MOST_ZEROS * one.numel and getattr(self._codecs[text], "round", "") == "dither")
             ]
             readers = tuple(self._readers.get(site, ()))
             sensitivity = sensitivities.get(str(site), Sensitivity(()))
@@ -234,21 +233,23 @@ def _some(src: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x> and the sum of off."""
+    """Over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and how many x
+    are 0."""
 
     def __init__(self) -> None:
-        self.nbytes = self.numel = 0
-        self.moments: list[Tensor] = []
+        self.nbytes = self.numel = self.count = 0
+        self.moments = torch.zeros(5)
 
     def add(self, nbytes: int, numel: int, moments: Tensor) -> None:
         """Take in a payload of so many bytes, of which so many elements were measured."""
         self.nbytes += nbytes
         self.numel += numel
-        self.moments.append(moments)
+        self.moments = self.moments + moments if self.count else moments
+        self.count += 1
 
-    def candidate(self, text: str) -> Candidate | None:
-        """The figures; None where they are not finite."""
-        square, off, along, offset = torch.stack(self.moments).sum(0).tolist()
+    def candidate(self, text: str, figures: list[float]) -> Candidate | None:
+        """From the moments, on the host; None where they are not finite."""
+        square, off, along, offset, _ = figures
         if not square > 0:
             return Candidate(text, self.nbytes, 0.0) if off == 0 else None
         error = off / square
