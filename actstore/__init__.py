@@ -31,7 +31,7 @@ from actstore.errors import (
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.planning import make_plan
-from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules
 from actstore.report import Report, SiteReport
 from actstore.session import ActivationStore, tag
 from actstore.spec import Site, Spec
@@ -46,6 +46,7 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Decision",
+    "Derive",
     "Difference",
     "Encode",
     "Encoded",

@@ -12,7 +12,7 @@ from actstore.chooser import Grant
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
-from actstore.policy import Decision, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules, waits_as
 from actstore.spec import Site, Spec
 from actstore.units import parse_nbytes
 
@@ -21,7 +21,7 @@ def read_policy(policy: Any, model: Module | None = None) -> Policy:
     """A policy as a value, from whatever users may give. Aliases stand for names of `model`."""
     if isinstance(policy, str):
         policy = Rules.parse(policy)
-    if isinstance(policy, Keep | Encode | Offload | Recompute):
+    if isinstance(policy, Keep | Derive | Encode | Offload | Recompute):
         return Rules([], default=policy)
     if isinstance(policy, Rules):
         return policy if model is None else expand(policy, model)
@@ -41,10 +41,10 @@ def _checked(policy: Policy) -> Policy:
     @functools.wraps(policy)
     def decide(site: Site, spec: Spec) -> Decision:
         decision: Any = policy(site, spec)
-        if not isinstance(decision, Keep | Encode | Offload):
+        if not isinstance(decision, Keep | Derive | Encode | Offload):
             raise PolicyError(
                 f"the policy function returned {decision!r} for {site} ({spec}); it decides single tensors, and so "
-                "returns Keep(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
+                "returns Keep(), Derive(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
                 site=site,
                 decision=decision,
             )
@@ -123,8 +123,7 @@ def may_be_lossy(policy: Policy) -> bool:
     if not isinstance(policy, Rules):
         return True
     decisions = [policy.default, *(decision for _, decision in policy.rules)]
-    inner = [decision.inputs if isinstance(decision, Recompute) else decision for decision in decisions]
-    return any(isinstance(decision, Encode | Offload) and not decision.codec.lossless for decision in inner)
+    return any(isinstance(inner, Encode | Offload) and not inner.codec.lossless for inner in map(waits_as, decisions))
 
 
 def names_tags(policy: Policy) -> bool:
@@ -142,7 +141,7 @@ def tiers_of(policy: Policy) -> set[str]:
     found: set[str] = set()
     if isinstance(policy, Rules):
         for decision in [*(decision for _, decision in policy.rules), policy.default]:
-            inner = decision.inputs if isinstance(decision, Recompute) else decision
+            inner = waits_as(decision)
             if isinstance(inner, Offload):
                 found.update(inner.tiers)
     return found

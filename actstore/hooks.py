@@ -21,10 +21,11 @@ from actstore.accuracy.readers import Reader
 from actstore.census import Census
 from actstore.codecs import Bit1, Codec, Raw
 from actstore.composite import Composite, Part, has_values, is_parameter, parts_of
+from actstore.derived import Derived, find_recipe
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
-from actstore.modules import ASK, DEVICE, GROUP, SMALL, target_of
+from actstore.modules import ASK, DEVICE, GROUP, SMALL, Deriving, target_of
 from actstore.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.replay import Calls
@@ -45,7 +46,7 @@ RAW = Raw()
 BITS = Bit1()  # for masks, whatever the policy says of floats
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # bytes would be lost to a trace
 
-Handle = Small | Kept | Stored | Composite
+Handle = Small | Kept | Stored | Derived | Composite
 
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
@@ -203,14 +204,21 @@ class Scope:
         storage: UntypedStorage,
         nbytes: int,
         outer: Tensor | None,
-    ) -> Kept | Stored:
+    ) -> Kept | Stored | Derived:
         """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
         if self._tags:
-            account, target = self._tagged(frame, account, key)
+            account, decided = self._tagged(frame, account, key)
         else:
-            target = frame.target
-        if target is ASK:
-            target = target_of(self._policy(account.site, Spec.of(tensor)))
+            decided = frame.target
+        if decided is ASK:
+            decided = target_of(self._policy(account.site, Spec.of(tensor)))
+        if isinstance(decided, Deriving):
+            account.where, target = decided.where, decided.rest
+            shares = self._is_kept(key) or (target is not None and key in self._stored)
+            if outer is None and not shares and (derived := self._derive(tensor, account, key, storage)) is not None:
+                return derived
+        else:
+            target = decided
         if target is None:
             return self._keep(tensor, account, key, storage)
         codec, tiers, protected, account.where = target
@@ -244,7 +252,7 @@ class Scope:
                 if tiers == DEVICE and codec is RAW:
                     return self._keep(tensor, account, key, storage, reason)
                 account.note = f"{codec.name}: {reason}"
-        if key in self._kept and self._kept[key]() is not None:  # alive as it is: a second form would only add bytes
+        if self._is_kept(key):
             return self._keep(tensor, account, key, storage)
         allow = self.allows_mutation()
         if outer is None:
@@ -266,6 +274,23 @@ class Scope:
         self._unsettled_nr = _get_sequence_nr()
         return handle
 
+    def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
+        """The handle of a tensor that can be made again, bit for bit, of what is saved anyway; None for others."""
+        root = tensor if tensor._base is None else tensor._base
+        if root.is_leaf or tensor._version or self._looked == MOST_NODES or self.allows_mutation():
+            return None
+        self._looked += 1
+        recipe = find_recipe(root, self.tracker.norms.get(key), unpack)
+        if recipe is None:
+            return None
+        self.ledger.add(account, self._saved_nbytes(key, storage), 0, 0)
+        return Derived(tensor, root, account, self.ledger, self._empty_like(tensor), recipe)
+
+    def _is_kept(self, key: int) -> bool:
+        """Whether a storage is kept as it is: a second form would only add bytes."""
+        kept = self._kept.get(key)
+        return kept is not None and kept() is not None
+
     def _producer(self, tensor: Tensor) -> str:
         """The name of the autograd node whose output `tensor` is; empty for none."""
         if tensor.is_leaf:
@@ -274,7 +299,7 @@ class Scope:
         node: Any = tensor.grad_fn
         return str(node.name())
 
-    def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | None]:
+    def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | Deriving | None]:
         """The account and the target of a storage that may have a tag."""
         if key not in self._tags:
             return account, frame.target

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from threading import Lock, local
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Module, Parameter
+from torch.nn import GroupNorm, LayerNorm, Module, Parameter, RMSNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from actstore.census import Census
 from actstore.codecs import Codec, Raw
 from actstore.ledger import Account, Ledger
-from actstore.policy import Decision, Encode, Offload
+from actstore.policy import Decision, Derive, Encode, Offload
 from actstore.reaper import Last
 from actstore.spec import Site
 from actstore.storage import storages_of
@@ -33,12 +33,24 @@ GROUP = 64  # small tensors that share one frame at most
 
 Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
 
+
+class Deriving(NamedTuple):
+    """Where tensors go that can be made again of others; `rest` is where all others go, None where they stay."""
+
+    rest: Target | None
+    where: str
+
+
 DEVICE: tuple[str, ...] = ("device",)
 ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
 
 
-def target_of(decision: Decision) -> Target | None:
+def target_of(decision: Decision) -> Target | Deriving | None:
     """Where a decision sends a tensor; None where it stays as it is."""
+    if isinstance(decision, Derive):
+        rest = target_of(decision.rest)
+        assert not isinstance(rest, Deriving), "a Derive holds none"
+        return Deriving(rest, str(decision))
     if isinstance(decision, Encode):
         return decision.codec, DEVICE, decision.protected, str(decision)
     if isinstance(decision, Offload):
@@ -54,7 +66,7 @@ class Place:
     def __init__(self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int) -> None:
         self.name = name
         self.accounts: list[Account] = []
-        self.target = ASK if decision is None else target_of(decision)
+        self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
         self.keep_below = keep_below  # storages below this many bytes are kept, and accounted for in groups
         self._ledger = ledger
         self._small: Account | None = None
@@ -115,10 +127,22 @@ class Frame:
             self.last = Last(self.owned.difference_update, small), release
 
 
+class Norm(NamedTuple):
+    """What no autograd node keeps of a normalisation that ran."""
+
+    eps: Any
+    bias: Tensor | None
+    site: Site
+
+
+NO_NORM = Norm(None, None, Site("", SMALL))
+_NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
+
+
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("census", "computed", "counted", "ended", "frame", "owned", "parameters", "places", "stack")
+    __slots__ = ("census", "computed", "counted", "ended", "frame", "norms", "owned", "parameters", "places", "stack")
 
     def __init__(self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int]) -> None:
         self.places = places
@@ -128,6 +152,7 @@ class Tracker:
         self.computed: set[int] = set()  # storages of weights that are computed from parameters
         self.owned: set[int] = set()
         self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
+        self.norms: dict[int, Norm] = {}  # by the storage of what they gave
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.owned)
 
@@ -157,6 +182,15 @@ class Tracker:
         """Forget weights whose storages are gone."""
         self.parameters -= gone
         self.computed -= gone
+        for key in gone:
+            self.norms.pop(key, None)
+
+    def note_norm(self, module: Module, output: Tensor) -> None:
+        """Remember what cannot be seen in the graph of a normalisation's output."""
+        storage = output.untyped_storage()
+        self.census.meet(storage._cdata, storage)
+        bias = getattr(module, "bias", None)
+        self.norms[storage._cdata] = Norm(module.eps, bias, Site(self.frame.place.name, SMALL))
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
@@ -246,6 +280,8 @@ def after_call(module: Module, _args: Any, output: Any) -> None:
     if tracker is not None:
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             tracker.adopt(output, computed=True)
+        elif "eps" in module.__dict__ and type(output) is Tensor and type(module).forward in _NORMS:
+            tracker.note_norm(module, output)
         tracker.leave(module)
         if tracker.ended is not None and not tracker.stack:
             tracker.ended(output)

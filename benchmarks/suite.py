@@ -29,6 +29,7 @@ from benchmarks import breakdown, convergence, largest, machine, page, scaling
 
 MIB = 2**20
 QUICK = {"steps": 2, "warmup": 1, "threads": 1}
+FULL = {"steps": 12}  # pairs of a row and plain: six leave the median of a busy machine's ratios uncertain by 5 %
 # Sizes at which a step takes milliseconds, by model; those of gpt are large enough to be encoded.
 TINY: dict[str, dict[str, int]] = {
     "gpt": {"layers": 2, "width": 64, "heads": 2, "context": 64, "batch": 16},
@@ -61,7 +62,7 @@ class Part:
 def parts(quick: bool, names: list[str]) -> list[Part]:
     """All parts, the most telling ones first, with the rows that `names` lists, or all."""
     sizes = TINY if quick else {}
-    steps = QUICK if quick else {}
+    steps = QUICK if quick else FULL
     works = {model: sized(model, **sizes.get(model, {}), **steps) for model in MODELS}
     small = works["gpt"] if quick else sized("gpt", layers=4, width=128, batch=4)
     grown = {"layers": [1, 2], "batch": [4, 8]} if quick else GROWN

@@ -1,9 +1,12 @@
-"""Which saved tensor is kept, encoded, offloaded or recomputed: decisions as values, rules, and their text."""
+"""Which saved tensor is kept, derived, encoded, offloaded or recomputed: decisions as values, rules, and their text."""
 
-from actstore.policy.decision import Decision, Encode, Keep, Offload, Policy, Recompute
+from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
 from actstore.policy.grammar import parse_decision
 from actstore.policy.rules import Rules
 
 parse = Rules.parse
 
-__all__ = ["Decision", "Encode", "Keep", "Offload", "Policy", "Recompute", "Rules", "parse", "parse_decision"]
+__all__ = [
+    "Decision", "Derive", "Encode", "Keep", "Offload", "Policy", "Recompute", "Rules", "parse", "parse_decision",
+    "waits_as",
+]  # fmt: skip

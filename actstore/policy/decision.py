@@ -82,6 +82,50 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Derive:
+    """Save nothing of tensors that backward can make again, by one cheap operator, of others that it reads anyway.
+
+    GELU's backward reads GELU's input; so its output, which the next linear layer saves, is made of that input once
+    more when it is read. The same holds for SiLU and other activations that keep their inputs, for products, as in
+    SwiGLU, and for LayerNorm, RMSNorm and GroupNorm modules. ReLU, tanh and sigmoid save their outputs, and gain
+    nothing. A rule covers the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are
+    the same, bit for bit.
+
+    Parameters
+    ----------
+    rest : what happens to all other tensors: Keep, or Encode or Offload without loss
+
+    Raises
+    ------
+    ChainError : `rest` is another decision, or lossy
+
+    Notes
+    -----
+    Made again are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
+    back exactly. At most four operators run one after the other for one tensor. In-place changes of the tensor, or of
+    what it is made of, are found as autograd finds them. What writes through ``.data`` between an operator and the
+    reader of its output is not seen, and not made again: `actstore verify` shows whether a model does.
+    """
+
+    rest: Keep | Encode | Offload = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rest, Keep | Encode | Offload):
+            raise ChainError(
+                f"derive takes what happens to all other tensors, such as Keep() or Offload(Raw(), 'host'), not "
+                f"{self.rest}"
+            )
+        if not isinstance(self.rest, Keep) and not self.rest.codec.lossless:
+            raise ChainError(
+                f"derive({self.rest}) would make tensors of others that come back with an error; give a codec without "
+                f"loss, as in derive(raw @ host), or write '{self.rest}' alone"
+            )
+
+    def __str__(self) -> str:
+        return "derive" if self.rest == Keep() else f"derive({self.rest})"
+
+
+@dataclass(frozen=True)
 class Recompute:
     """Save only the inputs of the module, and run its forward again in backward.
 
@@ -120,10 +164,10 @@ class Recompute:
     first: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.inputs, Recompute):
+        if isinstance(self.inputs, Recompute | Derive):
             raise ChainError(
-                "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as "
-                "in recompute(keep), recompute(int8), recompute(raw @ host)"
+                "the inputs of a recomputed module cannot be recomputed or derived themselves; keep, encode or offload "
+                "them, as in recompute(keep), recompute(int8), recompute(raw @ host)"
             )
         if not isinstance(self.inputs, Keep | Encode | Offload):
             raise ChainError(
@@ -170,8 +214,15 @@ SCHEDULES = ("sqrt", "revolve", "auto")
 COUNTS = {"segment": "calls", "slots": "inputs", "first": "calls"}
 _OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None))
 
-Decision = Keep | Encode | Offload | Recompute
+Decision = Keep | Derive | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]
+
+
+def waits_as(decision: Decision) -> Keep | Encode | Offload:
+    """How the tensors wait that a decision saves."""
+    if isinstance(decision, Recompute):
+        return decision.inputs
+    return decision.rest if isinstance(decision, Derive) else decision
 
 
 def known_tiers() -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
 rule     := pattern ":" decision
-decision := "keep" | "recompute" ["(" inputs ")"] | ["unprotected"] codec ["@" tier (">" tier)*]
+decision := "keep" | "derive" ["(" decision ")"] | "recompute" ["(" inputs ")"]
+          | ["unprotected"] codec ["@" tier (">" tier)*]
 inputs   := decision ("," option "=" value)* | option "=" value ("," option "=" value)*
 codec    := name | name "(" argument ("," argument)* ")"
 argument := flag | option "=" value | codec
@@ -23,6 +24,7 @@ from actstore.policy.decision import (
     SCHEDULES,
     TIERS,
     Decision,
+    Derive,
     Encode,
     Keep,
     Offload,
@@ -33,7 +35,7 @@ from actstore.policy.options import did_you_mean, near_words, options_of
 from actstore.policy.pattern import Pattern
 from actstore.policy.source import RuleText, Token, split_rules
 
-_WORDS = ("keep", "recompute", "unprotected")
+_WORDS = ("keep", "derive", "recompute", "unprotected")
 _RECOMPUTE = {"segment": "4", "schedule": "auto", "slots": "10", "first": "100"}  # options, each with an example
 
 T = TypeVar("T")
@@ -129,6 +131,13 @@ class _Parser:
         if start.text == "keep":
             self.take()
             return Keep()
+        if start.text == "derive":
+            self.take()
+            if not self.skip("("):
+                return Derive()
+            rest: Any = self.decision()
+            self.close(start)
+            return self.build(start, lambda: Derive(rest))
         if start.text == "recompute":
             self.take()
             values = self.recomputation() if self.next.text == "(" else {}
@@ -211,7 +220,7 @@ class _Parser:
 
     def codec_class(self, token: Token) -> type[Codec]:
         if token.kind != "word":
-            raise self.fail(token, f"expected a codec, 'keep' or 'recompute', found {token}")
+            raise self.fail(token, f"expected a codec, 'keep', 'derive' or 'recompute', found {token}")
         if token.text in TIERS:
             raise self.fail(
                 token, f"{token} is a tier, not a codec; for the bytes as they are, write 'raw @ {token.text}'"
@@ -291,6 +300,8 @@ def _continuation(decision: Decision) -> str:
     """What may stand after a decision, for a message about something else that does."""
     if isinstance(decision, Keep):
         return "keep takes nothing more; to move tensors away, write 'raw @ host'"
+    if isinstance(decision, Derive):
+        return "what happens to all other tensors stands in parentheses: 'derive(raw @ host)'"
     if isinstance(decision, Recompute):
         return "what happens to the inputs stands in parentheses: 'recompute(raw @ host)'"
     if isinstance(decision, Encode):

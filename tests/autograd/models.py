@@ -181,7 +181,7 @@ AUTOCAST = [name for name in CASES if name != "recurrent"]  # oneDNN has no bflo
 
 LOSSLESS = (
     *("keep", "raw", "raw @ host", "raw @ disk", "recompute", "recompute(raw)", "recompute(raw @ disk)"),
-    *("zmask", "zmask(expack) @ disk", "recompute(zmask @ host)"),
+    *("zmask", "zmask(expack) @ disk", "recompute(zmask @ host)", "derive", "derive(raw @ disk)"),
 )
 
 

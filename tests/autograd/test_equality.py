@@ -16,7 +16,7 @@ def store_for(name, model, decision):
 
 def check_acted(report, decision):
     assert report.saved_bytes > 0
-    if decision in ("keep", "recompute"):
+    if decision in ("keep", "recompute", "derive"):
         assert report.stored_bytes == 0
     else:
         assert report.stored_bytes > 0
