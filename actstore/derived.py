@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
+from torch.nn import Parameter
 
 from actstore.accuracy.readers import Reader
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.ledger import Account, Ledger
-from actstore.modules import NO_NORM, SMALL, Norm
+from actstore.modules import NORM, SMALL
 from actstore.spec import Site, Spec
 
 MOST_DEEP = 4  # operators that are run one after the other for one tensor
@@ -36,17 +38,17 @@ class Rule(NamedTuple):
     ----------
     inputs : the saved tensors that it is made of, as the node's attributes
     optional : how many of them, the last ones, may be None
-    bind : the function of these tensors, for a node and what is known of the module that ran
-    norm : whether that must be known: no node keeps the eps of a normalisation, or the bias of GroupNorm
+    bind : the function of these tensors, for a node
+    norm : whether it needs what is known of the module: no node keeps the eps of LayerNorm, or the bias of GroupNorm
     """
 
     inputs: tuple[str, ...]
     optional: int
-    bind: Callable[[Any, Norm], Function]
+    bind: Callable[[Any], Function]
     norm: bool = False
 
     @classmethod
-    def of(cls, inputs: str, bind: Callable[[Any, Norm], Function], *, optional: int = 0, norm: bool = False) -> Rule:
+    def of(cls, inputs: str, bind: Callable[[Any], Function], *, optional: int = 0, norm: bool = False) -> Rule:
         return cls(tuple(f"_raw_saved_{name}" for name in inputs.split()), optional, bind, norm)
 
 
@@ -54,19 +56,24 @@ def _unary(function: Function, *options: str) -> Rule:
     """An operator on one tensor with options that its node keeps."""
     names = [f"_saved_{name}" for name in options]
 
-    def bind(node: Any, _norm: Norm) -> Function:
+    def bind(node: Any) -> Function:
         values = [getattr(node, name) for name in names]
         return (lambda x: function(x, *values)) if values else function
 
     return Rule.of("self", bind)
 
 
-def _gelu(node: Any, _norm: Norm) -> Function:
+def _gelu(node: Any) -> Function:
     return partial(_aten.gelu, approximate=node._saved_approximate)
 
 
-def _layer_norm(node: Any, norm: Norm) -> Function:
-    shape, eps = node._saved_normalized_shape, norm.eps
+def _glu(node: Any) -> Function:
+    dim: int = node._saved_dim
+    return partial(_aten.glu, dim=dim - 2**64 if dim >= 2**63 else dim)  # nodes tell of -1 as an unsigned number
+
+
+def _layer_norm(node: Any) -> Function:
+    shape, eps = node._saved_normalized_shape, node.metadata[NORM].eps
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         made, _, again = torch.native_layer_norm(x, shape, weight, bias, eps)
@@ -75,8 +82,8 @@ def _layer_norm(node: Any, norm: Norm) -> Function:
     return run
 
 
-def _rms_norm(node: Any, norm: Norm) -> Function:
-    shape, eps = node._saved_normalized_shape, norm.eps
+def _rms_norm(node: Any) -> Function:
+    shape, eps = node._saved_normalized_shape, node.metadata[NORM].eps
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
         made, again = _aten._fused_rms_norm(x, shape, weight, eps)
@@ -85,30 +92,35 @@ def _rms_norm(node: Any, norm: Norm) -> Function:
     return run
 
 
-def _group_norm(node: Any, norm: Norm) -> Function:
+def _group_norm(node: Any) -> Function:
     options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
-    bias = norm.bias
-    version = 0 if bias is None else bias._version
+    _, bias, version, site = node.metadata[NORM]
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
         if bias is not None and bias._version != version:
-            check_version(bias, version, norm.site)
+            check_version(bias, version, site)
         made, _, again = torch.native_group_norm(x, weight, bias, *options)
-        return _proved(made, again, rstd, "GroupNorm", node_eps)
+        return _proved(made, again, rstd, "GroupNorm", options[-1])
 
-    node_eps = options[-1]
     return run
 
 
 def _proved(made: Tensor, again: Tensor, saved: Tensor, name: str, eps: float | None) -> Tensor:
-    """`made`, which depends on eps through the reciprocal deviations alone: the same as those saved, or an error."""
-    if not torch.equal(again, saved):
+    """`made`, which depends on eps through the reciprocal deviations alone: the same as those saved, or an error.
+
+    Looked at on a CPU only: elsewhere the host would wait for the device.
+    """
+    if again.device.type == "cpu" and not torch.equal(_bits(again), _bits(saved)):
         raise StateError(
-            f"{name} was run with another eps than the {eps} of its module, or on memory that is aligned in another "
-            "way, so that its output cannot be made again bit for bit; write 'keep' or 'raw' in place of 'derive' for "
-            "the module that reads it"
+            f"{name} was run with another eps than the {eps} of its module, so that its output cannot be made again "
+            "bit for bit; write 'keep' or 'raw' in place of 'derive' for the module that reads it"
         )
     return made
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Integers, of which NaN equals itself."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 RULES: dict[str, Rule] = {
@@ -120,9 +132,9 @@ RULES: dict[str, Rule] = {
     "LeakyReluBackward0": _unary(_aten.leaky_relu, "negative_slope"),
     "EluBackward0": _unary(_aten.elu, "alpha", "scale", "input_scale"),
     "SoftplusBackward0": _unary(_aten.softplus, "beta", "threshold"),
-    "GluBackward0": _unary(_aten.glu, "dim"),
+    "GluBackward0": Rule.of("self", _glu),
     "PowBackward0": _unary(_aten.pow, "exponent"),
-    "MulBackward0": Rule.of("self other", lambda node, norm: _aten.mul),
+    "MulBackward0": Rule.of("self other", lambda node: _aten.mul),
     "NativeLayerNormBackward0": Rule.of("input result2 weight bias", _layer_norm, optional=2, norm=True),
     "FusedRmsNormBackward0": Rule.of("input result1 weight", _rms_norm, optional=1, norm=True),
     "NativeGroupNormBackward0": Rule.of("input result2 weight", _group_norm, optional=1, norm=True),
@@ -137,19 +149,34 @@ class Recipe(NamedTuple):
     deep: int
 
 
-def find_recipe(tensor: Tensor, norm: Norm | None, unpack: Any) -> Recipe | None:
+def is_plain(tensor: Tensor, root: Tensor) -> bool:
+    """Whether `tensor` is `root` or a view of it that is told by shape, strides and offset alone."""
+    return (
+        type(tensor) is type(root) is Tensor
+        and tensor.layout is root.layout is torch.strided
+        and tensor.dtype is root.dtype
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
+        and not (tensor.is_conj() or tensor.is_neg() or root.is_conj() or root.is_neg())
+        and _current_graph_task_id() == -1
+    )
+
+
+def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
     """How to make the output of an operator again of what its node has saved through a store; None where one cannot.
 
     Parameters
     ----------
-    norm : what is known of the module that gave `tensor`, where that is a normalisation
     unpack : the hook of what a store has saved
     """
     node: Any = tensor.grad_fn
     rule = RULES.get(node.name())
-    if rule is None or tensor.output_nr or tensor.storage_offset() or (rule.norm and norm is None):
+    if rule is None or tensor.output_nr or tensor.storage_offset():
         return None
-    inputs = []
+    if rule.norm:
+        norm = node.metadata.get(NORM)
+        if norm is None or (norm.bias is not None and norm.bias._version != norm.version):
+            return None
+    inputs: list[Any] = []
     needed = len(rule.inputs) - rule.optional
     for index, name in enumerate(rule.inputs):
         saved = getattr(node, name)
@@ -157,22 +184,43 @@ def find_recipe(tensor: Tensor, norm: Norm | None, unpack: Any) -> Recipe | None
         if handle is None:
             if index < needed:
                 return None
-        elif saved.unpack_hook is not unpack or not _comes_back_exactly(handle):
+            inputs.append(None)
+            continue
+        if isinstance(handle, Reader):
+            handle = handle.handle
+        if saved.unpack_hook is not unpack or not _comes_back_exactly(handle):
             return None
-        inputs.append(handle.handle if isinstance(handle, Reader) else handle)
+        if rule.norm and not tensor.is_cpu and isinstance(handle, Stored) and handle.region is not None:
+            return None  # it may come back aligned in another way, and a GPU's kernel then adds in another order
+        inputs.append(handle)
     deep = 1 + max(handle.deep if isinstance(handle, Derived) else 0 for handle in inputs)
-    return Recipe(rule.bind(node, norm or NO_NORM), inputs, deep) if deep <= MOST_DEEP else None
+    return Recipe(rule.bind(node), [_pinned(handle) for handle in inputs], deep) if deep <= MOST_DEEP else None
 
 
 def _comes_back_exactly(handle: Any) -> bool:
-    """Whether a saved tensor will be there in backward, bit for bit, whenever it is asked for."""
-    if isinstance(handle, Reader):
-        handle = handle.handle
+    """Whether a saved tensor will be there in backward, bit for bit, whenever it is asked for, as far as is known."""
     if isinstance(handle, Stored):
-        return handle.alias is None and not handle.any_version and (handle.owner or handle).codec.lossless
-    if type(handle) is tuple:
-        return not hasattr(handle[0], "ds_id")  # DeepSpeed's ZeRO-3 gathers a weight for its own module only
-    return isinstance(handle, Kept | Derived)
+        if handle.alias is not None or handle.any_version or not (handle.owner or handle).codec.lossless:
+            return False
+        return handle.witness._version == handle.version
+    if type(handle) is tuple:  # DeepSpeed's ZeRO-3 gathers a weight for its own module only
+        return handle[0]._version == handle[1] and not hasattr(handle[0], "ds_id")
+    if isinstance(handle, Kept):
+        return handle.alias._version == handle.version
+    return isinstance(handle, Derived) and handle.witness._version == handle.version
+
+
+class _Weight(NamedTuple):
+    """A parameter, which comes back as what it is by then: its memory must be the same."""
+
+    small: Small
+    storage: int
+
+
+def _pinned(handle: Any) -> Any:
+    if type(handle) is tuple and isinstance(handle[0], Parameter):
+        return _Weight(handle, handle[0].untyped_storage()._cdata)
+    return handle
 
 
 class Derived:
@@ -180,7 +228,7 @@ class Derived:
 
     __slots__ = (
         "__weakref__", "account", "deep", "function", "inputs", "ledger", "made", "offset", "shape", "stride",
-        "version", "witness",
+        "threads", "version", "witness", "working",
     )  # fmt: skip
 
     def __init__(
@@ -191,10 +239,13 @@ class Derived:
         ledger: Ledger,
         empty: Tensor,
         recipe: Recipe,
+        working: Callable[[Account], Callable[[], None]] | None,
     ) -> None:
         self.account = account
         self.ledger = ledger
         self.function, self.inputs, self.deep = recipe
+        self.working = working  # is told when a tensor is made, and what it returns when that is done
+        self.threads = torch.get_num_threads()  # each rounds the ends of its share in another way
         self.made = root.shape, root.stride()
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         self.version = tensor._version
@@ -214,10 +265,15 @@ class Derived:
         try:
             inputs = [None if handle is None else read(handle) for handle in self.inputs]
             with ExitStack() as stack:
+                if self.working is not None:
+                    stack.callback(self.working(self.account))
                 if torch.is_grad_enabled():
                     stack.enter_context(torch.no_grad())
                 if torch._C._is_any_autocast_enabled():
                     stack.enter_context(torch._C._DisableAutocast())
+                if torch.get_num_threads() != self.threads:
+                    stack.callback(torch.set_num_threads, torch.get_num_threads())
+                    torch.set_num_threads(self.threads)
                 made = self.function(*inputs)
         except ActstoreError as error:
             error.add_context(f"while making {self.account.site} ({self.spec}) again")
@@ -239,16 +295,19 @@ class Derived:
 def read(handle: Any) -> Tensor:
     """What a handle of any kind holds."""
     if type(handle) is tuple:
-        small: Small = handle
-        alias, version, frame = small
+        alias, version, frame = handle
         if alias._version != version:
             check_version(alias, version, Site(frame.place.name, SMALL))
-        if alias.numel() and not alias.untyped_storage().nbytes():
-            raise StateError(
-                f"a weight of {frame.place.name or 'the model'} is not there, and a tensor is to be made again with "
-                "it: it is shared out over ranks, and gathered for its own module only; write 'keep' or 'raw' in place "
-                "of 'derive'"
-            )
-        return alias
+        return alias  # type: ignore[no-any-return]
+    if type(handle) is _Weight:
+        weight = read(handle.small)
+        storage = weight.untyped_storage()
+        if storage._cdata == handle.storage and (storage.nbytes() or not weight.numel()):
+            return weight
+        raise StateError(
+            f"a weight that {handle.small[2].place.name or 'the model'} saved has other memory now, or none: it was "
+            "given new data, or it is shared out over ranks and gathered for its own module only. A tensor cannot be "
+            "made again with it; write 'keep' or 'raw' in place of 'derive'"
+        )
     tensor: Tensor = handle.get()
     return tensor

@@ -21,11 +21,12 @@ from actstore.accuracy.readers import Reader
 from actstore.census import Census
 from actstore.codecs import Bit1, Codec, Raw
 from actstore.composite import Composite, Part, has_values, is_parameter, parts_of
-from actstore.derived import Derived, find_recipe
+from actstore.derived import Derived, find_recipe, is_plain
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
 from actstore.modules import ASK, DEVICE, GROUP, SMALL, Deriving, target_of
+from actstore.policy import derives
 from actstore.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.replay import Calls
@@ -91,6 +92,7 @@ class Scope:
         self._store = store
         self._forward = forward
         self._policy = policy
+        tracker.derives = derives(policy)
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._has_model = has_model
@@ -277,14 +279,15 @@ class Scope:
     def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
         """The handle of a tensor that can be made again, bit for bit, of what is saved anyway; None for others."""
         root = tensor if tensor._base is None else tensor._base
-        if root.is_leaf or tensor._version or self._looked == MOST_NODES or self.allows_mutation():
+        if root.is_leaf or tensor._version or self._looked == MOST_NODES or not is_plain(tensor, root):
             return None
         self._looked += 1
-        recipe = find_recipe(root, self.tracker.norms.get(key), unpack)
+        recipe = None if self.allows_mutation() else find_recipe(root, unpack)
         if recipe is None:
             return None
         self.ledger.add(account, self._saved_nbytes(key, storage), 0, 0)
-        return Derived(tensor, root, account, self.ledger, self._empty_like(tensor), recipe)
+        working = None if self.gauge is None else self.gauge.recomputing
+        return Derived(tensor, root, account, self.ledger, self._empty_like(tensor), recipe, working)
 
     def _is_kept(self, key: int) -> bool:
         """Whether a storage is kept as it is: a second form would only add bytes."""
@@ -355,6 +358,7 @@ class Scope:
     def follow(self, policy: Policy, places: dict[Module, Place]) -> None:
         """Decide by another policy for what is saved from now on."""
         self._policy, self.tracker.places = policy, places
+        self.tracker.derives = derives(policy)
 
     def settle(self) -> None:
         """Encode what waited for its operator to end. What cannot be encoded stays an alias."""

@@ -128,21 +128,40 @@ class Frame:
 
 
 class Norm(NamedTuple):
-    """What no autograd node keeps of a normalisation that ran."""
+    """What no autograd node keeps of a normalisation that ran: it is put into the metadata of the node.
+
+    Attributes
+    ----------
+    bias : of a GroupNorm, with its version then; an alias, because a node must not hold itself
+    """
 
     eps: Any
     bias: Tensor | None
+    version: int
     site: Site
 
 
-NO_NORM = Norm(None, None, Site("", SMALL))
+NORM = "actstore.norm"  # in the metadata of a node
 _NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
+
+
+def _note_norm(module: Module, output: Tensor, name: str) -> None:
+    """Have the node of a normalisation's output know what it was made with, where that is certain."""
+    if "forward" in module.__dict__ or output.grad_fn is None:
+        return
+    bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None
+    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: it would be computed anew
+        return
+    alias = None if bias is None else bias.detach()
+    version = 0 if bias is None else bias._version
+    metadata: Any = output.grad_fn.metadata
+    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL))
 
 
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("census", "computed", "counted", "ended", "frame", "norms", "owned", "parameters", "places", "stack")
+    __slots__ = ("census", "computed", "counted", "derives", "ended", "frame", "owned", "parameters", "places", "stack")
 
     def __init__(self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int]) -> None:
         self.places = places
@@ -152,7 +171,7 @@ class Tracker:
         self.computed: set[int] = set()  # storages of weights that are computed from parameters
         self.owned: set[int] = set()
         self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
-        self.norms: dict[int, Norm] = {}  # by the storage of what they gave
+        self.derives = False  # whether something may be made again of what normalisations were given
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.owned)
 
@@ -182,15 +201,6 @@ class Tracker:
         """Forget weights whose storages are gone."""
         self.parameters -= gone
         self.computed -= gone
-        for key in gone:
-            self.norms.pop(key, None)
-
-    def note_norm(self, module: Module, output: Tensor) -> None:
-        """Remember what cannot be seen in the graph of a normalisation's output."""
-        storage = output.untyped_storage()
-        self.census.meet(storage._cdata, storage)
-        bias = getattr(module, "bias", None)
-        self.norms[storage._cdata] = Norm(module.eps, bias, Site(self.frame.place.name, SMALL))
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
@@ -280,8 +290,8 @@ def after_call(module: Module, _args: Any, output: Any) -> None:
     if tracker is not None:
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             tracker.adopt(output, computed=True)
-        elif "eps" in module.__dict__ and type(output) is Tensor and type(module).forward in _NORMS:
-            tracker.note_norm(module, output)
+        elif tracker.derives and type(module).forward in _NORMS and type(output) is Tensor:
+            _note_norm(module, output, tracker.frame.place.name)
         tracker.leave(module)
         if tracker.ended is not None and not tracker.stack:
             tracker.ended(output)

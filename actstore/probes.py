@@ -34,6 +34,7 @@ from actstore.tierset import TierSet
 
 SAMPLES = 3  # of each decision on each kind of unit
 LOSSY = "int4(round=dither)"
+DERIVE = "derive"
 MOST_STEPS = 40  # that are measured before the first plan
 ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
 
@@ -329,7 +330,7 @@ class Probes:
                     if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
                     if of_part.saved > SHARE * keep.total("saved")
                 ]
-        return [*found, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
+        return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
 
 
 def _times(f: Figures, scale: float, share: float) -> Figures:

@@ -97,7 +97,8 @@ def gpt(threads: int) -> Case:
     work = Workload(threads=threads)
     job = workloads.make(work)
     halves = "blocks.*.attn : recompute", "blocks.*.mlp : recompute"
-    by_hand = ("keep", "recompute", "expack", *halves, "; ".join(halves))
+    derived = "derive", "blocks.0 : recompute; * : derive", f"{halves[1]}; * : derive"
+    by_hand = ("keep", "recompute", "expack", *halves, "; ".join(halves), *derived)
     return _case("GPT, 6 layers, width 256", job.model, job.batch, by_hand, 7)
 
 

@@ -78,7 +78,7 @@ PEERS = (
     _offload("torchtune offload", "torchtune", "hooks:Torchtune", "it asks for a CUDA stream and raises"),
     _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
 )
-_USUAL = ("raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
+_USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
 _OTHERS = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
 _AUTO = Row("auto 50 %", "ours", share=0.5)
 OURS = (

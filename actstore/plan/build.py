@@ -124,7 +124,8 @@ class _Change:
     def __init__(self, unit: Unit, decision: str, f: Figures, keep: Figures, part: str | None) -> None:
         self.decision = decision
         self.transient = f.transient  # in backward;
-        self.staged = 0 if "recompute" in decision else f.transient  # in forward too, where room for most is taken
+        works_in_forward = "recompute" not in decision and decision != "derive"
+        self.staged = f.transient if works_in_forward else 0  # in forward too, where room for most is taken
         self.forward, self.backward = _added(f, keep)
         if part is None:
             self.held = f.total("held") - keep.total("held")

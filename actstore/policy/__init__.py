@@ -2,11 +2,21 @@
 
 from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
 from actstore.policy.grammar import parse_decision
-from actstore.policy.rules import Rules
+from actstore.policy.rules import Rules, derives
 
 parse = Rules.parse
 
 __all__ = [
-    "Decision", "Derive", "Encode", "Keep", "Offload", "Policy", "Recompute", "Rules", "parse", "parse_decision",
+    "Decision",
+    "Derive",
+    "Encode",
+    "Keep",
+    "Offload",
+    "Policy",
+    "Recompute",
+    "Rules",
+    "derives",
+    "parse",
+    "parse_decision",
     "waits_as",
 ]  # fmt: skip

@@ -103,8 +103,10 @@ class Derive:
     -----
     Made again are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
     back exactly. At most four operators run one after the other for one tensor. In-place changes of the tensor, or of
-    what it is made of, are found as autograd finds them. What writes through ``.data`` between an operator and the
-    reader of its output is not seen, and not made again: `actstore verify` shows whether a model does.
+    what it is made of, are found as autograd finds them. What no version counter tells of is not seen, and is not made
+    again as it was: what writes through ``.data`` into the tensor, or into the weight of a normalisation before
+    backward has read what it gave. `actstore verify` shows whether a model does. Backends that were switched off in
+    forward (``torch.backends.mkldnn``) are to be so in backward.
     """
 
     rest: Keep | Encode | Offload = field(default_factory=Keep)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actstore.errors import PolicyError
-from actstore.policy.decision import Decision, Keep, Recompute
+from actstore.policy.decision import Decision, Derive, Keep, Policy, Recompute
 from actstore.policy.grammar import parse_rules
 from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
 from actstore.policy.roots import recompute_roots
@@ -119,6 +119,13 @@ class Rules:
         return recompute_roots(self._ordered, names, blocks)
 
 
+def derives(policy: Policy) -> bool:
+    """Whether some tensor may be made again of others, as far as the policy tells."""
+    return not isinstance(policy, Rules) or any(
+        isinstance(decision, Derive) for decision in (policy.default, *(decision for _, decision in policy.rules))
+    )
+
+
 def _read_rules(rules: object) -> list[tuple[Pattern, Decision]]:
     if isinstance(rules, str):
         raise PolicyError(f"Rules takes pairs of a pattern and a decision; text goes through Rules.parse({rules!r})")
@@ -147,8 +154,8 @@ def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
 def _read_decision(what: str, decision: object) -> Decision:
     if not isinstance(decision, Decision):
         raise PolicyError(
-            f"{what} is {decision!r}; give Keep(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), "
-            "or write the whole policy as text for Rules.parse"
+            f"{what} is {decision!r}; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
+            "Recompute(inputs), or write the whole policy as text for Rules.parse"
         )
     return decision
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from actstore.codecs import Int8, Raw
 from actstore.errors import PolicyError
-from actstore.policy import Encode, Keep, Offload, Recompute, Rules
+from actstore.policy import Derive, Encode, Keep, Offload, Recompute, Rules
 from actstore.policy.decision import TIERS
 from tests.policy.codecs import Needy, Options, Wrap
 
@@ -34,7 +34,12 @@ def stored():
 
 
 def decisions():
-    return stored() | recomputations()
+    return (
+        stored()
+        | recomputations()
+        | st.just(Derive())
+        | st.builds(Derive, st.builds(Offload, st.just(Raw()), ladders()))
+    )
 
 
 def recomputations():

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from actstore.codecs import Int8, Raw
 from actstore.errors import ChainError
-from actstore.policy import Encode, Keep, Offload, Recompute, parse_decision
+from actstore.policy import Derive, Encode, Keep, Offload, Recompute, parse_decision
 from tests.policy.codecs import Options, Wrap, these_codecs
 from tests.policy.strategies import decisions
 
@@ -19,6 +19,8 @@ from tests.policy.strategies import decisions
         (Offload(Int8(), "host"), "int8 @ host"),
         (Offload(Raw(), ("host", "disk")), "raw @ host > disk"),
         (Offload(Raw(), ["device", "host", "disk"]), "raw @ device > host > disk"),
+        (Derive(), "derive"),
+        (Derive(Offload(Raw(), "disk")), "derive(raw @ disk)"),
         (Recompute(), "recompute"),
         (Recompute(Keep()), "recompute"),
         (Recompute(Encode(Int8())), "recompute(int8)"),
@@ -85,8 +87,17 @@ def test_one_tier_may_be_given_alone():
         ),
         (
             lambda: Recompute(Recompute()),
-            "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as in "
-            "recompute(keep), recompute(int8), recompute(raw @ host)",
+            "the inputs of a recomputed module cannot be recomputed or derived themselves; keep, encode or offload "
+            "them, as in recompute(keep), recompute(int8), recompute(raw @ host)",
+        ),
+        (
+            lambda: Derive(Offload(Int8(), "disk")),
+            "derive(int8 @ disk) would make tensors of others that come back with an error; give a codec without loss, "
+            "as in derive(raw @ host), or write 'int8 @ disk' alone",
+        ),
+        (
+            lambda: Derive(Derive()),
+            "derive takes what happens to all other tensors, such as Keep() or Offload(Raw(), 'host'), not derive",
         ),
         (
             lambda: Recompute(segment=0),

@@ -3,7 +3,7 @@ import pytest
 
 from actstore.codecs import Int8, Raw
 from actstore.errors import ActstoreError, ChainError, PolicyError, UnknownCodecError
-from actstore.policy import Encode, Keep, Offload, Recompute, Rules, parse, parse_decision
+from actstore.policy import Derive, Encode, Keep, Offload, Recompute, Rules, parse, parse_decision
 from tests.policy.codecs import Needy, Options, Wrap, these_codecs
 
 
@@ -23,6 +23,9 @@ def more_codecs():
         ("raw @ device", Encode(Raw())),
         ("int8@host", Offload(Int8(), "host")),
         ("int8 @ device > disk", Offload(Int8(), ("device", "disk"))),
+        ("derive", Derive()),
+        ("derive(keep)", Derive(Keep())),
+        ("derive( raw@host>disk )", Derive(Offload(Raw(), ("host", "disk")))),
         ("recompute", Recompute(Keep())),
         ("recompute(keep)", Recompute(Keep())),
         ("recompute( raw@disk )", Recompute(Offload(Raw(), "disk"))),
@@ -82,9 +85,13 @@ ERRORS = [
     ("raw «>» host", PolicyError, "'>' is unexpected after 'raw'; a tier stands after '@': 'raw @ host'"),
     ("raw @ host «@» disk", PolicyError, "'@' is unexpected after 'raw @ host'; a further tier stands after '>': 'raw @ host > disk'"),
     ("keep «@» host", PolicyError, "'@' is unexpected after 'keep'; keep takes nothing more; to move tensors away, write 'raw @ host'"),
+    ("derive «@» host", PolicyError, "'@' is unexpected after 'derive'; what happens to all other tensors stands in parentheses: 'derive(raw @ host)'"),
+    ("derive(raw«»", PolicyError, "expected ')' to close 'derive(', found the end of the rule"),
+    ("«derive(int8)»", ChainError, "derive(int8) would make tensors of others that come back with an error; give a codec without loss, as in derive(raw @ host), or write 'int8' alone"),
+    ("«derive(recompute)»", ChainError, "derive takes what happens to all other tensors, such as Keep() or Offload(Raw(), 'host'), not recompute"),
     ("recompute «@» host", PolicyError, "'@' is unexpected after 'recompute'; what happens to the inputs stands in parentheses: 'recompute(raw @ host)'"),
     ("recompute(raw @ host«»", PolicyError, "expected ')' to close 'recompute(', found the end of the rule"),
-    ("recompute(«)»", PolicyError, "expected a codec, 'keep' or 'recompute', found ')'"),
+    ("recompute(«)»", PolicyError, "expected a codec, 'keep', 'derive' or 'recompute', found ')'"),
     ("recompute(«segment»)", PolicyError, "'segment' is no flag: write 'segment=4'"),
     ("recompute(raw, segment=«1.5»)", PolicyError, "recompute takes a number of calls for 'segment', not '1.5'"),
     ("recompute(«segments»=4)", PolicyError, "recompute has no option 'segments'; did you mean 'segment'? Its options are segment=4, schedule=auto, slots=10, first=100"),
@@ -92,7 +99,7 @@ ERRORS = [
     ("recompute(schedule=«revolved», slots=2)", PolicyError, "'revolved' is not a schedule; did you mean 'revolve'? The schedules are sqrt, revolve, auto"),
     ("recompute(segment=4«»", PolicyError, "expected ')' to close 'recompute(', found the end of the rule"),
     ("«recompute(slots=3)»", ChainError, "slots=3 is for schedule=revolve; write recompute(schedule=revolve, slots=3), or leave slots out"),
-    ("«recompute(recompute)»", ChainError, "the inputs of a recomputed module cannot be recomputed themselves; keep, encode or offload them, as in recompute(keep), recompute(int8), recompute(raw @ host)"),
+    ("«recompute(recompute)»", ChainError, "the inputs of a recomputed module cannot be recomputed or derived themselves; keep, encode or offload them, as in recompute(keep), recompute(int8), recompute(raw @ host)"),
     ("options(«coutn»=2)", PolicyError, f"options has no option 'coutn'; did you mean 'count'? Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
     ("options(«sparse»)", PolicyError, f"'sparse' is not a flag of options. Its options, with their defaults, are flag=false, on=true, {DEFAULTS}"),
     ("options(«count»)", PolicyError, "'count' is no flag: write 'count=' and a whole number"),
@@ -116,7 +123,7 @@ ERRORS = [
     ("wrap(inner=«host»)", PolicyError, "'host' is a tier, not a codec; for the bytes as they are, write 'raw @ host'"),
     ("blocks«.»attn", PolicyError, "'.' has no meaning in a decision; a rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'"),
     ("a : int8\n  «b int8 @ host» # c", PolicyError, "'b int8 @ host' has no colon; among several rules each reads 'pattern : decision', and '* : decision' comes last, for all that no other rule covers"),
-    ("a :«»", PolicyError, "expected a codec, 'keep' or 'recompute', found the end of the rule"),
+    ("a :«»", PolicyError, "expected a codec, 'keep', 'derive' or 'recompute', found the end of the rule"),
     ("«a b» : int8", PolicyError, "'a b' is not a pattern; write a module name, in which * stands for anything, such as 'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'"),
     ("«a/b/c» : int8", PolicyError, "'a/b/c' is not a pattern; write a module name, in which * stands for anything, such as 'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'"),
     ("a : int8; «»: int8", PolicyError, "'' is not a pattern; write a module name, in which * stands for anything, such as 'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'"),

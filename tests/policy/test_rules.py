@@ -162,13 +162,13 @@ def test_deciding_agrees_with_a_look_at_every_rule(policy, name, tag):
         ),
         (
             lambda: Rules([("a", RAW), ("b", "int8")]),
-            "the decision of rule 2, 'b', is 'int8'; give Keep(), Encode(codec), Offload(codec, tiers) or "
+            "the decision of rule 2, 'b', is 'int8'; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
             "Recompute(inputs), or write the whole policy as text for Rules.parse",
         ),
         (
             lambda: Rules(default="int8"),
-            "the default is 'int8'; give Keep(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), or write "
-            "the whole policy as text for Rules.parse",
+            "the default is 'int8'; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), "
+            "or write the whole policy as text for Rules.parse",
         ),
         (
             lambda: Rules([("a b", RAW)]),

@@ -43,6 +43,7 @@ FLOORS = (
             "replay",
             "schedule",
             "handles",
+            "derived",
             "composite",
             "regions",
             "census",

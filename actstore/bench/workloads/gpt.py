@@ -80,5 +80,5 @@ KIND = Kind(
     uses=("layers", "width", "heads", "context", "batch", "dropout"),
     make=make,
     check=text.check,
-    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute"),
+    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute", "blocks.0 : recompute; * : derive"),
 )

@@ -55,5 +55,5 @@ KIND = Kind(
     uses=("layers", "width", "heads", "context", "batch"),
     make=make,
     check=check,
-    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute"),
+    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute", "blocks.0 : recompute; * : derive"),
 )
