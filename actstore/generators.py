@@ -6,7 +6,6 @@ import ctypes
 import pickle
 import random
 from collections.abc import Callable, Hashable, Iterable
-from copy import copy
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -68,8 +67,8 @@ class Generators:
 
     def again(self) -> Generators:
         """The same states, to `rewind` and `resume` by itself."""
-        twin = copy(self)
-        twin._meanwhile = []
+        twin = object.__new__(Generators)
+        twin.__dict__ = self.__dict__ | {"_meanwhile": []}
         return twin
 
     def rewind(self) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList, Sequential
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from actstore.composite import is_parameter
@@ -28,6 +28,7 @@ from actstore.policy import Keep, Recompute
 from actstore.replay import Call, Carry, Chain, Source
 from actstore.schedule import schedule_of
 from actstore.storage import storages_of
+from actstore.trees import Form, flatten
 from actstore.weights import Weights
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Wrapped:
                 module=name,
             )
         self._name = name
+        self._region = f"{name} ({decision})"  # for messages
+        self._text = str(decision)
         self._module = module
         self._decision = decision
         self._scope_of = scope_of
@@ -116,7 +119,7 @@ class Wrapped:
             return forward(*args, **kwargs)
         tracker = scope.tracker
         depth = len(tracker.stack)
-        call, counter = self._take(scope, forward, *tree_flatten((args, kwargs)))
+        call, counter = self._take(scope, forward, *flatten(args, kwargs))
         saved = _CountSaved(scope, counter.account, call.region)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
@@ -146,7 +149,7 @@ class Wrapped:
         return output
 
     def _take(
-        self, scope: Scope, forward: Callable[..., Any], leaves: list[Any], form: TreeSpec
+        self, scope: Scope, forward: Callable[..., Any], leaves: list[Any], form: Form
     ) -> tuple[Call, _CountRecomputed]:
         """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
@@ -155,7 +158,7 @@ class Wrapped:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = Generators(modules, devices, calls.generators)
         call = Call(
-            f"{self._name} ({self._decision})",
+            self._region,
             place.account(0),
             forward,
             leaves,
@@ -165,7 +168,7 @@ class Wrapped:
             generators,
         )
         if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more
-            call.account.where = str(self._decision)
+            call.account.where = self._text
         carries = self._join(scope, call, leaves) if self._decision.replays else {}
         tracker.push(None, place, self._decision.inputs)
         try:

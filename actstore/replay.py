@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from actstore.generators import Generators
 from actstore.handles import Kept, check_version
@@ -31,6 +31,7 @@ from actstore.ledger import Account, Ledger
 from actstore.reaper import Last
 from actstore.spec import Spec
 from actstore.surroundings import Surroundings
+from actstore.trees import Form, unflatten
 from actstore.weights import Weights
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Call:
         account: Account,
         forward: Callable[..., Any],
         leaves: list[Any],
-        form: TreeSpec,
+        form: Form,
         unpack: Callable[[Any], Tensor],
         weights: Weights,
         generators: Generators,
@@ -162,7 +163,7 @@ class Call:
     def first_run(self) -> Any:
         """Run forward on what the call was given."""
         assert self.given is not None
-        args, kwargs = tree_unflatten(self.given, self.form)
+        args, kwargs = unflatten(self.given, self.form)
         return self.forward(*args, **kwargs)
 
     def again(self) -> tuple[Callable[[], Any], set[int]]:
@@ -179,7 +180,7 @@ class Call:
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
         for i, first in self.same.items():
             leaves[i] = leaves[first]
-        args, kwargs = tree_unflatten(leaves, self.form)
+        args, kwargs = unflatten(leaves, self.form)
         return lambda: self.forward(*args, **kwargs), booked
 
     def replay(self, values: Values) -> list[Any]:
@@ -193,7 +194,7 @@ class Call:
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
         for i, first in self.same.items():
             leaves[i] = leaves[first]
-        args, kwargs = tree_unflatten(leaves, self.form)
+        args, kwargs = unflatten(leaves, self.form)
         with self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(self.forward(*args, **kwargs))
 

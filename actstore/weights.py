@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from threading import Lock
 from typing import Any
 
@@ -52,9 +51,8 @@ class Weights:
 
     def again(self) -> Weights:
         """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
-        twin = copy(self)
-        twin._meanwhile = []
-        twin._borrowers = []
+        twin = object.__new__(Weights)
+        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": []}
         return twin
 
     def rewind(self) -> None:

@@ -20,11 +20,13 @@ from time import monotonic
 from typing import Any
 
 from actstore.bench import rows, runner
+from actstore.bench.comparison import differences
 from actstore.bench.environment import environment
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
 from actstore.bench.workload import Workload
 from actstore.bench.workloads import MODELS, sized
+from actstore.errors import ConfigError
 from benchmarks import breakdown, convergence, largest, machine, page, scaling
 
 MIB = 2**20
@@ -104,19 +106,37 @@ def _rows(work: Workload, names: list[str], write: Write) -> None:
     keep(runner.run(work, [row for row in chosen if row not in slow], row_done=keep))
 
 
-def run_part(part: Part, folder: Path) -> str:
-    """Run one part and note how it went; an error's text, or nothing."""
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A result with rows that were measured again, or for the first time, later than the others.
+
+    Raises
+    ------
+    ConfigError : the machine, torch or the workload was another
+    """
+    old, new = Result.from_dict(before), Result.from_dict(after)
+    if unlike := differences(old, new):
+        raise ConfigError(f"rows cannot be put beside others: {'; '.join(unlike)}. Measure all of them, without --rows")
+    again = {row.name: row for row in new.rows if row.kind != "plain"}
+    rows = [again.pop(row.name, row) for row in old.rows]
+    return replace(old, environment=new.environment, rows=[*rows, *again.values()]).to_dict()
+
+
+def run_part(part: Part, folder: Path, *, some: bool = False) -> str:
+    """Run one part, or some rows of it, and note how it went; an error's text, or nothing."""
     notes = folder / "parts.json"
+    path = folder / f"{part.name}.json"
+    before = machine.read(path) if some and part.name in MODELS else None
     begin = monotonic()
     said = "interrupted"
     try:
-        part.run(lambda found: machine.write(folder / f"{part.name}.json", found))
+        part.run(lambda found: machine.write(path, found if before is None else merged(before, found)))
         said = ""
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     finally:
         went = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(monotonic() - begin)}
-        machine.write(notes, (machine.read(notes) or {}) | {part.name: went | {"error": said}})
+        if before is None:
+            machine.write(notes, (machine.read(notes) or {}) | {part.name: went | {"error": said}})
         page.write(folder)
     return said
 
@@ -125,7 +145,9 @@ def main() -> int:
     """Run the parts. Exit code 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", help="only this one; may be repeated")
-    parser.add_argument("--rows", default="", help="only these rows, by name, between semicolons")
+    parser.add_argument(
+        "--rows", default="", help="only these rows, by name, between semicolons; of workloads, beside what is there"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, into build/results: does it work?")
     parser.add_argument("--output", type=Path, help="folder of the results instead of benchmarks/results")
     given = parser.parse_args()
@@ -140,7 +162,7 @@ def main() -> int:
     failed = False
     for name in given.part or every:
         print(f"{name}: about {every[name].minutes:g} minutes" if not given.quick else name, flush=True)
-        said = run_part(every[name], folder)
+        said = run_part(every[name], folder, some=bool(names))
         if said:
             print(f"{name} failed: {said}", file=sys.stderr)
             failed = True

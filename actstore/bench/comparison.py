@@ -97,10 +97,10 @@ def _change(old: RowResult, new: RowResult) -> Change:
         worse = f"fails now: {new.failed}"
     elif old.bit_equal and new.bit_equal is False:
         worse = f"was exact, and has a gradient error of {new.grad_error:.2e}"
-    return Change(old, new, None if new.kind == "plain" else _time(old, new), _held(old, new), worse)
+    return Change(old, new, None if new.kind == "plain" else time_growth(old, new), _held(old, new), worse)
 
 
-def _time(old: RowResult, new: RowResult) -> Growth | None:
+def time_growth(old: RowResult, new: RowResult) -> Growth | None:
     """The quotient of the medians of the pairs, and what resampled pairs say of it."""
     before, after = np.array(old.pairs), np.array(new.pairs)
     if not (before.size and after.size):

@@ -83,7 +83,9 @@ def _duels(result: Result) -> list[RenderableType]:
     table.add_column("our time over its", justify="right")
     for one in found:
         times = "" if one.times is None else f"{one.times:.2f}"
-        table.add_row(Text(one.peer), Text(one.ours or one.reason), times, style=None if one.faster else "yellow")
+        table.add_row(
+            Text(one.peer), Text(one.ours or one.reason), times, style=None if one.verdict == "faster" else "yellow"
+        )
     return [Text(f"\n{DUELS}", style="bold"), table]
 
 

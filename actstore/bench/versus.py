@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actstore.bench.comparison import time_growth
 from actstore.bench.result import RowResult
 
+WRONG = 0.5
+"""A gradient error from here on is none of rounding: the peer does not train this model."""
 ROUNDING = 1e-6
 """Gradient errors up to this come from the order of sums, as a compiler changes it; no peer beats another by them."""
 
@@ -20,18 +23,23 @@ class Versus:
     peer : its name
     ours : the fastest of our rows that holds at most as many bytes and is as exact; empty where there is none
     times : time of that row over time of the peer, both as multiples of plain steps beside them
-    faster : whether that is below 1
+    low, high : where that lies with 95 %, by a bootstrap over the pairs of steps
     reason : why there is no row, or none that is faster
     """
 
     peer: str
     ours: str = ""
     times: float | None = None
+    low: float = 0.0
+    high: float = 0.0
     reason: str = ""
 
     @property
-    def faster(self) -> bool:
-        return self.times is not None and self.times < 1
+    def verdict(self) -> str:
+        """Ours is faster, slower, or as fast: neither is certain. Empty where none of ours is there."""
+        if self.times is None:
+            return ""
+        return "faster" if self.high < 1 else "slower" if self.low > 1 else "as fast"
 
 
 def versus(rows: Sequence[RowResult]) -> list[Versus]:
@@ -52,13 +60,18 @@ def as_exact(mine: RowResult, peer: RowResult) -> bool:
 def _against(peer: RowResult, ours: list[RowResult]) -> Versus:
     if peer.failed:
         return Versus(peer.name, reason=f"it failed: {peer.failed}")
+    if (peer.grad_error or 0.0) > WRONG:
+        return Versus(peer.name, reason=f"its gradients are wrong, by {100 * (peer.grad_error or 0.0):.0f} %")
     if peer.held_bytes is None or not peer.ratio:
         return Versus(peer.name, reason="its bytes or its time could not be had")
     small = [row for row in ours if row.held_bytes is not None and row.held_bytes <= peer.held_bytes]
-    fit = {row.name: row.ratio / peer.ratio for row in small if row.ratio and as_exact(row, peer)}
+    fit = [row for row in small if row.ratio and as_exact(row, peer)]
     if not fit:
         if not small:
             return Versus(peer.name, reason="none of our rows holds as little")
         return Versus(peer.name, reason="none of our rows that hold as little is as exact")
-    best = min(fit, key=lambda name: fit[name])
-    return Versus(peer.name, best, fit[best], "" if fit[best] < 1 else "none of our rows that hold as little is faster")
+    best = min(fit, key=lambda row: row.ratio or 0.0)
+    times = (best.ratio or 0.0) / peer.ratio
+    growth = time_growth(peer, best)
+    low, high = (times, times) if growth is None else (growth.low, growth.high)
+    return Versus(peer.name, best.name, times, low, high)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from actstore.bench.result import Result
 from actstore.bench.rows import ROWS
 from actstore.bench.workload import Workload
 from actstore.bench.workloads import MODELS
+from actstore.errors import ConfigError
 from actstore.trace import Event
 from benchmarks import breakdown, convergence, largest, machine, page, scaling, suite
 
@@ -53,6 +55,16 @@ def test_a_part_that_ends_early_keeps_what_it_has(
         assert suite.run_part(suite.Part("gpt", run, 1), folder) == said
     assert f"**Not finished**: {said}" in (tmp_path / "m.md").read_text()
     assert machine.read(folder / "gpt.json")["rows"]
+
+
+def test_rows_that_are_measured_later_stand_beside_the_others(result: Result) -> None:
+    rows = [replace(result.rows[0], ratio=9.0), replace(result.rows[3], ratio=1.2), replace(result.rows[3], name="new")]
+    found = Result.from_dict(suite.merged(result.to_dict(), replace(result, rows=rows).to_dict()))
+    assert [row.name for row in found.rows] == [*(row.name for row in result.rows), "new"]
+    assert [found.rows[i].ratio for i in (0, 1, 3)] == [1.0, 1.01, 1.2]
+    other = replace(result, environment=result.environment | {"torch": "3"})
+    with pytest.raises(ConfigError, match=r"torch 2 and 3\. Measure all of them, without --rows"):
+        suite.merged(result.to_dict(), other.to_dict())
 
 
 def test_a_quick_run_goes_through(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ OURS = [
     ("peer", "ours", "times", "reason"),
     [
         (row("p", "peer", 10, 1.6), "recompute", 1.4 / 1.6, ""),
-        (row("p", "peer", 10, 1.4), "recompute", 1.0, "none of our rows that hold as little is faster"),
+        (row("p", "peer", 10, 1.4), "recompute", 1.0, ""),
+        (row("p", "peer", 10, 1.4, 0.9), "", None, "its gradients are wrong, by 90 %"),
         (row("p", "peer", 30, 1.5, 0.01), "int8", 1.1 / 1.5, ""),
         (row("p", "peer", 30, 1.5, 0.1), "int4", 1.05 / 1.5, ""),
         (row("p", "peer", 30, 1.5), "recompute", 1.4 / 1.5, ""),
@@ -42,7 +43,17 @@ def test_the_fastest_of_ours_that_is_as_small_and_as_exact(
     assert found.times == (None if times is None else pytest.approx(times))
     assert reason in found.reason
     assert bool(reason) == bool(found.reason)
-    assert found.faster == (times is not None and times < 1)
+    assert found.verdict == ("" if times is None else "faster" if times < 1 else "as fast" if times == 1 else "slower")
+
+
+@pytest.mark.parametrize(("spread", "verdict"), [(0.001, "faster"), (0.4, "as fast")])
+def test_what_cannot_be_told_apart(spread: float, verdict: str) -> None:
+    rows = [row("p", "peer", 10, None), row("recompute", "ours", 10, None)]
+    for one, ratio in zip(rows, (1.4, 1.3), strict=True):
+        one.add_times([ratio + spread * (i % 5 - 2) for i in range(15)], [1.0] * 15)
+    (found,) = versus(rows)
+    assert found.verdict == verdict
+    assert found.low <= (found.times or 0) <= found.high
 
 
 def test_none_is_as_exact() -> None:

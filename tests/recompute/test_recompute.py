@@ -295,7 +295,7 @@ def test_a_pattern_wraps_the_outermost_matches():
         ("blocks : recompute", ["ModuleList", "no forward of its own", "'blocks.* : recompute'"]),
         ("blocks.7 : recompute", ["blocks.7", "matches no module", "blocks.0"]),
         ("block.* : recompute", ["block.*", "blocks.*"]),
-        ("recompute(recompute)", ["cannot be recomputed themselves"]),
+        ("recompute(recompute)", ["cannot be recomputed or derived themselves"]),
     ],
 )
 def test_conflicts_are_errors_when_the_store_is_built(policy, words):

@@ -27,6 +27,7 @@ FLOORS = (
             "weights",
             "untraced",
             "surroundings",
+            "trees",
             "html",
             "pictures",
         },
