@@ -254,7 +254,7 @@ class Scope:
                 if tiers == DEVICE and codec is RAW:
                     return self._keep(tensor, account, key, storage, reason)
                 account.note = f"{codec.name}: {reason}"
-        if self._is_kept(key):
+        if key in self._kept and self._is_kept(key):
             return self._keep(tensor, account, key, storage)
         allow = self.allows_mutation()
         if outer is None:
@@ -300,7 +300,8 @@ class Scope:
             return ""
         self._looked += 1
         node: Any = tensor.grad_fn
-        return str(node.name())
+        name: str = node.name()
+        return name
 
     def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | Deriving | None]:
         """The account and the target of a storage that may have a tag."""

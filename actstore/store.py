@@ -55,6 +55,7 @@ class Store:
         self.gauge: Gauge | None = None
         self.sampler = Sampler(self.ledger, options.sample_errors, options.warn_error, options.fail_error)
         self.sampling: Sampler | None = None  # in steps that are sampled
+        self._watched = True  # whether somebody looks at the work of codecs in this step
         self.alone: str | None = None  # the one site that is lossy, while others are to be exact
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
@@ -107,15 +108,8 @@ class Store:
             route = account.route = Route(src, codec, tiers, self.place(src.device))
         bound = route.bound
         key = self._next_key(account) if route.keyed else 0
-        if self.options.verify:
-            bound = verified(bound)
-        plain = bound
-        if self.gauge is not None:
-            bound = self.gauge.codec(bound, codec, account)
-        if self.trace is not None:
-            bound = self._traced(bound, route.place, account)
-        if self.sampling is not None and not codec.lossless and not (self.gauge is not None and self.gauge.measures):
-            bound = self.sampling.codec(bound, plain, account, route.place.device, self.trace)
+        if self._watched:
+            bound = self._watching(bound, codec, account, route.place)
         if not bound.exact:
             return self._put_variable(entry, src, bound, codec, route, key, saved, forward)
         slot = berth = None
@@ -249,6 +243,8 @@ class Store:
         AccuracyError : the last payloads that were sampled lost more than is allowed; no step has begun
         """
         self.sampling = self.sampler if self.sampler.start(self._steps + 1) else None
+        observers = self.options.verify, self.options.trace, self.gauge, self.sampling
+        self._watched = any(observer not in (None, False) for observer in observers)
         now = perf_counter_ns()
         self.step_ns, self._started_ns = now - self._started_ns, now
         self._end_backward()
@@ -322,6 +318,17 @@ class Store:
         account.drawn += 1
         text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _watching(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
+        """The same codec, whose work is verified, measured, traced or sampled."""
+        plain = bound = verified(bound) if self.options.verify else bound
+        if self.gauge is not None:
+            bound = self.gauge.codec(bound, codec, account)
+        if self.trace is not None:
+            bound = self._traced(bound, place, account)
+        if self.sampling is not None and not codec.lossless and not (self.gauge is not None and self.gauge.measures):
+            bound = self.sampling.codec(bound, plain, account, place.device, self.trace)
+        return bound
 
     def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
         """The same codec, whose work the trace tells."""

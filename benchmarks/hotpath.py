@@ -18,7 +18,7 @@ import argparse
 import gc
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from benchmarks.hotpath_peers import Hooks
 SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
 IDENTITY = "identity hooks"
 LIMITS = {"kept": 2.5, "int8": 12.0}
+OFTEN = 5  # how often the unit's own times are taken in a round: all else is divided by them
 REPEATS = 5  # of each variant in a round, of which the least counts: what disturbs it only adds
 
 
@@ -126,10 +127,14 @@ def time_direct(tensors: list[Tensor], hooks: Hooks, clock: Clock) -> float:
     return least / len(tensors) * 1e6
 
 
-def sample(measure: Callable[[Hooks], float], hooks: dict[str, Hooks], rounds: int) -> dict[str, list[float]]:
-    """Run all variants `rounds` times, in a new order each time, after two rounds that do not count."""
-    order = list(hooks)
-    found: dict[str, list[float]] = {name: [] for name in hooks}
+def sample(jobs: dict[str, Callable[[], float]], rounds: int, often: Sequence[str] = ()) -> dict[str, list[float]]:
+    """Run all jobs `rounds` times, in a new order each time, after two rounds that do not count.
+
+    Those of `often` run OFTEN times in each round. All that is compared is measured in one run: machines change their
+    speed from one second to the next.
+    """
+    order = [*jobs, *((OFTEN - 1) * list(often))]
+    found: dict[str, list[float]] = {name: [] for name in jobs}
     shuffle = random.Random(0).shuffle
     gc.collect()
     gc.disable()
@@ -137,7 +142,7 @@ def sample(measure: Callable[[Hooks], float], hooks: dict[str, Hooks], rounds: i
         for index in range(-2, rounds):
             shuffle(order)
             for name in order:
-                elapsed_us = measure(hooks[name])
+                elapsed_us = jobs[name]()
                 if index >= 0:
                     found[name].append(elapsed_us)
             if index % 16 == 0:
@@ -147,46 +152,49 @@ def sample(measure: Callable[[Hooks], float], hooks: dict[str, Hooks], rounds: i
     return found
 
 
-def added(found: dict[str, list[float]], base: str) -> dict[str, list[float]]:
-    """What each variant takes beyond `base` in the same round."""
-    return {name: [a - b for a, b in zip(times, found[base], strict=True)] for name, times in found.items()}
-
-
 def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
     """All figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
     clock = Clock(device)
     activations, parameters = Chain(length, False, device), Chain(length, True, device)
     peers, left_out = hotpath_peers.find(device)
-    hooks = variants(activations, peers)
-    rows: dict[str, dict[str, Any]] = {}
-    chained = added(sample(lambda h: time_chain(activations, h, clock), hooks, rounds), "no hooks")
-    pair = {name: hooks[name] for name in ("no hooks", IDENTITY)}  # all else is divided by their difference
-    chained |= added(sample(lambda h: time_chain(activations, h, clock), pair, 5 * rounds), "no hooks")
-    unit_us = median(chained[IDENTITY])
     tensors = [(activations.x + i).sin() for i in range(length)]
     packing = variants(None, peers)  # no forward of a model runs around a direct call
     del packing["no hooks"]
-    direct = added(sample(lambda h: time_direct(tensors, h, clock), packing, rounds), IDENTITY)
-    for name in packing:
-        rows[name] = _row(name, chained[name], unit_us, 1 + median(direct[name]) / unit_us)
+    found = _sample_both(activations, variants(activations, peers), tensors, packing, clock, rounds)
+    rows = {name: _row(name, found) for name in packing}
     store = ActivationStore(parameters, "int8", min_bytes=0)
-    some: dict[str, Hooks] = {
-        "no hooks": nullcontext,
-        IDENTITY: hooks[IDENTITY],
-        "a parameter": partial(_itself, store),
-    }
-    chained = added(sample(lambda h: time_chain(parameters, h, clock), some, rounds), "no hooks")
+    some = {"no hooks": nullcontext, IDENTITY: packing[IDENTITY], "a parameter": partial(_itself, store)}
     views = [w.t() for w in parameters.weights]
-    some.pop("no hooks")
-    direct = added(sample(lambda h: time_direct(views, h, clock), some, rounds), IDENTITY)
-    beyond = median(direct["a parameter"]) / unit_us
-    rows["a parameter"] = _row("a parameter", chained["a parameter"], median(chained[IDENTITY]), 1 + beyond)
+    of_views = {name: hooks for name, hooks in some.items() if name != "no hooks"}
+    rows["a parameter"] = _row("a parameter", _sample_both(parameters, some, views, of_views, clock, rounds))
     return {
-        "unit_us": unit_us, "device": device, "length": length, "rounds": rounds, "rows": rows, "left_out": left_out
+        "unit_us": _unit_us(found), "device": device, "length": length, "rounds": rounds, "rows": rows,
+        "left_out": left_out,
     }  # fmt: skip
 
 
-def _row(name: str, added_us: list[float], unit_us: float, direct: float) -> dict[str, Any]:
+def _sample_both(
+    chain: Chain, hooks: dict[str, Hooks], tensors: list[Tensor], packing: dict[str, Hooks], clock: Clock, rounds: int
+) -> dict[str, list[float]]:
+    """Times of the chain and of direct calls, by "chain " and "direct " with the name of a variant."""
+    jobs = {f"chain {name}": partial(time_chain, chain, one, clock) for name, one in hooks.items()}
+    direct = {f"direct {name}": partial(time_direct, tensors, one, clock) for name, one in packing.items()}
+    return sample(jobs | direct, rounds, [f"chain {name}" for name in ("no hooks", IDENTITY)])
+
+
+def _unit_us(found: dict[str, list[float]]) -> float:
+    """What identity hooks add to one operator of a chain."""
+    pairs = zip(found[f"chain {IDENTITY}"], found["chain no hooks"], strict=True)
+    return median(with_hooks - without for with_hooks, without in pairs)
+
+
+def _row(name: str, found: dict[str, list[float]]) -> dict[str, Any]:
+    """A variant's figures. Both are in the unit of the same run."""
+    unit_us, plain = _unit_us(found), found["chain no hooks"]
+    times = found[f"chain {name}"]
+    added_us = [time - base for time, base in zip(times, plain[:: len(plain) // len(times)], strict=True)]
+    beyond = zip(found[f"direct {name}"], found[f"direct {IDENTITY}"], strict=True)
+    direct = 1 + median(mine - identity for mine, identity in beyond) / unit_us
     low, middle, high = quantiles(added_us, n=4)
     row = {"added_us": middle, "low_us": low, "high_us": high, "chain": middle / unit_us, "direct": direct}
     if name in LIMITS:
