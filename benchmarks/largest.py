@@ -26,8 +26,8 @@ from actstore.units import format_nbytes
 from benchmarks.markdown import table
 
 ROWS = (
-    "plain", "torch checkpoint", "bitsandbytes 8-bit", "int8", "int4", "int8 @ disk", "raw @ disk", "recompute",
-    "recompute(int8)", "recompute(raw @ disk)",
+    "plain", "torch checkpoint", "bitsandbytes 8-bit", "int8", "int4", "int8 @ disk", "raw @ disk", "derive",
+    "recompute", "recompute(int8)", "recompute(raw @ disk)",
 )  # fmt: skip
 PATIENCE = 8  # measured batches, after which the interval is halved
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actstore.bench.comparison import time_growth
 from actstore.bench.result import RowResult
 
-WRONG = 0.5
+WRONG = 0.1
 """A gradient error from here on is none of rounding: the peer does not train this model."""
 ROUNDING = 1e-6
 """Gradient errors up to this come from the order of sums, as a compiler changes it; no peer beats another by them."""

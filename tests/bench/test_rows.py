@@ -18,6 +18,7 @@ def test_the_usual_rows_are_a_good_part_of_all() -> None:
         "checkpoint_sequential",
         "save_on_cpu",
         "bitsandbytes 8-bit",
+        "derive",
         "raw @ disk",
         "int8",
         "int8 @ disk",
@@ -52,3 +53,8 @@ def test_parse_policies_refuses(option: str) -> None:
 def test_a_policy_that_does_not_parse_is_refused_before_the_run() -> None:
     with pytest.raises(ActstoreError, match="int9"):
         parse_policies(["mine=int9"], list(ROWS))
+
+
+def test_rules_of_a_policy_do_not_part_its_name() -> None:
+    *_, row = rows_for(("a : recompute; * : derive",))
+    assert (row.name, row.policy) == ("a : recompute, * : derive", "a : recompute; * : derive")
