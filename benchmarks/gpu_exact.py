@@ -17,7 +17,16 @@ from actstore.bench.workload import Workload
 from benchmarks import gpu_place
 from benchmarks.gpu_place import Place
 
-LOSSLESS = ("plain", "recompute", "raw @ host", "raw @ disk", "expack", "recompute(raw @ disk)")
+LOSSLESS = (
+    "plain",
+    "recompute",
+    "derive",
+    "derive(raw @ host)",
+    "raw @ host",
+    "raw @ disk",
+    "expack",
+    "recompute(raw @ disk)",
+)
 FEW = ("plain", "recompute")  # of a dry run
 
 

@@ -51,6 +51,8 @@ PLAIN = Row("plain", "plain")
 KEEP = Row("keep", "ours", "keep")
 ROWS = (
     KEEP,
+    Row("derive", "ours", "derive"),
+    Row("derive(raw @ host)", "ours", "derive(raw @ host)"),
     Row("recompute", "ours", "recompute"),
     Row("raw @ host", "ours", "raw @ host"),
     Row("int8", "ours", "int8", exact=False),

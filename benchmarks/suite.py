@@ -1,4 +1,4 @@
-"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; by estimate an hour on two cores.
+"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; an hour and a half on two cores.
 
 Every workload with every row, then how it scales, the largest batch within a budget, where time goes, and loss curves.
 Figures go into ``results/<machine>/``, a file for each part that is written again after each row, and pictures beside
@@ -77,7 +77,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
         ]
 
     return [
-        *(Part(model, partial(_rows, work, names), 5) for model, work in works.items()),
+        *(Part(model, partial(_rows, work, names), 9) for model, work in works.items()),
         Part("breakdown", partial(breakdown.measure, works["gpt"], 1 if quick else 7), 1),
         Part("scaling", partial(scaling.measure, small, grown, some(scaling.ROWS)), 7),
         Part("largest", partial(largest.measure, replace(small, context=128), budget, most, some(largest.ROWS)), 5),

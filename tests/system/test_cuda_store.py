@@ -13,7 +13,17 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
 
 WIDTH, HEADS, CONTEXT, BATCH, CLASSES = 256, 4, 128, 8, 50
-LOSSLESS = ["keep", "raw", "raw @ host", "raw @ disk", "recompute", "recompute(raw @ host)", "recompute(raw @ disk)"]
+LOSSLESS = [
+    "keep",
+    "raw",
+    "raw @ host",
+    "raw @ disk",
+    "recompute",
+    "recompute(raw @ host)",
+    "recompute(raw @ disk)",
+    "derive",
+    "derive(raw @ host)",
+]
 LOSSY = ["int8", "int8 @ host", "int8 @ disk", "int8 @ host > disk", "recompute(int8)"]
 
 
