@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
-from torch.nn import Parameter
 
 from actstore.accuracy.readers import Reader
 from actstore.errors import ActstoreError, StateError
-from actstore.handles import Kept, Small, Stored, check_version
+from actstore.handles import Kept, Stored, check_version
 from actstore.ledger import Account, Ledger
-from actstore.modules import NORM, SMALL
+from actstore.modules import NORM, SMALL, Frame
 from actstore.spec import Site, Spec
 
 MOST_DEEP = 4  # operators that are run one after the other for one tensor
@@ -95,11 +94,10 @@ def _rms_norm(node: Any) -> Function:
 def _group_norm(node: Any) -> Function:
     options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
     _, bias, version, site = node.metadata[NORM]
+    pinned = None if bias is None else _Pinned.of(bias, version, site)
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
-        if bias is not None and bias._version != version:
-            check_version(bias, version, site)
-        made, _, again = torch.native_group_norm(x, weight, bias, *options)
+        made, _, again = torch.native_group_norm(x, weight, pinned and pinned.get(), *options)
         return _proved(made, again, rstd, "GroupNorm", options[-1])
 
     return run
@@ -194,7 +192,13 @@ def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
             return None  # it may come back aligned in another way, and a GPU's kernel then adds in another order
         inputs.append(handle)
     deep = 1 + max(handle.deep if isinstance(handle, Derived) else 0 for handle in inputs)
-    return Recipe(rule.bind(node), [_pinned(handle) for handle in inputs], deep) if deep <= MOST_DEEP else None
+    if deep > MOST_DEEP:
+        return None
+    for index, handle in enumerate(inputs):
+        if type(handle) is tuple:
+            alias, version, frame = handle
+            inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL), frame)
+    return Recipe(rule.bind(node), inputs, deep)
 
 
 def _comes_back_exactly(handle: Any) -> bool:
@@ -210,17 +214,36 @@ def _comes_back_exactly(handle: Any) -> bool:
     return isinstance(handle, Derived) and handle.witness._version == handle.version
 
 
-class _Weight(NamedTuple):
-    """A parameter, which comes back as what it is by then: its memory must be the same."""
+class _Pinned(NamedTuple):
+    """A small tensor or a weight, which must be in the same memory when it is read: a weight may have other data then.
 
-    small: Small
+    Attributes
+    ----------
+    storage : the identity of its memory
+    frame : what accounts for a small tensor, as long as somebody holds it
+    """
+
+    alias: Tensor
+    version: int
+    site: Site
     storage: int
+    frame: Frame | None
 
+    @classmethod
+    def of(cls, alias: Tensor, version: int, site: Site, frame: Frame | None = None) -> _Pinned:
+        return cls(alias, version, site, alias.untyped_storage()._cdata, frame)
 
-def _pinned(handle: Any) -> Any:
-    if type(handle) is tuple and isinstance(handle[0], Parameter):
-        return _Weight(handle, handle[0].untyped_storage()._cdata)
-    return handle
+    def get(self) -> Tensor:
+        if self.alias._version != self.version:
+            check_version(self.alias, self.version, self.site)
+        storage = self.alias.untyped_storage()
+        if storage._cdata != self.storage or (self.alias.numel() and not storage.nbytes()):
+            raise StateError(
+                f"a weight that {self.site.name or 'the model'} saved has other memory now, or none: it was given new "
+                "data, or it is shared out over ranks and gathered for its own module only. A tensor cannot be made "
+                "again with it; write 'keep' or 'raw' in place of 'derive'"
+            )
+        return self.alias
 
 
 class Derived:
@@ -263,7 +286,7 @@ class Derived:
         if self.witness._version != self.version:
             check_version(self.witness, self.version, self.account.site, self.spec)
         try:
-            inputs = [None if handle is None else read(handle) for handle in self.inputs]
+            inputs = [None if handle is None else handle.get() for handle in self.inputs]
             with ExitStack() as stack:
                 if self.working is not None:
                     stack.callback(self.working(self.account))
@@ -290,24 +313,3 @@ class Derived:
         if self.shape == shape and self.stride == stride:
             return made
         return made.as_strided(self.shape, self.stride, self.offset)
-
-
-def read(handle: Any) -> Tensor:
-    """What a handle of any kind holds."""
-    if type(handle) is tuple:
-        alias, version, frame = handle
-        if alias._version != version:
-            check_version(alias, version, Site(frame.place.name, SMALL))
-        return alias  # type: ignore[no-any-return]
-    if type(handle) is _Weight:
-        weight = read(handle.small)
-        storage = weight.untyped_storage()
-        if storage._cdata == handle.storage and (storage.nbytes() or not weight.numel()):
-            return weight
-        raise StateError(
-            f"a weight that {handle.small[2].place.name or 'the model'} saved has other memory now, or none: it was "
-            "given new data, or it is shared out over ranks and gathered for its own module only. A tensor cannot be "
-            "made again with it; write 'keep' or 'raw' in place of 'derive'"
-        )
-    tensor: Tensor = handle.get()
-    return tensor

@@ -370,15 +370,16 @@ def test_a_checkpoint_has_its_own_hooks():
     check_kept(Checked(), torch.randn(4, 8, requires_grad=True), reader="last[0]")
 
 
-def test_weights_that_are_gathered_for_their_module_only():
+@pytest.mark.parametrize(("norm", "name"), [("layer norm", "weight"), ("group norm", "bias")])
+def test_weights_that_are_gathered_for_their_module_only(norm, name):
     """DeepSpeed marks them; FSDP takes their memory away."""
     model = build("layer norm")
     model.operator.weight.ds_id = 7
     check_kept(model, torch.randn(4, WIDTH, 6, requires_grad=True))
-    model = build("layer norm")
+    model = build(norm)
     with ActivationStore(model, "derive", min_bytes=0):
         loss = model(torch.randn(4, WIDTH, 6))
-    model.operator.weight.untyped_storage().resize_(0)
+    getattr(model.operator, name).untyped_storage().resize_(0)
     with pytest.raises(StateError, match=r"a weight that operator saved has other memory now, .* write 'keep'"):
         loss.backward()
 
@@ -607,7 +608,7 @@ def no_version(patch):
 
 
 def _get_without_versions(self):
-    inputs = [None if handle is None else derived.read(handle) for handle in self.inputs]
+    inputs = [None if handle is None else handle.get() for handle in self.inputs]
     return self.function(*inputs).as_strided(self.shape, self.stride, self.offset)
 
 
@@ -617,7 +618,9 @@ def other_options(patch):
 
 def other_strides(patch):
     patch.setattr(
-        derived.Derived, "get", lambda self: self.function(*map(derived.read, self.inputs)).reshape(self.shape)
+        derived.Derived,
+        "get",
+        lambda self: self.function(*(handle.get() for handle in self.inputs)).reshape(self.shape),
     )
 
 

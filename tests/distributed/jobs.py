@@ -240,7 +240,9 @@ def check_pipeline(schedule: type, chunks: int) -> None:
     reports = check_equal(build)
     for policy, report in reports.items():
         assert report.saved_bytes > 0, policy
-        assert (report.stored_bytes > 0) == (policy not in ("keep", "blocks.* : recompute")), f"{policy}\n{report}"
+        assert (report.stored_bytes > 0) == (policy not in ("keep", "derive", "blocks.* : recompute")), (
+            f"{policy}\n{report}"
+        )
     check_lossy(build)
 
 

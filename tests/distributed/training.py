@@ -21,7 +21,7 @@ from tests.autograd.checks import check_drained, same_bits
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 4
 LOSSLESS = (
-    "keep", "raw", "raw @ host", "raw @ disk", "expack", "expack @ disk",
+    "keep", "derive", "raw", "raw @ host", "raw @ disk", "expack", "expack @ disk",
     "blocks.* : recompute", "blocks.* : recompute(raw @ disk)",
 )  # fmt: skip
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
