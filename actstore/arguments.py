@@ -12,7 +12,8 @@ from actstore.chooser import Grant
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
-from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules, waits_as
+from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules
+from actstore.policy.decision import waits_as
 from actstore.spec import Site, Spec
 from actstore.units import parse_nbytes
 

@@ -26,7 +26,7 @@ from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
 from actstore.modules import ASK, DEVICE, GROUP, SMALL, Deriving, target_of
-from actstore.policy import derives
+from actstore.policy.rules import derives
 from actstore.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.replay import Calls

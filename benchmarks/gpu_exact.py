@@ -21,7 +21,6 @@ LOSSLESS = (
     "plain",
     "recompute",
     "derive",
-    "derive(raw @ host)",
     "raw @ host",
     "raw @ disk",
     "expack",

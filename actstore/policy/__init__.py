@@ -1,8 +1,8 @@
 """Which saved tensor is kept, derived, encoded, offloaded or recomputed: decisions as values, rules, and their text."""
 
-from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
+from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute
 from actstore.policy.grammar import parse_decision
-from actstore.policy.rules import Rules, derives
+from actstore.policy.rules import Rules
 
 parse = Rules.parse
 
@@ -15,8 +15,6 @@ __all__ = [
     "Policy",
     "Recompute",
     "Rules",
-    "derives",
     "parse",
     "parse_decision",
-    "waits_as",
-]  # fmt: skip
+]

@@ -144,8 +144,8 @@ def reads_with_a_graph(patch):
 
 
 def only_arguments_by_position(patch):
-    patch.setattr(recompute, "tree_flatten", lambda tree: ([*tree[0], tree[1]], len(tree[0])))
-    patch.setattr(replay, "tree_unflatten", lambda leaves, count: (leaves[:count], leaves[count]))
+    patch.setattr(recompute, "flatten", lambda args, kwargs: ([*args, kwargs], len(args)))
+    patch.setattr(replay, "unflatten", lambda leaves, count: (leaves[:count], leaves[count]))
 
 
 def torchscript_like_others(patch):
