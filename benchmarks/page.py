@@ -131,8 +131,8 @@ def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
 
 WHY = {
     "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.3 ms a call here "
-    "(`benchmarks/hotpath.py`): ours also puts random states of Python and NumPy, weights and buffers back as they were. "
-    "Cells that are called hundreds of times feel it",
+    "(`benchmarks/hotpath.py`): ours also puts random states of Python and NumPy, weights and buffers back as they "
+    "were. Cells that are called hundreds of times feel it",
     "checkpoint every k-th": "it is `recompute` of every other block, and so has the same to do",
     "selective checkpoint": "it chooses by operator inside of a block, where `recompute` takes the whole of a module",
     "checkpoint_sequential": "it is `recompute` of a few blocks at once, and so has the same to do",
