@@ -275,13 +275,15 @@ class Auto:
         ------
         CapacityError : what is known by now needs more, and nothing that is still to be tried can change that
         """
-        if self._planned_for or self.probes.floor(on_host=place.device.on_host) <= self._wish.device:
+        floor = self.probes.floor(on_host=place.device.on_host)
+        if self._planned_for or floor <= self._wish.device:
             return
         try:
             self._solve(self._wish.device)
         except CapacityError as error:
             error.add_context(
-                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be"
+                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be (what was "
+                f"not tried may need less, but no less than about {format_nbytes(floor)})"
             )
             raise
 

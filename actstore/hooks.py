@@ -245,27 +245,31 @@ class Scope:
         name = self._producer(known)
         if name in TRANSPARENT and is_cast_parameter(known, self.parameters):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
-        if not (codec.lossless and codec.accepts(tensor.dtype)):
-            reason = self._exact_reason(tensor, known, frame, name, key, codec, whole, protected)
+        dtype = tensor.dtype
+        if not (codec.lossless and codec.accepts(dtype)):
+            reason = self._exact_reason(tensor, known, dtype, frame, name, key, codec, whole, protected)
             if self._alone is not None and not self._is_alone(account, key):
                 reason = f"only {self._alone} is lossy now"
             if reason:
-                codec = BITS if tensor.dtype is torch.bool else RAW
+                codec = BITS if dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
                     return self._keep(tensor, account, key, storage, reason)
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._is_kept(key):
             return self._keep(tensor, account, key, storage)
-        allow = self.allows_mutation()
+        allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
+        empty = self._empty.get(dtype)
+        if empty is None or empty.device != tensor.device:
+            empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=tensor.device)
         if outer is None:
-            handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
+            handle = Stored(tensor, account, empty, whole, allow)
         elif allow and not outer.requires_grad:
             return self._keep(tensor, account, key, storage, "may change before backward")
         else:
-            handle = Part(tensor, account, self._empty_like(tensor), whole, outer)
+            handle = Part(tensor, account, empty, whole, outer)
         if key in self._stored and self._find_owner(handle, key, storage, codec):
             return handle
-        if known.requires_grad:
+        if name or known.requires_grad:
             if not self._encode(handle, tensor, storage, whole, codec, tiers):
                 return self._keep(tensor, account, key, storage, f"no room in {' > '.join(tiers)}")
             return handle
@@ -296,10 +300,10 @@ class Scope:
 
     def _producer(self, tensor: Tensor) -> str:
         """The name of the autograd node whose output `tensor` is; empty for none."""
-        if tensor.is_leaf:
+        node: Any = tensor.grad_fn
+        if node is None:
             return ""
         self._looked += 1
-        node: Any = tensor.grad_fn
         name: str = node.name()
         return name
 
@@ -316,6 +320,7 @@ class Scope:
         self,
         tensor: Tensor,
         known: Tensor,
+        dtype: torch.dtype,
         frame: Frame,
         producer: str,
         key: int,
@@ -324,8 +329,8 @@ class Scope:
         protected: bool,
     ) -> str:
         """Why `tensor` cannot go through `codec`; empty when it can."""
-        if not codec.accepts(tensor.dtype):
-            return f"{codec.name} does not take {str(tensor.dtype).removeprefix('torch.')}"
+        if not codec.accepts(dtype):
+            return f"{codec.name} does not take {str(dtype).removeprefix('torch.')}"
         if not whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
             return "its elements overlap in memory"
         if known is not tensor and not has_values(known, tensor):
@@ -336,7 +341,7 @@ class Scope:
             return "saved outside of the model: part of the loss"
         if key in self.tracker.computed or frame.computes_weights:
             return "a weight that is computed from parameters"
-        return lossy_reason(known, producer)
+        return lossy_reason(known, dtype, producer)
 
     def _is_alone(self, account: Account, key: int) -> bool:
         """Whether this is the one site that is lossy, or reads what that has stored."""
@@ -448,14 +453,15 @@ class Scope:
 
     def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:
         """What plain autograd holds of a storage because it is saved now."""
-        census = self._census
+        census, tracker = self._census, self.tracker
         if len(census.met) > self._prune_at:
             self._prune()
-        if self.tracker.frame.inputs is None:
-            nbytes = census.count(key, storage)
-            return 0 if self.tracker.knows(key) else nbytes
-        census.meet(key, storage)  # the input of a region: plain autograd need not save it
-        return 0
+        frame = tracker.frame
+        if frame.inputs is not None:
+            census.meet(key, storage)  # the input of a region: plain autograd need not save it
+            return 0
+        nbytes = census.count(key, storage)
+        return 0 if key in tracker.owned or key in frame.small else nbytes
 
     def _prune(self) -> None:
         """Forget what is gone, so that a context without an end does not grow."""

@@ -139,7 +139,15 @@ class Ledger:
 
         They are those of `account`, or of none.
         """
-        if self._held + transient > self.limit:
+        most = self._held + transient  # or less: what is gone may not be booked yet
+        if (
+            most <= self.peak
+            and most <= self.limit
+            and transient <= self._transient
+            and (account is None or account.held + transient <= account.peak)
+        ):
+            return
+        if not self.fits(transient):
             self.relieve(transient)
         with self._lock:
             if self._gone:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.devices import Device
 from actstore.ledger import Account
+from actstore.reaper import Last
 from actstore.ticket import Ticket
 
 END = "the end of backward"
@@ -21,7 +24,11 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Moments:
-    """The moments of one step."""
+    """The moments of one step.
+
+    Where the device is the host, a full collection of Python's garbage counts for no unit: it comes once in a while, in
+    whichever runs then, and may take longer than all that a unit does.
+    """
 
     def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None], writers: set[str]) -> None:
         self.decisions = decisions
@@ -30,11 +37,17 @@ class Moments:
         self._writers = writers
         self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
         self.errors: list[tuple[Account, Tensor]] = []  # rows of `accuracy.measure`
-        self.works: list[tuple[Account, str, Ticket, Ticket]] = []  # of the store: encoding, decoding, recomputation
+        self._works: list[tuple[Account, str, Ticket, Ticket]] = []  # of the store: encoding, decoding, recomputation
         self._device = device
         self._marks: list[tuple[str, str, Ticket]] = []
         self._calls: dict[str, int] = {}
         self._grads: dict[int, list[tuple[str, int, Ticket]]] = {}  # by backward: whose output's gradient came when
+        self._pauses: list[tuple[int, int]] = []  # when full collections began and ended
+        self._paused: int | None = None
+        if device.on_host:
+            watch = _watching(ref(self))
+            gc.callbacks.append(watch)
+            self._last = Last(gc.callbacks.remove, watch)
         self.note("begin", "")
 
     def note(self, kind: str, name: str) -> None:
@@ -46,7 +59,7 @@ class Moments:
     def work(self, account: Account, direction: str) -> Callable[[], None]:
         """Some work of the store begins; what this returns is called at its end."""
         begin = self._mark()
-        return lambda: self.works.append((account, direction, begin, self._mark()))
+        return lambda: self._works.append((account, direction, begin, self._mark()))
 
     def entering(self, name: str) -> Callable[..., None]:
         def enter(_module: Module, args: Any) -> None:
@@ -96,6 +109,24 @@ class Moments:
 
         return arrive
 
+    def pause(self, phase: str) -> None:
+        """A full collection starts or stops."""
+        now = begin_ns(self._mark())
+        if phase == "start":
+            self._paused = now
+        elif self._paused is not None:  # else it began before this step
+            self._pauses.append((self._paused, now))
+
+    def _ms(self, begin: int, end: int) -> float:
+        """Milliseconds from one moment to another one, without collections."""
+        paused = sum(last - first for first, last in self._pauses if begin <= first and last <= end)
+        return (end - begin - paused) / 1e6
+
+    def worked(self) -> Iterator[tuple[Account, str, float]]:
+        """What the store did in this step: for whom, in which direction, and its milliseconds."""
+        for account, direction, begin, end in self._works:
+            yield account, direction, self._ms(begin_ns(begin), begin_ns(end))
+
     @property
     def total(self) -> float:
         """Milliseconds from the first mark to the last."""
@@ -110,7 +141,7 @@ class Moments:
                 times.setdefault(name, [])
                 entered.setdefault(name, []).append(begin_ns(ticket))
             elif kind == "leave" and entered.get(name):
-                times[name].append((begin_ns(ticket) - entered[name].pop()) / 1e6)
+                times[name].append(self._ms(entered[name].pop(), begin_ns(ticket)))
         return times
 
     def backward(self) -> dict[str, dict[int, float]]:
@@ -120,8 +151,19 @@ class Moments:
             ordered = sorted((begin_ns(ticket), name, call) for name, call, ticket in moments)
             for (begin, name, call), (end, _, _) in pairwise(ordered):
                 of_calls = times.setdefault(name, {})
-                of_calls[call] = of_calls.get(call, 0.0) + (end - begin) / 1e6
+                of_calls[call] = of_calls.get(call, 0.0) + self._ms(begin, end)
         return times
+
+
+def _watching(weak: ref[Moments]) -> Callable[[str, dict[str, int]], None]:
+    """A callback of Python's collector that holds nothing of a step."""
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        moments = weak()
+        if moments is not None and info["generation"] == 2:
+            moments.pause(phase)
+
+    return watch
 
 
 def _versions(args: Any) -> list[int]:

@@ -178,10 +178,15 @@ class Probes:
     def floor(self, *, on_host: bool) -> float:
         """Bytes that a step holds at its turn whatever is still tried, by a cautious guess; 0 before the first step.
 
-        A unit that can move, lose something, or be replayed, is taken to hold nothing; one that can be recomputed half
-        of what its recomputation holds, since its parts may hold less; others half of what they save.
+        A unit that can move or lose something is taken to hold nothing; one that can be recomputed half of what its
+        recomputation holds, since its parts may hold less; others half of what they save. 0 while replays of a unit
+        that is called again and again are to be tried: they may hold far less than its recomputation.
         """
         wish, figures = self._wish, self.figures()
+        for name, kind in self._kinds.items():
+            untried = set(self._replays(name)) - figures[kind].keys()
+            if untried and self._recomputable(self._shapes[name]):
+                return 0.0
         free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
         floor = 0.0
         for name, kind in self._kinds.items():
@@ -266,6 +271,11 @@ class Probes:
             return f"{kind} {name}"
         return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
 
+    def _replays(self, name: str) -> list[str]:
+        """Replays that are worth a try on a unit, which is called again and again."""
+        calls = self._calls.get(name, 1)
+        return [segments_of(SEGMENT)] * (calls > 1) + [revolve_of(SLOTS)] * (calls > 2 * SLOTS)
+
     def _worth(self, name: str, part: Module) -> bool:
         """Whether to try the recomputation of a part. PyTorch's activations and dropouts save no more than an input,
         and there are models that change that input afterwards."""
@@ -319,8 +329,8 @@ class Probes:
             return found
         if self._recomputable(shape):
             found.append("recompute")
-            if (calls := self._calls.get(shape.name, 1)) > 1:
-                return [*found, segments_of(SEGMENT), *([revolve_of(SLOTS)] if calls > 2 * SLOTS else [])]
+            if replays := self._replays(shape.name):
+                return [*found, *replays]
             found += [f"recompute(raw @ {tier})" for tier in tiers]
             keep = figures.get(KEEP)
             if keep is not None:

@@ -21,7 +21,7 @@ from actstore.codecs.base import Bound, Codec
 from actstore.compiled import NamedCall
 from actstore.devices import Device
 from actstore.ledger import Account, Ledger
-from actstore.moments import BACKWARD, FORWARD, Moments, begin_ns
+from actstore.moments import BACKWARD, FORWARD, Moments
 from actstore.plan.profile import KEEP, Figures, Part
 from actstore.shapes import original, shapes_of
 
@@ -124,7 +124,7 @@ class Profiler:
         if step is None:
             return bound
 
-        def encode(src: Tensor, out: Tensor, key: int) -> int:
+        def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             done = step.work(account, FORWARD)
             used = bound.encode(src, out, key)
             done()
@@ -220,9 +220,9 @@ class Profiler:
     def _work(self, step: Moments) -> dict[tuple[str, str], float]:
         """Milliseconds of encoding, decoding and recomputation, by unit and direction."""
         sums: dict[tuple[str, str], float] = {}
-        for account, direction, begin, end in step.works:
+        for account, direction, ms in step.worked():
             key = self.find(account.site.name)[0], direction
-            sums[key] = sums.get(key, 0.0) + (begin_ns(end) - begin_ns(begin)) / 1e6
+            sums[key] = sums.get(key, 0.0) + ms
         return sums
 
     def _errors(self, step: Moments) -> dict[str, float]:

@@ -43,17 +43,17 @@ MOST_NODES = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def lossy_reason(tensor: Tensor, producer: str) -> str:
+def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     """Why `tensor`, the output of the autograd node `producer`, must come back exactly; empty when it need not.
 
     Exact are integers and bools, float64 and complex, what requires no gradient (norm statistics, logsumexp, masks,
     noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
     """
-    if tensor.dtype not in LOSSY_DTYPES:
-        return f"{str(tensor.dtype).removeprefix('torch.')} is never lossy"
-    if not tensor.requires_grad:
+    if dtype not in LOSSY_DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} is never lossy"
+    if not (producer or tensor.requires_grad):
         return "requires no gradient: a statistic, a mask or an index"
-    if tensor.output_nr and "Norm" in producer:
+    if "Norm" in producer and tensor.output_nr:
         return "a statistic of a normalisation"
     if producer in _EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"

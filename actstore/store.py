@@ -121,21 +121,21 @@ class Store:
             slot, berth = self._find(route.place, tiers, bound.nbytes, account, forward)
         if slot is not None:
             try:
-                used = bound.encode(src, slot.memory, key)
+                bound.encode(src, slot.memory, key)
             except BaseException:
                 slot.tier.free(slot)
                 raise
-            self.ledger.add(account, saved, used, slot.nbytes)
+            self.ledger.add(account, saved, bound.nbytes, slot.nbytes)
             entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
         elif berth is not None:
             entry.last = Last(berth.engine.drop, berth)
             try:
-                used = bound.encode(src, berth.memory, key)
+                bound.encode(src, berth.memory, key)
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
             berth.engine.depart(berth)
-            self.ledger.add(account, saved, used, 0)
+            self.ledger.add(account, saved, bound.nbytes, 0)
         else:
             self._refuse(bound.nbytes, tiers)
             return False
@@ -197,7 +197,8 @@ class Store:
         return tensor
 
     def _decode(self, entry: Entry, slot: Slot, out: torch.Tensor) -> None:
-        entry.bound.decode(slot.memory, out, entry.key)
+        memory = slot.buffer
+        entry.bound.decode(slot.memory if memory is None else memory, out, entry.key)
         if slot.place is not None:
             slot.tier.used(slot)
         self.ledger.touch_peak(entry.account, out.nbytes)
@@ -334,7 +335,7 @@ class Store:
         """The same codec, whose work the trace tells."""
         device, engine = place.device, place.engine
 
-        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
             begin = device.mark(device.current())
             used = bound.encode(src, out, key)
             engine.note("encode", Between(begin, device.mark(device.current())), [(account, src.nbytes)])
@@ -418,6 +419,7 @@ class Store:
         stage = place.stage(bound.nbytes)
         try:
             used = bound.encode(src, stage.memory, key)
+            assert used is not None, "a payload of variable size says its length"
             late = None if place.device.on_host else place.lengths.expect(stage.memory)
         except BaseException:
             stage.tier.free(stage)

@@ -14,9 +14,9 @@ def verified(bound: Bound) -> Bound:
     """The same codec, which checks on each decoding that the bytes are those that were encoded. The host waits."""
     sealed: list[tuple[int, torch.Tensor]] = []
 
-    def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+    def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
         used = bound.encode(src, out, key)
-        nbytes = used if bound.exact else int(out[:LENGTH_NBYTES].view(torch.int64))
+        nbytes = bound.nbytes if bound.exact else int(out[:LENGTH_NBYTES].view(torch.int64))
         sealed[:] = [(nbytes, checksum(out[:nbytes]))]
         return used
 

@@ -51,6 +51,15 @@ def nothing_entered() -> Iterator[None]:
 
 
 @pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """`gc.collect` looks at what the test makes, and not at what thousands of tests before it have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small work on a machine that others use too is faster so."""
     before = torch.get_num_threads()

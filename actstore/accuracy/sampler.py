@@ -115,7 +115,7 @@ class Sampler:
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
         """The same codec, whose payload is measured when it is encoded; `plain` decodes unobserved."""
 
-        def encode(src: Tensor, out: Tensor, key: int) -> int:
+        def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             used = bound.encode(src, out, key)
             losses = self._met(account)
             nbytes = out.nbytes + src.nbytes + scratch_nbytes(src)  # the payload is not booked yet

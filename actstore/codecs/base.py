@@ -35,11 +35,14 @@ Size = Exact | AtMost
 
 
 class Bound(NamedTuple):
-    """A codec for one kind of tensor: ``encode(src, out, key) -> used`` and ``decode(buf, out, key)``."""
+    """A codec for one kind of tensor: ``encode(src, out, key) -> used`` and ``decode(buf, out, key)``.
+
+    `used` may be None where the payload is exact: all of `nbytes`.
+    """
 
     nbytes: int  # to reserve
     exact: bool  # the payload has this many bytes, not at most
-    encode: Callable[[torch.Tensor, torch.Tensor, int], int]
+    encode: Callable[[torch.Tensor, torch.Tensor, int], int | None]
     decode: Callable[[torch.Tensor, torch.Tensor, int], object]
     as_is: bool = False  # the payload is the elements as they lie in storage
 

@@ -70,7 +70,8 @@ class KernelCodec(Codec):
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
         bound = self.bind(src)
         check_buffers(self, src, out, bound.nbytes, "encode", SpecError)
-        return bound.encode(src, out, key)
+        used = bound.encode(src, out, key)
+        return bound.nbytes if used is None else used
 
     def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
         bound = self.bind(out)
@@ -85,13 +86,15 @@ class KernelCodec(Codec):
         nbytes = self._shaped_nbytes(numel, src.dtype.itemsize, shape)
         if not numel:
             return Bound(nbytes, self.exact, _nothing, _nothing)
+        if kernels.bind is not None and not shape:
+            return Bound(nbytes, self.exact, *kernels.bind(numel))
         run_encode, run_decode = kernels.encode, kernels.decode
         if shape:  # an argument list of unknown length costs more than the rest of the call
             run_encode, run_decode = _shaped(run_encode, shape), _shaped(run_decode, shape)
 
-        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int:
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
             used: int | None = run_encode(src, out, numel, key)
-            return nbytes if used is None else used
+            return used
 
         def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
             run_decode(buf, out, numel, key)

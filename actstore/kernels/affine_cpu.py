@@ -13,7 +13,7 @@ import torch
 
 from actstore.kernels.affine import LEVELS, widths
 from actstore.kernels.affine_planes_cpu import MOST, pack, padded, section, unpack
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Kernels
 from actstore.kernels.cpu import (
     BF16,
     F32,
@@ -21,6 +21,7 @@ from actstore.kernels.cpu import (
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f16_to_f32,
@@ -28,11 +29,11 @@ from actstore.kernels.cpu import (
     get,
     i16_at,
     i32_at,
+    in_units,
     inline,
     kernel,
     load,
     load_magnitude,
-    parallel,
     put,
     stack_of,
     store,
@@ -67,16 +68,9 @@ def kernels(
 ) -> Kernels:
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
-    run_encode = parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest"), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype], bits, group, round == "dither"), unit_nbytes)
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // TILE))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // TILE))
-
-    return Kernels(encode, decode)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], bits, group, round == "dither"), unit_nbytes)
+    return in_units(run_encode, run_decode, TILE)
 
 
 @inline

@@ -13,6 +13,9 @@ ALIGN = 16  # sections of a payload, and payloads themselves, start at multiples
 LENGTH_NBYTES = 8  # a payload of variable size begins with its length
 
 
+Bound = Callable[[torch.Tensor, torch.Tensor, int], Any]
+
+
 class Kernels(NamedTuple):
     """The two directions of one codec for one dtype and device.
 
@@ -21,6 +24,7 @@ class Kernels(NamedTuple):
     encode : (src, out, numel, key, *shape); `numel` > 0 elements of `src`, in storage order, to the payload `out`.
         For a variable size it returns the bytes used, or on a device the bound; for a fixed one None
     decode : (buf, out, numel, key, *shape); the payload `buf` to `numel` > 0 elements of `out`
+    bind : (numel) -> both, as functions (source, target, key) that cost less to call; where there is such a thing
 
     Notes
     -----
@@ -30,6 +34,7 @@ class Kernels(NamedTuple):
 
     encode: Callable[..., Any]
     decode: Callable[..., Any]
+    bind: Callable[[int], tuple[Bound, Bound]] | None = None
 
 
 class Inner(Protocol):

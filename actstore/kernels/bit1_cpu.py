@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu import get, intrinsic, kernel, llvm, parallel, put, types, u8_at
+from actstore.kernels.base import Kernels
+from actstore.kernels.cpu import Parallel, get, in_units, intrinsic, kernel, llvm, put, types, u8_at
 
 WORD = 64  # elements whose bits are packed at once
 BLOCK = 64 * WORD  # elements in a unit of work
@@ -16,14 +16,7 @@ BLOCK = 64 * WORD  # elements in a unit of work
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for bools; compiled at first use, then read from numba's cache on disk."""
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        _run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // BLOCK))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        _run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // BLOCK))
-
-    return Kernels(encode, decode)
+    return in_units(_run_encode, _run_decode, BLOCK)
 
 
 _BYTES = llvm.VectorType(llvm.IntType(8), WORD)
@@ -80,5 +73,5 @@ def _decode(payload: int, target: int, numel: int, key: int, extra: int, first: 
         put(u8_at(target), i, np.uint8(get(u8_at(payload), i // 8) >> (i % 8) & 1))
 
 
-_run_encode = parallel(_encode, BLOCK)
-_run_decode = parallel(_decode, BLOCK)
+_run_encode = Parallel(_encode, BLOCK)
+_run_decode = Parallel(_decode, BLOCK)

@@ -6,7 +6,6 @@ Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from actstore.errors import KernelUnavailable
+from actstore.kernels.base import Bound, Kernels
 from actstore.kernels.threads import SPLIT_NBYTES, TEAM_NBYTES, split, split_in_team
 
 try:
@@ -150,35 +150,58 @@ def team(run: Any) -> Any:
     return work
 
 
-def parallel(run: Any, unit_nbytes: int) -> Callable[[int, int, int, int, int, int], None]:
-    """A function ``(source, target, numel, key, extra, units)`` that runs a kernel on all units.
-
-    A small tensor on the calling thread, a large one on torch's threads, else on our own where that pays.
+class Parallel:
+    """Runs a kernel on all units: on the calling thread, for a large tensor on torch's threads, else on our own.
 
     Parameters
     ----------
+    run : what `kernel` compiled
     unit_nbytes : bytes of the tensor in one unit
     """
-    few, many = TEAM_NBYTES // unit_nbytes, SPLIT_NBYTES // unit_nbytes
-    work: list[Any] = []  # compiled at first use
-    (compiled,) = run.overloads.values()
-    run_few = compiled.entry_point  # there is one signature: the dispatcher, which looks for it, costs a quarter more
 
-    def run_all(source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
-        if units < few:
-            run_few(source, target, numel, key, extra, 0, units)
+    def __init__(self, run: Any, unit_nbytes: int) -> None:
+        self._few, self._many = TEAM_NBYTES // unit_nbytes, SPLIT_NBYTES // unit_nbytes
+        self._run = run
+        self._team: Any = None  # compiled at first use
+        (compiled,) = run.overloads.values()
+        self._compiled = compiled.entry_point  # there is one signature: to look for it costs a quarter more
+
+    def __call__(self, source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
+        """Run ``kernel(source, target, numel, key, extra, first, last)`` for ranges that cover ``range(units)``."""
+        if units < self._few:
+            self._compiled(source, target, numel, key, extra, 0, units)
             return
         args = (source, target, numel, key, extra)
-        if not work:
-            work.append(team(run))
-        if split_in_team(work[0].address, args, units):
+        if self._team is None:
+            self._team = team(self._run)
+        if split_in_team(self._team.address, args, units):
             return
-        if units < many:
-            run(*args, 0, units)
+        if units < self._many:
+            self._run(*args, 0, units)
         else:
-            split(run, args, units)
+            split(self._run, args, units)
 
-    return run_all
+    def bind(self, numel: int, extra: int, units: int) -> Bound:
+        """The same as ``(source, target, key)``, of tensors: one call in Python where a tensor is small."""
+        run: Any = self
+        if units < self._few:
+            run = self._compiled
+            return lambda source, target, key: run(source.data_ptr(), target.data_ptr(), numel, key, extra, 0, units)
+        return lambda source, target, key: run(source.data_ptr(), target.data_ptr(), numel, key, extra, units)
+
+
+def in_units(encode: Parallel, decode: Parallel, unit: int, extra: int = 0) -> Kernels:
+    """The two directions of a codec that works on units of `unit` elements; `extra` is for `encode`."""
+
+    def bind(numel: int) -> tuple[Bound, Bound]:
+        units = -(-numel // unit)
+        return encode.bind(numel, extra, units), decode.bind(numel, 0, units)
+
+    return Kernels(
+        lambda src, out, numel, key: bind(numel)[0](src, out, key),
+        lambda buf, out, numel, key: bind(numel)[1](buf, out, key),
+        bind,
+    )
 
 
 @intrinsic

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Kernels
 from actstore.kernels.cpu import (
     BF16,
     F16,
     F32,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f16_to_f32,
     get,
+    in_units,
     inline,
     kernel,
     load,
-    parallel,
     put,
     u8_at,
     u16,
@@ -40,16 +41,9 @@ OVER = u32(0x47800000)  # 2^16: the code of Inf follows that of 65024
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = BLOCK * dtype.itemsize
-    run_encode = parallel(_compile_encode(KINDS[dtype]), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype]), unit_nbytes)
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // BLOCK))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // BLOCK))
-
-    return Kernels(encode, decode)
+    run_encode = Parallel(_compile_encode(KINDS[dtype]), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype]), unit_nbytes)
+    return in_units(run_encode, run_decode, BLOCK)
 
 
 @inline

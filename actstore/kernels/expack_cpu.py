@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu import KINDS, parallel
+from actstore.kernels.cpu import KINDS, Parallel
 from actstore.kernels.expack import altered, check
 from actstore.kernels.expack_tiles_cpu import compile_measure, compile_read, compile_scan, compile_write
 from actstore.kernels.planes import TILE
@@ -19,7 +19,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
     kind, itemsize = KINDS[dtype], dtype.itemsize
     measure, write, read = (
-        parallel(compile_for(kind), TILE * itemsize) for compile_for in (compile_measure, compile_write, compile_read)
+        Parallel(compile_for(kind), TILE * itemsize) for compile_for in (compile_measure, compile_write, compile_read)
     )
     scan = compile_scan(kind)
 

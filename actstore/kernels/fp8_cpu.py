@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Kernels
 from actstore.kernels.cpu import (
     BF16,
     F32,
@@ -16,16 +16,17 @@ from actstore.kernels.cpu import (
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f32,
     f32_magnitude,
     get,
+    in_units,
     inline,
     kernel,
     load,
     load_magnitude,
-    parallel,
     put,
     store,
     u8_at,
@@ -45,16 +46,9 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
-    run_encode = parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, below, -(-numel // group))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // group))
-
-    return Kernels(encode, decode)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
+    return in_units(run_encode, run_decode, group, below)
 
 
 @inline

@@ -15,6 +15,7 @@ from actstore.kernels.cpu import (
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f32,
@@ -25,7 +26,6 @@ from actstore.kernels.cpu import (
     llvm,
     load,
     load_magnitude,
-    parallel,
     put,
     stack_of,
     store,
@@ -59,7 +59,7 @@ def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
 @cache
 def _rotations(dtype: torch.dtype) -> tuple[Any, Any]:
     nbytes = ROTATED * torch.float32.itemsize
-    return parallel(_compile_forward(KINDS[dtype]), nbytes), parallel(_compile_inverse(KINDS[dtype]), nbytes)
+    return Parallel(_compile_forward(KINDS[dtype]), nbytes), Parallel(_compile_inverse(KINDS[dtype]), nbytes)
 
 
 @intrinsic

@@ -16,17 +16,18 @@ from actstore.kernels.cpu import (
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f32,
     f32_magnitude,
     get,
     i8_at,
+    in_units,
     inline,
     kernel,
     load,
     load_magnitude,
-    parallel,
     put,
     store,
     u8_at,
@@ -44,16 +45,9 @@ MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, tie
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
-    run_encode = parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype], group, round == "dither"), unit_nbytes)
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), out.data_ptr(), numel, key, 0, -(-numel // group))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(buf.data_ptr(), out.data_ptr(), numel, key, 0, -(-numel // group))
-
-    return Kernels(encode, decode)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], group, round == "dither"), unit_nbytes)
+    return in_units(run_encode, run_decode, group)
 
 
 @inline

@@ -17,6 +17,7 @@ from actstore.kernels.cpu import (
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f32,
@@ -27,7 +28,6 @@ from actstore.kernels.cpu import (
     kernel,
     load,
     load_magnitude,
-    parallel,
     put,
     stack_of,
     store,
@@ -52,8 +52,8 @@ noise_stack: Any = stack_of(SEGMENT + 16)
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * SEGMENT * dtype.itemsize
-    run_encode = parallel(_compile_encode(KINDS[dtype], round != "nearest"), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype], round == "dither"), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither"), unit_nbytes)
     along_elements = int8_cpu.kernels(dtype, device, group, round)
 
     def units(numel: int, columns: int) -> int:

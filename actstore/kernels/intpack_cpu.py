@@ -11,10 +11,10 @@ import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
 from actstore.kernels.cpu import (
+    Parallel,
     get,
     inline,
     kernel,
-    parallel,
     put,
     u8_at,
     u64_at,
@@ -41,7 +41,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
     itemsize = dtype.itemsize
     measure, write, read = (
-        parallel(compile_for(*KINDS[dtype]), TILE * itemsize)
+        Parallel(compile_for(*KINDS[dtype]), TILE * itemsize)
         for compile_for in (_compile_measure, _compile_write, _compile_read)
     )
 

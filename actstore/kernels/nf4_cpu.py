@@ -8,22 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.base import Kernels
 from actstore.kernels.cpu import (
     F16,
     F32,
     INF_F16,
     INF_F32,
     KINDS,
+    Parallel,
     as_f32,
     as_u32,
     f32,
     f32_magnitude,
     get,
+    in_units,
     inline,
     kernel,
     load,
-    parallel,
     put,
     stack_of,
     store,
@@ -53,16 +54,9 @@ _groups_stack: Any = stack_of(4 * TILE // 32)
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
-    run_encode = parallel(_compile_encode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
-    run_decode = parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
-
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_encode(src.data_ptr(), payload_pointer(out), numel, key, 0, -(-numel // TILE))
-
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, 0, -(-numel // TILE))
-
-    return Kernels(encode, decode)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
+    return in_units(run_encode, run_decode, TILE)
 
 
 @inline

@@ -10,7 +10,7 @@ import torch
 
 from actstore.errors import PayloadError
 from actstore.kernels.base import Inner, Kernels, payload_pointer
-from actstore.kernels.cpu import parallel
+from actstore.kernels.cpu import Parallel
 from actstore.kernels.largest_cpu import compile_mark_groups, compile_mark_tiles
 from actstore.kernels.sparse import TILE, Rule, Sections, check_header
 from actstore.kernels.tiles_cpu import check, compile_compact, compile_expand, compile_mark_nonzero, scan
@@ -72,17 +72,17 @@ def _header(payload: int) -> ctypes.Array[ctypes.c_int64]:
 @cache
 def _mark(itemsize: int, row: int) -> Run:
     if not row:
-        return parallel(compile_mark_nonzero(itemsize), TILE * itemsize)
+        return Parallel(compile_mark_nonzero(itemsize), TILE * itemsize)
     if row == TILE:
-        return parallel(compile_mark_tiles(itemsize), TILE * itemsize)
-    return parallel(compile_mark_groups(itemsize, row), TILE * itemsize)
+        return Parallel(compile_mark_tiles(itemsize), TILE * itemsize)
+    return Parallel(compile_mark_groups(itemsize, row), TILE * itemsize)
 
 
 @cache
 def _compact(itemsize: int) -> Run:
-    return parallel(compile_compact(itemsize), TILE * itemsize)
+    return Parallel(compile_compact(itemsize), TILE * itemsize)
 
 
 @cache
 def _expand(itemsize: int) -> Run:
-    return parallel(compile_expand(itemsize), TILE * itemsize)
+    return Parallel(compile_expand(itemsize), TILE * itemsize)

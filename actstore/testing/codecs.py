@@ -78,7 +78,9 @@ def check_bytes(codec: Codec, tensor: Tensor, what: str, error: Callable[[Tensor
         payload = None
         for encode, poison, spare in ((codec.encode, 0xA5, 0), (codec.encode, 0x3C, 48), (bound.encode, 0xA5, 0)):
             memory, out = _guarded(size.nbytes + spare, poison, tensor.device)
-            used = encode(tensor, out, key)
+            said = encode(tensor, out, key)
+            assert said is not None or bound.exact, f"{what}: encode does not say how many bytes it used"
+            used = size.nbytes if said is None else said
             _check_size(size, used, out, what)
             guards = torch.cat([memory[: out.storage_offset()], memory[out.storage_offset() + size.nbytes :]])
             assert bool((guards == poison).all()), f"{what}: encode wrote beyond the {size} that it declares"

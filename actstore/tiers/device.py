@@ -37,10 +37,8 @@ class DeviceTier(Tier):
 
     def reserve(self, nbytes: int) -> Slot | None:
         if self._pool is not None:
-            memory = self._pool.take(nbytes)
-            slot = Slot(nbytes, memory)
-            slot.last = Last(self._pool.give, memory)
-            return slot
+            memory, give = self._pool.take(nbytes)
+            return Slot(nbytes, memory, last=Last(give, memory))
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
         self._let_go()

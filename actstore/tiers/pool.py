@@ -3,90 +3,111 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from threading import Lock
 
 import torch
 
 from actstore.errors import StateError
-from actstore.reaper import Reaper
 
 OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where they would keep freed blocks from merging
+
+
+class _Idle(list[torch.Tensor]):
+    """The idle buffers of one size."""
+
+    __slots__ = ("least", "made")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0  # idle and in use
+        self.least = 0  # the fewest that were idle at once in this step: it has not needed these
 
 
 class BufferPool:
     """Uint8 buffers of exact sizes.
 
-    In use and idle together never exceed the most that was in use in this step or the last one (`trim` begins a step),
-    so that variable shapes cannot make it grow. Thread-safe; `give` is safe in finalizers.
+    `trim` begins a step, and returns what the last one did not need. Within a step, in use and idle together never
+    exceed the more of what they were when it began and of the most that was in use, so that variable shapes cannot make
+    it grow: a new buffer takes the place of idle ones. Thread-safe; a buffer comes and goes without a lock.
     """
 
     def __init__(self) -> None:
         self._closed = False
         self._lock = Lock()
-        self._back = Reaper[torch.Tensor](self._lock, self._receive)
-        self.give = self._back.put  # takes a buffer back: one call in C, for finalizers; after `close`, `drain` it
-        self._idle: dict[int, list[torch.Tensor]] = {}
-        self._idle_nbytes = 0
-        self._used_nbytes = 0
-        self._high_nbytes = 0  # the most that was in use in this step
-        self._last_nbytes = 0  # and in the last one
+        self._sizes: dict[int, _Idle] = {}
+        self._nbytes = 0  # idle and in use
+        self._most_nbytes = 0  # that may become without need
 
     @property
     def used_nbytes(self) -> int:
-        self._back.drain()
-        return self._used_nbytes
+        return self._nbytes - self.idle_nbytes
 
     @property
     def idle_nbytes(self) -> int:
-        self._back.drain()
-        return self._idle_nbytes
+        return sum(nbytes * len(idle) for nbytes, idle in list(self._sizes.items()))
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised buffer of exactly `nbytes`.
+    def take(self, nbytes: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+        """An uninitialised buffer of exactly `nbytes`, and a function that takes it back.
+
+        That is one call in C, for finalizers; what comes back after `close` waits for `drain`.
 
         Raises
         ------
         StateError : the pool is closed
         """
-        with self._lock:
-            if self._closed:
-                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
-            if self._back.queue:
-                self._back.drain_locked()
-            sized = self._idle.get(nbytes)
-            self._used_nbytes = used = self._used_nbytes + nbytes
-            if used > self._high_nbytes:
-                self._high_nbytes = used
-            if sized:
-                self._idle_nbytes -= nbytes
-                return sized.pop()
-        try:
-            with self._lock:
-                self._shrink()
-            return self._allocate(nbytes)
-        except BaseException:
-            with self._lock:
-                self._used_nbytes -= nbytes
-            raise
+        idle = self._sizes.get(nbytes)
+        if idle and not self._closed:
+            try:
+                buffer = idle.pop()
+            except IndexError:  # another thread was faster
+                return self._make(nbytes)
+            left = len(idle)
+            if left < idle.least:
+                idle.least = left
+            return buffer, idle.append
+        return self._make(nbytes)
 
     def drain(self) -> None:
-        """Take note of what came back, unless another thread is about to."""
-        self._back.try_drain()
+        """Return what is idle. Safe in finalizers: another thread that is at it goes on alone."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._shrink(0)
+            finally:
+                self._lock.release()
 
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""
         with self._lock:
-            self._back.drain_locked()
-            self._last_nbytes, self._high_nbytes = self._high_nbytes, self._used_nbytes
-            self._shrink()
+            for nbytes, idle in list(self._sizes.items()):
+                for _ in range(idle.least):
+                    self._drop(nbytes, idle)
+                idle.least = len(idle)
+            self._most_nbytes = self._nbytes
 
     def close(self) -> None:
         """Return what is idle, and what comes back from now on."""
         with self._lock:
             self._closed = True
-            self._back.drain_locked()
-            self._high_nbytes = self._last_nbytes = 0
-            self._shrink()
+            self._shrink(0)
+
+    def _make(self, nbytes: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+        with self._lock:
+            if self._closed:
+                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
+            self._shrink(self._most_nbytes - nbytes)
+            idle = self._sizes.get(nbytes)
+            if idle is None:
+                idle = self._sizes[nbytes] = _Idle()
+            idle.made += 1
+            self._nbytes += nbytes
+            self._most_nbytes = max(self._most_nbytes, self._nbytes)
+        try:
+            return self._allocate(nbytes), idle.append
+        except BaseException:
+            with self._lock:
+                self._forget(nbytes, idle)
+            raise
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes >= OWN_PAGES_NBYTES:
@@ -94,25 +115,25 @@ class BufferPool:
             return torch.frombuffer(pages, dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def _receive(self, buffer: torch.Tensor) -> None:
-        nbytes = buffer.numel()
-        self._used_nbytes -= nbytes
-        sized = self._idle.get(nbytes)
-        if sized is None:
-            self._idle[nbytes] = [buffer]
-        else:
-            sized.append(buffer)
-        self._idle_nbytes += nbytes
-        if self._idle_nbytes + self._used_nbytes > self._high_nbytes:
-            self._shrink()
+    def _shrink(self, most: int) -> None:
+        """Return idle buffers until all have `most` bytes, or none is idle."""
+        for nbytes, idle in list(self._sizes.items()) if self._nbytes > most else ():
+            while idle and self._nbytes > most:
+                self._drop(nbytes, idle)
 
-    def _shrink(self) -> None:
-        most = max(self._high_nbytes, self._last_nbytes)
-        while self._idle_nbytes and self._idle_nbytes + self._used_nbytes > most:
-            nbytes = next(iter(self._idle))
-            sized = self._idle[nbytes]
-            if sized:
-                self._idle_nbytes -= nbytes  # before the call, after which an interrupt (Ctrl-C) may come
-                sized.pop()
-            if not sized:
-                del self._idle[nbytes]
+    def _drop(self, nbytes: int, idle: _Idle) -> None:
+        """Return one idle buffer, unless other threads have taken all."""
+        self._forget(nbytes, idle)  # before the call, after which an interrupt (Ctrl-C) may come
+        try:
+            idle.pop()
+        except IndexError:
+            idle.made += 1
+            self._nbytes += nbytes
+            self._sizes[nbytes] = idle
+
+    def _forget(self, nbytes: int, idle: _Idle) -> None:
+        """One buffer of this size less."""
+        self._nbytes -= nbytes
+        idle.made -= 1
+        if not idle.made:
+            del self._sizes[nbytes]

@@ -184,6 +184,32 @@ def test_a_budget_that_is_just_enough_is_never_refused():
     assert max(run(model, auto(model, int(1.001 * refused.value.facts["least"])), 45)) > 0
 
 
+class Chain(nn.Module):
+    """One cell, called again and again."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls, self.cell = calls, nn.LSTMCell(16, 16)
+
+    def forward(self, x):
+        h = c = torch.zeros(len(x), 16)
+        for _ in range(self.calls):
+            h, c = self.cell(x, (h, c))
+        return h.square().mean()
+
+
+def test_the_least_that_a_refusal_names_knows_of_replays():
+    model = Chain(60)
+    recomputed = max(run(model, ActivationStore(model, "recompute", min_bytes=0), 1))
+    with pytest.raises(CapacityError, match="least") as refused:
+        run(model, auto(model, "1KiB"), 45)
+    least = refused.value.facts["least"]
+    assert least < 0.6 * recomputed  # one step alone would say that all calls must be recomputed one by one
+    store = auto(model, int(1.001 * least))
+    assert max(run(model, store, 45)[-5:]) <= 1.001 * least
+    assert "revolve" in store.plan.text
+
+
 @pytest.mark.parametrize("steps", [3, 45])
 @pytest.mark.parametrize("change", ["replaced", "removed", "added"])
 def test_modules_may_change_between_steps(steps, change):

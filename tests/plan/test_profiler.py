@@ -1,5 +1,7 @@
 """What the profiler measures, on a clock that only the modules themselves move."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -114,6 +116,49 @@ def test_the_step_is_left_as_it_was():
     measure(model, lambda: model(torch.ones(3)))
     assert all(torch.equal(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class _Collecting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        gc.collect()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        gc.collect()
+        gc.collect(1)  # of young objects only: these come often, and belong to who makes them
+        return grad
+
+
+class Littering(Slow):
+    def forward(self, x):
+        return _Collecting.apply(super().forward(x))
+
+
+def test_a_full_collection_of_garbage_is_no_time_of_the_module_that_ran(monkeypatch):
+    clock = Clock()
+    model = nn.ModuleDict({"a": Slow(clock, 2, 3), "b": Littering(clock, 5, 7)})
+    collected = []
+
+    def collecting(phase, info):
+        if phase == "stop":
+            collected.append(info["generation"])
+            clock.now += 1000 * MS if info["generation"] == 2 else 20 * MS
+
+    before = gc.callbacks[:]
+    gc.disable()
+    gc.callbacks.append(collecting)
+    try:
+        sample = measure(model, lambda: model["b"](model["a"](torch.ones(3))).sum())
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.enable()
+    assert collected == [2, 2, 1]
+    times = {name: (f.forward, f.backward) for name, [f] in sample.figures.items()}
+    assert times == {"a": (2, 3), "b": (5, 27), "": (0, 0)}
+    assert sample.rest == sample.total - 37 == 3100
+    assert gc.callbacks == before  # what looked at collections is gone with its step
 
 
 def test_calls_of_one_module_add_up():

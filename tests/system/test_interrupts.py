@@ -20,7 +20,7 @@ from actstore.session import is_active
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Moments, in_package
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
 
 POLICIES = ["raw @ device", "raw @ host", "raw @ disk"]
 

@@ -16,15 +16,31 @@ from actstore.errors import StateError
 from actstore.tiers import BufferPool
 
 
+class Pool(BufferPool):
+    """A pool that knows which buffer goes where."""
+
+    def __init__(self):
+        super().__init__()
+        self.ways_back = {}
+
+    def borrow(self, nbytes):
+        buffer, give = self.take(nbytes)
+        self.ways_back[buffer.data_ptr(), nbytes] = give
+        return buffer
+
+    def give(self, buffer):
+        self.ways_back[buffer.data_ptr(), buffer.numel()](buffer)
+
+
 def test_a_buffer_is_exact_and_comes_again():
-    pool = BufferPool()
-    buffer = pool.take(1000)
+    pool = Pool()
+    buffer = pool.borrow(1000)
     assert (buffer.numel(), buffer.dtype, buffer.dim()) == (1000, torch.uint8, 1)
     address = buffer.data_ptr()
     pool.give(buffer)
     del buffer
     assert (pool.used_nbytes, pool.idle_nbytes) == (0, 1000)
-    again = pool.take(1000)
+    again = pool.borrow(1000)
     assert again.data_ptr() == address
     pool.give(again)
 
@@ -32,21 +48,23 @@ def test_a_buffer_is_exact_and_comes_again():
 @given(st.lists(st.one_of(st.integers(0, 5).map(lambda n: ("take", 100 * n)), st.just(("give", 0)),
                           st.just(("trim", 0))), max_size=60))  # fmt: skip
 def test_never_more_than_the_high_water(commands):
-    pool, taken, last, high = BufferPool(), [], 0, 0
+    pool, taken, began, high = Pool(), [], 0, 0
     for what, nbytes in commands:
         if what == "take":
-            taken.append(pool.take(nbytes))
+            taken.append(pool.borrow(nbytes))
             assert taken[-1].numel() == nbytes
         elif what == "give" and taken:
             pool.give(taken.pop(0))
         used = sum(buffer.numel() for buffer in taken)
         if what == "trim":
+            before = pool.used_nbytes + pool.idle_nbytes
             pool.trim()
-            last, high = high, used
+            began, high = pool.used_nbytes + pool.idle_nbytes, used
+            assert began <= before
         high = max(high, used)
         assert pool.used_nbytes == used
-        assert used + pool.idle_nbytes <= max(last, high)
-        assert pool.idle_nbytes == sum(buffer.numel() for sized in pool._idle.values() for buffer in sized)
+        assert used + pool.idle_nbytes <= max(began, high)
+        assert pool.idle_nbytes == sum(buffer.numel() for idle in pool._sizes.values() for buffer in idle)
     for buffer in taken:
         pool.give(buffer)
     pool.close()
@@ -54,25 +72,25 @@ def test_never_more_than_the_high_water(commands):
 
 
 def test_variable_shapes_do_not_make_it_grow():
-    pool = BufferPool()
+    pool = Pool()
     for step in range(200):
-        buffers = [pool.take(1000 + 7 * step + i) for i in range(4)]
+        buffers = [pool.borrow(1000 + 7 * step + i) for i in range(4)]
         for buffer in buffers:
             pool.give(buffer)
         assert pool.idle_nbytes <= 4 * (1000 + 7 * step + 3)
-        assert len(pool._idle) <= 8
+        assert len(pool._sizes) <= 8
         if step % 3 == 0:
             pool.trim()
 
 
 def test_a_steady_step_allocates_nothing(monkeypatch):
-    pool = BufferPool()
+    pool = Pool()
 
     def step():
         kept = []
         for i in range(5):
-            passing = pool.take(50)
-            kept.append(pool.take(100 + i))
+            passing = pool.borrow(50)
+            kept.append(pool.borrow(100 + i))
             pool.give(passing)  # also early in the step this drops nothing of what the step needs later
             del passing
         for buffer in kept:
@@ -85,23 +103,23 @@ def test_a_steady_step_allocates_nothing(monkeypatch):
 
 
 def test_trim_returns_what_the_last_step_did_not_need():
-    pool = BufferPool()
-    large, small = pool.take(10_000), pool.take(100)
+    pool = Pool()
+    large, small = pool.borrow(10_000), pool.borrow(100)
     alive = weakref.ref(large)
     pool.give(large)
     pool.give(small)
     del large, small
     pool.trim()
     assert pool.idle_nbytes == 10_100  # the step that ends here needed it
-    pool.give(pool.take(100))
+    pool.give(pool.borrow(100))
     pool.trim()
     assert pool.idle_nbytes == 100
     assert alive() is None
 
 
 def test_close_returns_what_comes_back_later():
-    pool = BufferPool()
-    buffer = pool.take(100)
+    pool = Pool()
+    buffer = pool.borrow(100)
     pool.close()
     alive = weakref.ref(buffer)
     pool.give(buffer)
@@ -110,15 +128,15 @@ def test_close_returns_what_comes_back_later():
     assert alive() is None
     assert pool.used_nbytes == 0
     with pytest.raises(StateError, match="make a new ActivationStore"):
-        pool.take(100)
+        pool.borrow(100)
 
 
 def test_threads():
-    pool = BufferPool()
+    pool = Pool()
 
     def work(seed):
         for i in range(200):
-            buffers = [pool.take(64 * ((seed + i + j) % 4)) for j in range(3)]
+            buffers = [pool.borrow(64 * ((seed + i + j) % 4)) for j in range(3)]
             for number, buffer in enumerate(buffers):
                 buffer.fill_(number)
             for number, buffer in enumerate(buffers):
@@ -132,11 +150,11 @@ def test_threads():
 
 
 def test_give_from_a_finalizer_while_the_lock_is_held():
-    pool = BufferPool()
+    pool = Pool()
 
     class Owner:
         def __init__(self):
-            self.buffer = pool.take(100)
+            self.buffer = pool.borrow(100)
             self.me = self  # a cycle: only the collector frees it
 
         def __del__(self):
@@ -162,10 +180,10 @@ def test_a_failed_allocation_is_not_counted(monkeypatch):
     def fail(*size, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    pool = BufferPool()
+    pool = Pool()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", fail)
         with pytest.raises(RuntimeError, match="can't allocate"):
-            pool.take(100)
+            pool.borrow(100)
     assert pool.used_nbytes == 0
-    pool.give(pool.take(100))
+    pool.give(pool.borrow(100))
