@@ -257,16 +257,13 @@ class Scope:
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._is_kept(key):
             return self._keep(tensor, account, key, storage)
-        allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
-        empty = self._empty.get(dtype)
-        if empty is None or empty.device != tensor.device:
-            empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=tensor.device)
+        allow = self.allows_mutation()
         if outer is None:
-            handle = Stored(tensor, account, empty, whole, allow)
+            handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
         elif allow and not outer.requires_grad:
             return self._keep(tensor, account, key, storage, "may change before backward")
         else:
-            handle = Part(tensor, account, empty, whole, outer)
+            handle = Part(tensor, account, self._empty_like(tensor), whole, outer)
         if key in self._stored and self._find_owner(handle, key, storage, codec):
             return handle
         if name or known.requires_grad:

@@ -130,7 +130,7 @@ def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
 
 
 WHY = {
-    "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.3 ms a call here "
+    "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.2 ms a call here "
     "(`benchmarks/hotpath.py`): ours also puts random states of Python and NumPy, weights and buffers back as they "
     "were. Cells that are called hundreds of times feel it",
     "checkpoint every k-th": "it is `recompute` of every other block, and so has the same to do",
