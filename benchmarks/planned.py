@@ -78,7 +78,7 @@ class Row:
     refused : whether the share was less than the least that is possible, which then is the budget
     plain : of the plan's prediction
     plain_measured : of plain steps that took turns with those of the plan
-    best, best_ratio : the fastest policy by hand within the budget, and its time over that of the plan
+    best, best_ratio : the fastest policy by hand within the budget, and its time over that of the plan's step before it
     """
 
     case: str
@@ -165,14 +165,13 @@ def run(case: Case, share: float, plain_peak: int, hand: dict[str, tuple[Activat
     for _ in range(case.rounds):
         plain.append(timed(case, hand["keep"][0])[0])
         mine.append(timed(case, store))
-        for number, (policy, other) in enumerate(rivals.items()):
-            theirs[policy].append(timed(case, other)[0])
-            if number % 2:
-                mine.append(timed(case, store))
+        for policy, other in rivals.items():
+            theirs[policy].append(timed(case, other)[0] / mine[-1][0])
+            mine.append(timed(case, store))
     peaks += [peak for _, peak in mine]
     measured = median(ms for ms, _ in mine)
     best = min(theirs, key=lambda policy: median(theirs[policy]), default="")
-    ratio = median(theirs[best]) / measured if best else None
+    ratio = median(theirs[best]) if best else None
     return Row(
         case.name, share, budget, refused, steps, max(peaks), plan.predicted.step, measured, plan.plain, median(plain),
         plan.bound, best, ratio, plan.text,
