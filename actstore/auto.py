@@ -273,7 +273,7 @@ class Auto:
 
         Raises
         ------
-        CapacityError : what is known by now needs more, and nothing that is still to be tried can change that
+        CapacityError : what is known by now needs more, and what is still to be tried can hardly change that
         """
         floor = self.probes.floor(on_host=place.device.on_host)
         if self._planned_for or floor <= self._wish.device:
@@ -283,7 +283,7 @@ class Auto:
         except CapacityError as error:
             error.add_context(
                 f"after {self.probes.steps} measured steps, the first of which recomputed all that can be (what was "
-                f"not tried may need less, but no less than about {format_nbytes(floor)})"
+                f"not tried may need less, but hardly less than {format_nbytes(floor)})"
             )
             raise
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import inf
+from statistics import median
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,18 +17,20 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.devices import Device
 from actstore.ledger import Account
-from actstore.reaper import Last
 from actstore.ticket import Ticket
 
 END = "the end of backward"
 FORWARD, BACKWARD = "forward", "backward"
 
+Mark = tuple[Ticket, int]  # a moment, and how many full collections there were by then
+_Time = tuple[float, bool]  # milliseconds, and whether garbage was collected meanwhile
+
 
 class Moments:
     """The moments of one step.
 
-    Where the device is the host, a full collection of Python's garbage counts for no unit: it comes once in a while, in
-    whichever runs then, and may take longer than all that a unit does.
+    Where the device is the host, a full collection of Python's garbage counts for no call where others of the same
+    module tell what it takes: a collection comes once in a while, and may take longer than hundreds of calls.
     """
 
     def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None], writers: set[str]) -> None:
@@ -37,24 +40,19 @@ class Moments:
         self._writers = writers
         self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
         self.errors: list[tuple[Account, Tensor]] = []  # rows of `accuracy.measure`
-        self._works: list[tuple[Account, str, Ticket, Ticket]] = []  # of the store: encoding, decoding, recomputation
+        self._works: list[tuple[Account, str, Mark, Mark]] = []  # of the store: encoding, decoding, recomputation
         self._device = device
-        self._marks: list[tuple[str, str, Ticket]] = []
+        self._marks: list[tuple[str, str, Mark]] = []
         self._calls: dict[str, int] = {}
-        self._grads: dict[int, list[tuple[str, int, Ticket]]] = {}  # by backward: whose output's gradient came when
-        self._pauses: list[tuple[int, int]] = []  # when full collections began and ended
-        self._paused: int | None = None
-        if device.on_host:
-            watch = _watching(ref(self))
-            gc.callbacks.append(watch)
-            self._last = Last(gc.callbacks.remove, watch)
+        self._grads: dict[int, list[tuple[str, int, Mark]]] = {}  # by backward: whose output's gradient came when
         self.note("begin", "")
 
     def note(self, kind: str, name: str) -> None:
         self._marks.append((kind, name, self._mark()))
 
-    def _mark(self) -> Ticket:
-        return self._device.mark(self._device.current())
+    def _mark(self) -> Mark:
+        collections: int = gc.get_stats()[2]["collections"] if self._device.on_host else 0
+        return self._device.mark(self._device.current()), collections
 
     def work(self, account: Account, direction: str) -> Callable[[], None]:
         """Some work of the store begins; what this returns is called at its end."""
@@ -109,61 +107,55 @@ class Moments:
 
         return arrive
 
-    def pause(self, phase: str) -> None:
-        """A full collection starts or stops."""
-        now = begin_ns(self._mark())
-        if phase == "start":
-            self._paused = now
-        elif self._paused is not None:  # else it began before this step
-            self._pauses.append((self._paused, now))
-
-    def _ms(self, begin: int, end: int) -> float:
-        """Milliseconds from one moment to another one, without collections."""
-        paused = sum(last - first for first, last in self._pauses if begin <= first and last <= end)
-        return (end - begin - paused) / 1e6
-
     def worked(self) -> Iterator[tuple[Account, str, float]]:
         """What the store did in this step: for whom, in which direction, and its milliseconds."""
+        times: dict[tuple[Account, str], list[_Time]] = {}
         for account, direction, begin, end in self._works:
-            yield account, direction, self._ms(begin_ns(begin), begin_ns(end))
+            times.setdefault((account, direction), []).append(_between(begin, end))
+        for (account, direction), of_works in times.items():
+            yield account, direction, sum(_without_collections(of_works))
 
     @property
     def total(self) -> float:
         """Milliseconds from the first mark to the last."""
-        return (begin_ns(self._marks[-1][2]) - begin_ns(self._marks[0][2])) / 1e6
+        return _between(self._marks[0][2], self._marks[-1][2])[0]
 
     def forward(self) -> dict[str, list[float]]:
         """Milliseconds of each call of each module, in the order of their first calls."""
-        times: dict[str, list[float]] = {}
-        entered: dict[str, list[int]] = {}
-        for kind, name, ticket in self._marks:
+        times: dict[str, list[_Time]] = {}
+        entered: dict[str, list[Mark]] = {}
+        for kind, name, mark in self._marks:
             if kind == "enter":
                 times.setdefault(name, [])
-                entered.setdefault(name, []).append(begin_ns(ticket))
+                entered.setdefault(name, []).append(mark)
             elif kind == "leave" and entered.get(name):
-                times[name].append(self._ms(entered[name].pop(), begin_ns(ticket)))
-        return times
+                times[name].append(_between(entered[name].pop(), mark))
+        return {name: _without_collections(of_calls) for name, of_calls in times.items()}
 
     def backward(self) -> dict[str, dict[int, float]]:
         """Milliseconds from the moment when the gradient of a call's output is there to the next such moment."""
-        times: dict[str, dict[int, float]] = {}
+        times: dict[str, dict[int, _Time]] = {}
         for moments in self._grads.values():
-            ordered = sorted((begin_ns(ticket), name, call) for name, call, ticket in moments)
-            for (begin, name, call), (end, _, _) in pairwise(ordered):
+            ordered = sorted(moments, key=lambda moment: begin_ns(moment[2][0]))
+            for (name, call, begin), (_, _, end) in pairwise(ordered):
                 of_calls = times.setdefault(name, {})
-                of_calls[call] = of_calls.get(call, 0.0) + self._ms(begin, end)
-        return times
+                ms, collected = _between(begin, end)
+                before, earlier = of_calls.get(call, (0.0, False))
+                of_calls[call] = before + ms, earlier or collected
+        return {
+            name: dict(zip(of_calls, _without_collections(list(of_calls.values())), strict=True))
+            for name, of_calls in times.items()
+        }
 
 
-def _watching(weak: ref[Moments]) -> Callable[[str, dict[str, int]], None]:
-    """A callback of Python's collector that holds nothing of a step."""
+def _between(begin: Mark, end: Mark) -> _Time:
+    return (begin_ns(end[0]) - begin_ns(begin[0])) / 1e6, begin[1] != end[1]
 
-    def watch(phase: str, info: dict[str, int]) -> None:
-        moments = weak()
-        if moments is not None and info["generation"] == 2:
-            moments.pause(phase)
 
-    return watch
+def _without_collections(times: Sequence[_Time]) -> list[float]:
+    """Milliseconds; where garbage was collected meanwhile, no more than the others took."""
+    typical = median([ms for ms, collected in times if not collected] or [inf])
+    return [min(ms, typical) if collected else ms for ms, collected in times]
 
 
 def _versions(args: Any) -> list[int]:

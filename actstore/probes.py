@@ -180,12 +180,13 @@ class Probes:
 
         A unit that can move or lose something is taken to hold nothing; one that can be recomputed half of what its
         recomputation holds, since its parts may hold less; others half of what they save. 0 while replays of a unit
-        that is called again and again are to be tried: they may hold far less than its recomputation.
+        that saves much are to be tried: they may hold far less than its recomputation, and nobody knows the least.
         """
         wish, figures = self._wish, self.figures()
+        much = SHARE * sum(self._saved(figures, name) for name in self._kinds)
         for name, kind in self._kinds.items():
             untried = set(self._replays(name)) - figures[kind].keys()
-            if untried and self._recomputable(self._shapes[name]):
+            if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
                 return 0.0
         free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
         floor = 0.0

@@ -191,7 +191,10 @@ class Parallel:
 
 
 def in_units(encode: Parallel, decode: Parallel, unit: int, extra: int = 0) -> Kernels:
-    """The two directions of a codec that works on units of `unit` elements; `extra` is for `encode`."""
+    """The two directions of a codec that works on units of `unit` elements; `extra` is for `encode`.
+
+    Addresses are not looked at: who calls checks them once, as `Codec.encode` does, or knows its memory.
+    """
 
     def bind(numel: int) -> tuple[Bound, Bound]:
         units = -(-numel // unit)

@@ -69,8 +69,8 @@ class BufferPool:
         return self._make(nbytes)
 
     def drain(self) -> None:
-        """Return what is idle. Safe in finalizers: another thread that is at it goes on alone."""
-        if self._lock.acquire(blocking=False):
+        """Return what is idle. Safe in finalizers: another thread that is at it looks again before it ends."""
+        while self.idle_nbytes and self._lock.acquire(blocking=False):
             try:
                 self._shrink(0)
             finally:
@@ -80,7 +80,7 @@ class BufferPool:
         """Begin a new step: what the last one did not need is returned."""
         with self._lock:
             for nbytes, idle in list(self._sizes.items()):
-                for _ in range(idle.least):
+                for _ in range(min(idle.least, len(idle))):
                     self._drop(nbytes, idle)
                 idle.least = len(idle)
             self._most_nbytes = self._nbytes
@@ -126,6 +126,7 @@ class BufferPool:
         self._forget(nbytes, idle)  # before the call, after which an interrupt (Ctrl-C) may come
         try:
             idle.pop()
+            idle.least = min(idle.least, len(idle))
         except IndexError:
             idle.made += 1
             self._nbytes += nbytes

@@ -83,6 +83,30 @@ def test_variable_shapes_do_not_make_it_grow():
             pool.trim()
 
 
+def test_sizes_that_fall_leave_nothing_behind():
+    pool = Pool()
+    for step in range(100):
+        buffers = [pool.borrow(5000 - 7 * step) for _ in range(4 if step % 2 else 3)]
+        while buffers:
+            pool.give(buffers.pop())
+        pool.trim()
+        assert len(pool._sizes) <= 3
+        assert all(idle.made >= len(idle) > 0 for idle in pool._sizes.values())
+
+
+def test_buffers_that_made_room_are_not_given_up_again():
+    pool = Pool()
+    buffers = [pool.borrow(100) for _ in range(6)]
+    for _ in range(4):
+        pool.give(buffers.pop())
+    pool.trim()  # four are idle, and two in use
+    pool.give(pool.borrow(300))  # takes the place of three of them
+    for _ in range(2):
+        pool.give(buffers.pop())
+    pool.trim()
+    assert len(pool._sizes[100]) == 2  # one was idle all the time
+
+
 def test_a_steady_step_allocates_nothing(monkeypatch):
     pool = Pool()
 
@@ -138,15 +162,22 @@ def test_threads():
         for i in range(200):
             buffers = [pool.borrow(64 * ((seed + i + j) % 4)) for j in range(3)]
             for number, buffer in enumerate(buffers):
-                buffer.fill_(number)
+                buffer.fill_(10 * seed + number)
             for number, buffer in enumerate(buffers):
-                assert (buffer == number).all()
+                assert (buffer == 10 * seed + number).all()
                 pool.give(buffer)
             if i % 20 == 0:
                 pool.trim()
 
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert pool.used_nbytes == 0
+    assert all(idle.made == len(idle) > 0 for idle in pool._sizes.values())
 
 
 def test_give_from_a_finalizer_while_the_lock_is_held():
