@@ -29,12 +29,12 @@ class Slot:
 
     tier: Tier
 
-    def __init__(self, nbytes: int, buffer: torch.Tensor | None = None, place: Any = None, last: Any = None) -> None:
+    def __init__(self, nbytes: int, buffer: torch.Tensor | None = None, place: Any = None) -> None:
         self.nbytes = nbytes
         self.buffer = buffer
         self.place = place
         self.written: Ticket = DONE
-        self.last = last
+        self.last: Any = None
 
     @property
     def memory(self) -> torch.Tensor:

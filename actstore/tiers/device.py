@@ -38,7 +38,9 @@ class DeviceTier(Tier):
     def reserve(self, nbytes: int) -> Slot | None:
         if self._pool is not None:
             memory, give = self._pool.take(nbytes)
-            return Slot(nbytes, memory, last=Last(give, memory))
+            slot = Slot(nbytes, memory)
+            slot.last = Last(give, memory)
+            return slot
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
         self._let_go()
