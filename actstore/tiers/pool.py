@@ -13,17 +13,6 @@ from actstore.errors import StateError
 OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where they would keep freed blocks from merging
 
 
-class _Idle(list[torch.Tensor]):
-    """The idle buffers of one size."""
-
-    __slots__ = ("least", "made")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = 0  # idle and in use
-        self.least = 0  # the fewest that were idle at once in this step: it has not needed these
-
-
 class BufferPool:
     """Uint8 buffers of exact sizes.
 
@@ -35,7 +24,9 @@ class BufferPool:
     def __init__(self) -> None:
         self._closed = False
         self._lock = Lock()
-        self._sizes: dict[int, _Idle] = {}
+        self._sizes: dict[int, list[torch.Tensor]] = {}  # what is idle, by size
+        self._made: dict[int, int] = {}  # idle and in use, by size
+        self._least: dict[int, int] = {}  # the fewest that were idle at once in this step: it has not needed these
         self._nbytes = 0  # idle and in use
         self._most_nbytes = 0  # that may become without need
 
@@ -63,8 +54,8 @@ class BufferPool:
             except IndexError:  # another thread was faster
                 return self._make(nbytes)
             left = len(idle)
-            if left < idle.least:
-                idle.least = left
+            if left < self._least.get(nbytes, 0):
+                self._least[nbytes] = left
             return buffer, idle.append
         return self._make(nbytes)
 
@@ -80,9 +71,9 @@ class BufferPool:
         """Begin a new step: what the last one did not need is returned."""
         with self._lock:
             for nbytes, idle in list(self._sizes.items()):
-                for _ in range(min(idle.least, len(idle))):
+                for _ in range(min(self._least.get(nbytes, 0), len(idle))):
                     self._drop(nbytes, idle)
-                idle.least = len(idle)
+            self._least = {nbytes: len(idle) for nbytes, idle in self._sizes.items()}
             self._most_nbytes = self._nbytes
 
     def close(self) -> None:
@@ -96,17 +87,14 @@ class BufferPool:
             if self._closed:
                 raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
             self._shrink(self._most_nbytes - nbytes)
-            idle = self._sizes.get(nbytes)
-            if idle is None:
-                idle = self._sizes[nbytes] = _Idle()
-            idle.made += 1
-            self._nbytes += nbytes
+            idle = self._sizes.setdefault(nbytes, [])
+            self._count(nbytes)
             self._most_nbytes = max(self._most_nbytes, self._nbytes)
         try:
             return self._allocate(nbytes), idle.append
         except BaseException:
             with self._lock:
-                self._forget(nbytes, idle)
+                self._forget(nbytes)
             raise
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -121,20 +109,24 @@ class BufferPool:
             while idle and self._nbytes > most:
                 self._drop(nbytes, idle)
 
-    def _drop(self, nbytes: int, idle: _Idle) -> None:
+    def _drop(self, nbytes: int, idle: list[torch.Tensor]) -> None:
         """Return one idle buffer, unless other threads have taken all."""
-        self._forget(nbytes, idle)  # before the call, after which an interrupt (Ctrl-C) may come
+        self._forget(nbytes)  # before the call, after which an interrupt (Ctrl-C) may come
         try:
             idle.pop()
-            idle.least = min(idle.least, len(idle))
         except IndexError:
-            idle.made += 1
-            self._nbytes += nbytes
             self._sizes[nbytes] = idle
+            self._count(nbytes)
+        self._least[nbytes] = min(self._least.get(nbytes, 0), len(idle))
 
-    def _forget(self, nbytes: int, idle: _Idle) -> None:
+    def _count(self, nbytes: int) -> None:
+        """One buffer of this size more."""
+        self._nbytes += nbytes
+        self._made[nbytes] = self._made.get(nbytes, 0) + 1
+
+    def _forget(self, nbytes: int) -> None:
         """One buffer of this size less."""
         self._nbytes -= nbytes
-        idle.made -= 1
-        if not idle.made:
-            del self._sizes[nbytes]
+        self._made[nbytes] -= 1
+        if not self._made[nbytes]:
+            del self._made[nbytes], self._sizes[nbytes]

@@ -35,7 +35,7 @@ WARM = 100  # steps after which nothing may grow: caches are filled, kernels com
 # What the process may gain between step 100 and the last. Workers that start late and the disorder of the heap make
 # 1 to 3 MiB. 4 KiB, the least that a payload or a handle with its tensor can keep, in each of 1,900 steps is 7 MiB.
 TOLERANCE_NBYTES = 4 * 2**20
-TOLERANCE_OBJECTS = 80  # of actstore's own and tensors: an object left behind by one step in 24 shows
+TOLERANCE_OBJECTS = 50  # of actstore's own and tensors: an object left behind by one step in 38 shows
 
 
 M_ARENA_MAX = -8  # of malloc.h

@@ -91,7 +91,7 @@ def test_sizes_that_fall_leave_nothing_behind():
             pool.give(buffers.pop())
         pool.trim()
         assert len(pool._sizes) <= 3
-        assert all(idle.made >= len(idle) > 0 for idle in pool._sizes.values())
+        assert all(pool._made[nbytes] >= len(idle) > 0 for nbytes, idle in pool._sizes.items())
 
 
 def test_buffers_that_made_room_are_not_given_up_again():
@@ -177,7 +177,7 @@ def test_threads():
     finally:
         sys.setswitchinterval(interval)
     assert pool.used_nbytes == 0
-    assert all(idle.made == len(idle) > 0 for idle in pool._sizes.values())
+    assert all(pool._made[nbytes] == len(idle) > 0 for nbytes, idle in pool._sizes.items())
 
 
 def test_give_from_a_finalizer_while_the_lock_is_held():
