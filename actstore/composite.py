@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from actstore.handles import Stored, check_version
-from actstore.ledger import Account
 from actstore.spec import Site
 
 _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
@@ -26,8 +25,8 @@ class Part(Stored):
 
     __slots__ = ("saved_at",)
 
-    def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, outer: Tensor) -> None:
-        super().__init__(tensor, account, empty, whole, any_version=True)
+    def belong_to(self, outer: Tensor) -> None:
+        """Be a part of `outer`, as it is now."""
         base = outer._base
         self.root = ref(outer if base is None else base)
         self.saved_at = outer._version

@@ -9,7 +9,7 @@ import torch
 
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
-from actstore.ledger import Account
+from actstore.ledger import Account, Claim
 from actstore.reaper import Last
 from actstore.ticket import Ticket
 from actstore.tiers import Slot
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class Entry:
-    """One payload, or none yet: in a `slot` of the device, or in a `berth` of what is moved. Frees it when it dies.
+    """One payload, or none yet: in `memory` of a pool, in a `slot` of the device, or in a `berth` of what is moved.
 
-    The slot gives its memory back when it dies with the entry; `last` books the bytes as gone, or drops the berth.
+    Frees it when it dies: a slot gives its memory back when it dies with the entry; `last` gives memory back, books the
+    bytes as gone, or drops the berth.
     """
 
-    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "slot", "store")
+    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "memory", "slot", "store")
 
     store: Store
     account: Account
@@ -35,15 +36,18 @@ class Entry:
     key: int
     slot: Slot | None
     berth: Berth | None
-    last: Last | None
+    memory: torch.Tensor | None
+    last: Last | Claim | None
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self.slot = self.berth = self.last = None
+        self.memory = self.slot = self.berth = self.last = None
 
     def free(self) -> None:
         """Give the room back. What is asked of the entry later raises StateError."""
-        self.slot = self.berth = self.last = None
+        if isinstance(self.last, Claim):
+            self.store.ledger.release(self.last)
+        self.memory = self.slot = self.berth = self.last = None
 
 
 class Forward:
@@ -57,9 +61,14 @@ class Forward:
 
 
 class Route:
-    """Where the last tensor of a site went: the next one of its kind goes there without a search."""
+    """Where the last tensor of a site went: the next one of its kind goes there without a search.
 
-    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "on_device", "place", "shape", "tier", "tiers")
+    Attributes
+    ----------
+    pool : where the buffers of its payloads come from, if they have one size and wait in host memory as the device's
+    """
+
+    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "place", "pool", "shape", "tiers")
 
     def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
         self.codec = codec
@@ -71,8 +80,7 @@ class Route:
         self.shape = (src.shape, src.stride()) if codec.shaped else None
         self.bound = codec.bind(src)
         self.place = place
-        self.tier = place.tier(tiers[0])
-        self.on_device = self.tier.on_device
+        self.pool = place.pool(tiers[0]) if self.bound.exact else None
 
     def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
         return (

@@ -11,12 +11,15 @@ parameters, which are in no graph's output: an output in its own graph would be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from math import prod
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo import guards
 
 from actstore.entry import Entry
 from actstore.errors import ActstoreError, MutationError
@@ -29,6 +32,9 @@ from actstore.spec import Site, Spec
 from actstore.storage import free_weak, hold_weak, revive, whole_of
 
 Small = tuple[Tensor, int, Frame]
+
+_guards: Any = guards
+_empty_strided_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = _guards._empty_strided_cpu
 
 
 class Kept:
@@ -57,14 +63,21 @@ class Stored(Entry):
         "snapshot", "stride", "version", "witness",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, account: Account, empty: Tensor, whole: bool, any_version: bool) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        account: Account,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        empty: Tensor,
+        any_version: bool,
+    ) -> None:
         self.account = account
-        self.slot = self.berth = self.last = None
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = 0 if whole else int(tensor.storage_offset())
-        self.conj = not whole and tensor.is_conj()
-        self.neg = not whole and tensor.is_neg()
+        self.memory = self.slot = self.berth = self.last = None
+        self.shape = shape
+        self.stride = stride
+        self.offset = 0
+        self.conj = self.neg = False
         base = tensor._base
         self.root = ref(tensor if base is None else base)
         self.version = tensor._version
@@ -79,7 +92,7 @@ class Stored(Entry):
 
     @property
     def spec(self) -> Spec:
-        return Spec(tuple(self.shape), self.stride, self.witness.dtype, self.witness.device)
+        return Spec(self.shape, self.stride, self.witness.dtype, self.witness.device)
 
     def get(self) -> Tensor:
         changed = self.witness._version != self.version
@@ -100,21 +113,24 @@ class Stored(Entry):
         """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
         if self.witness.dtype != other.witness.dtype or self.version != other.version or not same_root(self, other):
             return False
-        region = self.region or Region(0, self.shape.numel())
+        region = self.region or Region(0, prod(self.shape))
         return region.covers(other.offset, layout_of(other.shape, other.stride))
 
-    def _read(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    def _read(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """The payload as a dense tensor of its own."""
         memory = None if self.berth is None else self.store.borrow(self, self.witness.dtype)
         if memory is not None:
             return memory.as_strided(shape, stride)
-        tensor = self.witness.new_empty_strided(shape, stride)
+        if self.memory is None or _len_torch_dispatch_stack():
+            tensor = self.witness.new_empty_strided(shape, stride)
+        else:  # in a pool, which is of host memory
+            tensor = _empty_strided_cpu(shape, stride, self.witness.dtype)
         self.store.get(self, tensor)
         return tensor
 
     def _rebuild(self, owner: Stored) -> Tensor:
         spec = self.spec
-        region = owner.region or Region(0, owner.shape.numel())
+        region = owner.region or Region(0, prod(owner.shape))
         if region.compact is not None:
             dense = torch.empty(region.compact[0], dtype=spec.dtype, device=spec.device)
             owner.store.get(owner, dense)

@@ -25,7 +25,7 @@ from actstore.derived import Derived, find_recipe, is_plain
 from actstore.errors import ActstoreError, StateError
 from actstore.handles import Kept, Small, Stored, check_version
 from actstore.layout import layout_of
-from actstore.modules import ASK, DEVICE, GROUP, SMALL, Deriving, target_of
+from actstore.modules import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
 from actstore.policy.rules import derives
 from actstore.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from actstore.accuracy.step import Step
-    from actstore.entry import Forward
+    from actstore.entry import Forward, Route
     from actstore.ledger import Account
     from actstore.modules import Frame, Place, Target, Tracker
     from actstore.policy import Policy
@@ -81,7 +81,6 @@ class Scope:
         *,
         min_nbytes: int,
         allow_mutation: bool,
-        has_model: bool,
     ) -> None:
         self.tracker = tracker
         self.parameters = parameters  # identities of the storages that are never counted nor moved
@@ -95,7 +94,6 @@ class Scope:
         tracker.derives = derives(policy)
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
-        self._has_model = has_model
         self._kept: dict[int, ref[Kept]] = {}
         self._stored: dict[int, list[ref[Stored]]] = {}
         self.looked_at: Step | None = None  # who looks at what this step's payloads do to its gradients
@@ -120,6 +118,7 @@ class Scope:
     def pack_hook(self) -> Callable[..., Handle]:
         """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
+        follow = self._follow
 
         def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
             if _len_torch_dispatch_stack() and any(_get_dispatch_mode(mode) is not None for mode in _TRACING):
@@ -157,7 +156,12 @@ class Scope:
             accounts = frame.place.accounts
             account = accounts[index] if index < len(accounts) else frame.place.account(index)
             account.count += 1
+            precedent = account.precedent
             try:
+                if precedent is not None and precedent.target is frame.follows and kind is Tensor and outer is None:
+                    handle = follow(precedent, tensor, account, key, storage, nbytes)
+                    if handle is not None:
+                        return handle
                 return self._place(tensor, frame, account, key, storage, nbytes, outer)
             except ActstoreError as error:
                 _name(error, account, tensor)
@@ -257,18 +261,24 @@ class Scope:
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._is_kept(key):
             return self._keep(tensor, account, key, storage)
-        allow = self.allows_mutation()
+        allow, empty = self.allows_mutation(), self._empty_like(tensor)
         if outer is None:
-            handle = Stored(tensor, account, self._empty_like(tensor), whole, allow)
+            handle = Stored(tensor, account, tuple(tensor.shape), tensor.stride(), empty, allow)
         elif allow and not outer.requires_grad:
             return self._keep(tensor, account, key, storage, "may change before backward")
         else:
-            handle = Part(tensor, account, self._empty_like(tensor), whole, outer)
+            handle = Part(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
+            handle.belong_to(outer)
+        if not whole:
+            handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
         if key in self._stored and self._find_owner(handle, key, storage, codec):
             return handle
         if name or known.requires_grad:
-            if not self._encode(handle, tensor, storage, whole, codec, tiers):
-                return self._keep(tensor, account, key, storage, f"no room in {' > '.join(tiers)}")
+            route = self._encode(handle, tensor, storage, whole, codec, tiers)
+            if route is None:
+                return self._keep(tensor, account, key, storage, _no_room(tiers))
+            if whole and outer is None and target is frame.follows and codec is target[0]:
+                self._set_precedent(handle, target, name, nbytes, empty, route)
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
         handle.alias = self._keep(tensor, account, key, storage)
@@ -276,6 +286,55 @@ class Scope:
         self._unsettled.append((ref(handle), codec, tiers))
         self._unsettled_nr = _get_sequence_nr()
         return handle
+
+    def _follow(
+        self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
+    ) -> Kept | Stored | None:
+        """The same as `_place` for a tensor that is like the last one of its site; None where more must be asked."""
+        target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
+        if (
+            tensor.is_nested
+            or nbytes != known_nbytes
+            or tensor.shape != shape
+            or tensor.stride() != stride
+            or tensor.dtype is not dtype
+            or tensor.device != device
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or key in self._stored
+            or key in self._kept
+            or key in self.tracker.computed
+            or self._tags
+            or self._alone is not None
+            or self._looked == MOST_NODES
+            or _current_graph_task_id() != -1
+        ):
+            return None
+        node: Any = tensor.grad_fn
+        if node is None:
+            return None
+        if node.name() != producer:
+            return None
+        self._looked += 1
+        account.where = target[3]
+        handle = Stored(tensor, account, shape, stride, empty, self.allows_mutation())
+        saved = self._saved_nbytes(key, storage)
+        weak = self._store.put(handle, tensor, route, saved, self._forward)
+        if weak is None:
+            self._uncount(key, saved)
+            return self._keep(tensor, account, key, storage, _no_room(target[1]))
+        self._stored[key] = [weak]
+        return handle
+
+    def _set_precedent(
+        self, handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route
+    ) -> None:
+        """Let the next tensor of a site follow the one that was encoded just now."""
+        is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
+        if is_plain and (target[0].lossless or "Norm" not in producer):
+            handle.account.precedent = Precedent(
+                target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
+            )
 
     def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
         """The handle of a tensor that can be made again, bit for bit, of what is saved anyway; None for others."""
@@ -334,10 +393,10 @@ class Scope:
             return f"a part of a {type(known).__name__}"
         if not protected:
             return ""
-        if self._has_model and frame.module is None and frame.inputs is None:
-            return "saved outside of the model: part of the loss"
-        if key in self.tracker.computed or frame.computes_weights:
-            return "a weight that is computed from parameters"
+        if frame.exact:
+            return frame.exact
+        if key in self.tracker.computed:
+            return COMPUTED
         return lossy_reason(known, dtype, producer)
 
     def _is_alone(self, account: Account, key: int) -> bool:
@@ -378,14 +437,14 @@ class Scope:
                 tensor, handle.offset = handle.snapshot, 0
             storage = tensor.untyped_storage()
             try:
-                stored = self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
+                route = self._encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
             except ActstoreError as error:
                 _name(error, handle.account, tensor)
                 raise
-            if stored:
+            if route is not None:
                 handle.alias = handle.snapshot = None
             else:
-                handle.account.note = f"kept: no room in {' > '.join(tiers)}"
+                handle.account.note = f"kept: {_no_room(tiers)}"
 
     def close(self, *, failed: bool) -> None:
         """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""
@@ -432,21 +491,19 @@ class Scope:
         whole: bool,
         codec: Codec,
         tiers: tuple[str, ...],
-    ) -> bool:
-        """Put the bytes that `handle` needs into the store; False when no tier has room."""
+    ) -> Route | None:
+        """Put the bytes that `handle` needs into the store: by which route; None when no tier has room."""
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         key = storage._cdata
         saved = 0 if handle.alias is not None else self._saved_nbytes(key, storage)  # an alias has been counted
-        if not self._store.put(handle, tensor, codec, tiers, saved, self._forward):
-            if saved:
-                self._census.counted.discard(key)  # whoever keeps it counts it
-            return False
-        if key in self._stored:
-            self._stored[key].append(ref(handle))
-        else:
-            self._stored[key] = [ref(handle)]
-        return True
+        route = self._store.route(handle.account, tensor, codec, tiers)
+        weak = self._store.put(handle, tensor, route, saved, self._forward)
+        if weak is None:
+            self._uncount(key, saved)
+            return None
+        self._stored.setdefault(key, []).append(weak)
+        return route
 
     def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:
         """What plain autograd holds of a storage because it is saved now."""
@@ -459,6 +516,11 @@ class Scope:
             return 0
         nbytes = census.count(key, storage)
         return 0 if key in tracker.owned or key in frame.small else nbytes
+
+    def _uncount(self, key: int, saved: int) -> None:
+        """Take back what `_saved_nbytes` has counted: whoever keeps the storage counts it."""
+        if saved:
+            self._census.counted.discard(key)
 
     def _prune(self) -> None:
         """Forget what is gone, so that a context without an end does not grow."""
@@ -493,6 +555,10 @@ def _alias_of(tensor: Tensor) -> Tensor:
     """An alias that holds what `tensor` holds, also where a mode makes each new tensor a fake one."""
     with unset_fake_temporarily():
         return tensor.detach()
+
+
+def _no_room(tiers: tuple[str, ...]) -> str:
+    return f"no room in {' > '.join(tiers)}"
 
 
 def _fits(tensor: Tensor, nbytes: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 from actstore.spec import Site
 
@@ -47,6 +48,7 @@ class Account:
         "note",
         "offload_ns",
         "peak",
+        "precedent",
         "route",
         "saved",
         "site",
@@ -74,7 +76,31 @@ class Account:
         self.misses = 0  # or not even that
         self.where = ""  # the decision, as policy text
         self.note = ""  # why the decision was not followed, where it was not
-        self.route: Any = None  # the store's own memory of where the last tensor of this site went
+        self.route: Any = None  # the store's own memory of where the last tensor of this site went,
+        self.precedent: Any = None  # and the hooks' of what it was
+
+
+class Claim(ref[Any]):
+    """Memory that its owner holds on the compute device. Made with `Ledger.release`, which it is given at their death.
+
+    A weak reference with a callback in C: no Python code runs when the owner dies, and no interrupt comes between. Who
+    makes one sets all attributes, and sees to it that somebody beside the owner holds it: where a cycle of both is
+    collected, Python calls no callback.
+
+    Attributes
+    ----------
+    account : where the bytes are booked
+    nbytes : how many are booked
+    memory : a buffer; None once it was given back
+    idle : the list of a pool that takes it back
+    """
+
+    __slots__ = ("account", "idle", "memory", "nbytes")
+
+    account: Account
+    nbytes: int
+    memory: Any
+    idle: list[Any]
 
 
 class Ledger:
@@ -92,8 +118,8 @@ class Ledger:
         self.relieve: Callable[[int], None] = _nothing
         self.reserve = self._transient = 0
         self._lock = Lock()
-        self._gone: deque[tuple[Account, int, int]] = deque()  # appended to by finalizers at any moment
-        self.release = self._gone.append  # books (account, held, away) as gone: one call in C, for finalizers
+        self.gone: deque[tuple[Account, int, int] | Claim] = deque()  # appended to by finalizers at any moment
+        self.release = self.gone.append  # books (account, held, away) or a claim as gone: one call in C
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
@@ -108,10 +134,14 @@ class Ledger:
             account = self._accounts.setdefault(site, Account(site))
         return account
 
-    def accounts(self) -> list[Account]:
-        """All accounts in the order of their first use, with everything booked."""
+    def settle(self) -> None:
+        """Book what is gone; the memory of claims can be used again."""
         with self._lock:
             self._book_gone()
+
+    def accounts(self) -> list[Account]:
+        """All accounts in the order of their first use, with everything booked."""
+        self.settle()
         return list(self._accounts.values())
 
     def add(
@@ -121,7 +151,7 @@ class Ledger:
         if held > 0 and self._held + held > self.limit and not has_room:
             self.relieve(held)
         with self._lock:
-            if self._gone:
+            if self.gone:
                 self._book_gone()
             account.saved += saved
             account.stored += stored
@@ -150,7 +180,7 @@ class Ledger:
         if not self.fits(transient):
             self.relieve(transient)
         with self._lock:
-            if self._gone:
+            if self.gone:
                 self._book_gone()
             if transient > self._transient:
                 self._transient = transient
@@ -225,12 +255,19 @@ class Ledger:
             self.held_at_exit = self._held
 
     def _book_gone(self) -> None:
-        gone = self._gone
+        gone = self.gone
         while gone:
-            account, held, away = gone[0]
-            account.held -= held
-            account.away -= away
-            self._held -= held
+            item = gone[0]
+            if not isinstance(item, Claim):
+                account, held, away = item
+                account.held -= held
+                account.away -= away
+                self._held -= held
+            elif getattr(item, "memory", None) is not None:  # an interrupt may have come before it was given any
+                item.account.held -= item.nbytes
+                self._held -= item.nbytes
+                item.idle += [item.memory]
+                item.memory = None
             gone.popleft()  # an interrupt (Ctrl-C) comes after a call: all of an item is booked, or nothing
 
 

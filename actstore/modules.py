@@ -11,6 +11,7 @@ from functools import cache, partial
 from threading import Lock, local
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import GroupNorm, LayerNorm, Module, Parameter, RMSNorm
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from actstore.census import Census
 from actstore.codecs import Codec, Raw
+from actstore.entry import Route
 from actstore.ledger import Account, Ledger
 from actstore.policy import Decision, Derive, Encode, Offload
 from actstore.reaper import Last
@@ -34,6 +36,23 @@ GROUP = 64  # small tensors that share one frame at most
 Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
 
 
+class Precedent(NamedTuple):
+    """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
+
+    The next one like it goes the same way.
+    """
+
+    target: Target
+    producer: str  # the autograd node that had made it
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    empty: torch.Tensor  # of this dtype and device
+    route: Route
+
+
 class Deriving(NamedTuple):
     """Where tensors go that can be made again of others; `rest` is where all others go, None where they stay."""
 
@@ -42,6 +61,7 @@ class Deriving(NamedTuple):
 
 
 DEVICE: tuple[str, ...] = ("device",)
+COMPUTED = "a weight that is computed from parameters"  # why what a call saves must be exact
 ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
 
 
@@ -92,10 +112,15 @@ class Frame:
 
     Handles of small tensors hold their frame, and so it dies with the last of them: their bytes are booked once, when
     the call ends, and released once. That is what makes a kept tensor cheap.
+
+    Attributes
+    ----------
+    exact : why all that it saves must be exact; empty where it need not
+    follows : the target for which tensors may follow precedents of their sites; None where each is looked at anew
     """
 
     __slots__ = (
-        "computes_weights", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target",
+        "exact", "follows", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target",
     )  # fmt: skip
 
     def __init__(
@@ -104,14 +129,14 @@ class Frame:
         place: Place,
         owned: set[int],
         inputs: Decision | None = None,
-        *,
-        computes_weights: bool = False,
+        exact: str = "",
     ) -> None:
         self.module = module
-        self.computes_weights = computes_weights or isinstance(module, ParametrizationList)  # or runs inside of one
+        self.exact = exact
         self.place = place
         self.inputs = inputs
         self.target = place.target if inputs is None else target_of(inputs)
+        self.follows = self.target if inputs is None and not exact else None
         self.keep_below = place.keep_below if inputs is None else 0
         self.index = 0
         self.small: dict[int, int] = {}  # bytes of small storages, by identity
@@ -163,7 +188,9 @@ class Tracker:
 
     __slots__ = ("census", "computed", "counted", "derives", "ended", "frame", "owned", "parameters", "places", "stack")
 
-    def __init__(self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int]) -> None:
+    def __init__(
+        self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int], exact: str = ""
+    ) -> None:
         self.places = places
         self.census = census
         self.counted = census.counted  # storages that are booked elsewhere
@@ -173,7 +200,7 @@ class Tracker:
         self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
         self.derives = False  # whether something may be made again of what normalisations were given
         self.stack: list[Frame] = []
-        self.frame = Frame(None, top, self.owned)
+        self.frame = Frame(None, top, self.owned, exact=exact)
 
     def knows(self, key: int) -> bool:
         """Whether a storage is small and saved."""
@@ -181,7 +208,8 @@ class Tracker:
 
     def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
-        self.frame = Frame(module, place, self.owned, inputs, computes_weights=self.frame.computes_weights)
+        computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
+        self.frame = Frame(module, place, self.owned, inputs, COMPUTED if computed else "")
 
     def pop(self) -> None:
         self.frame.end(self.counted)
@@ -219,7 +247,7 @@ class Tracker:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
         old.end(self.counted)
-        self.frame = Frame(old.module, old.place, self.owned, old.inputs, computes_weights=old.computes_weights)
+        self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact)
         self.frame.index = old.index
 
     def end(self) -> None:

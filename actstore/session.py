@@ -252,7 +252,8 @@ class ActivationStore:
             self._name_modules(named)
         census = Census()
         parameters = set[int]()
-        tracker = Tracker(self._places, self._top, census, parameters)
+        outside = "" if self._model is None else "saved outside of the model: part of the loss"
+        tracker = Tracker(self._places, self._top, census, parameters, outside)
         if self._model is not None:
             for weight in (*self._model.parameters(), *self._model.buffers()):
                 tracker.adopt(weight)
@@ -265,7 +266,6 @@ class ActivationStore:
             self._store.begin(device),
             min_nbytes=self._min_nbytes,
             allow_mutation=self._allow_mutation,
-            has_model=self._model is not None,
         )
         if first and self._influence is not None:
             scope.looked_at = step = self._influence.begin(

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hashlib import blake2b
 from threading import Lock
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from actstore.codecs.base import Bound
 from actstore.entry import Entry, Forward, Route
 from actstore.errors import CapacityError, StateError
 from actstore.kernels.base import ALIGN
-from actstore.ledger import Account, Circumstances, Ledger
+from actstore.ledger import Account, Circumstances, Claim, Ledger
 from actstore.reaper import Last
 from actstore.ticket import DONE, Between, Ticket
 from actstore.tiers import Slot
@@ -28,6 +28,8 @@ from actstore.trace import Trace
 from actstore.transfer import Berth
 from actstore.units import format_nbytes, round_up
 from actstore.verified import verified
+
+E = TypeVar("E", bound=Entry)
 
 
 class Gauge(Protocol):
@@ -76,22 +78,34 @@ class Store:
         """
         self.place(device).tier(tier)
 
-    def put(
-        self, entry: Entry, src: torch.Tensor, codec: Codec, tiers: Sequence[str], saved: int, forward: Forward
-    ) -> bool:
-        """Encode `src` into the first tier that has room, and give the slot to `entry`.
+    def route(self, account: Account, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> Route:
+        """How a tensor gets through `codec` into the first of `tiers` that has room; `account` remembers it.
+
+        Parameters
+        ----------
+        src : Tensor, any dtype that `codec` accepts
+        tiers : names of tiers, first choice first
+        """
+        route: Route | None = account.route
+        if route is None or not route.fits(src, codec, tiers):
+            account.precedent = None  # it has the route that was
+            route = account.route = Route(src, codec, tiers, self.place(src.device))
+        return route
+
+    def put(self, entry: E, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> ref[E] | None:
+        """Encode `src` into the first tier of its route that has room, where `entry` holds the payload.
 
         Parameters
         ----------
         entry : an empty one, with its account, where the bytes are booked
-        src : Tensor, dense strides, any dtype that `codec` accepts
-        tiers : names of tiers, first choice first
+        src : Tensor, dense strides
+        route : of `src`
         saved : bytes that plain autograd would hold in place of the payload
         forward : the pass that it belongs to
 
         Returns
         -------
-        bool : False when no tier has room
+        ref : to `entry`, held by the caller until `remember` is given it; None when no tier has room
 
         Raises
         ------
@@ -103,49 +117,34 @@ class Store:
         device; it waits for the disk when more than a window of bytes is still to be written.
         """
         account = entry.account
-        route: Route | None = account.route
-        if route is None or not route.fits(src, codec, tiers):
-            route = account.route = Route(src, codec, tiers, self.place(src.device))
         bound = route.bound
+        ledger = self.ledger
+        if ledger.gone:
+            ledger.settle()  # buffers of what is gone serve first
         key = self._next_key(account) if route.keyed else 0
         if self._watched:
-            bound = self._watching(bound, codec, account, route.place)
-        if not bound.exact:
-            return self._put_variable(entry, src, bound, codec, route, key, saved, forward)
-        slot = berth = None
-        if route.on_device:
-            slot = route.tier.reserve(bound.nbytes)
-            if slot is not None:
-                slot.tier = route.tier
-        if slot is None:
-            slot, berth = self._find(route.place, tiers, bound.nbytes, account, forward)
-        if slot is not None:
-            try:
-                bound.encode(src, slot.memory, key)
-            except BaseException:
-                slot.tier.free(slot)
-                raise
-            self.ledger.add(account, saved, bound.nbytes, slot.nbytes)
-            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
-        elif berth is not None:
-            entry.last = Last(berth.engine.drop, berth)
-            try:
-                bound.encode(src, berth.memory, key)
-            except BaseException:
-                berth.engine.cancel(berth)
-                raise
-            berth.engine.depart(berth)
-            self.ledger.add(account, saved, bound.nbytes, 0)
-        else:
-            self._refuse(bound.nbytes, tiers)
-            return False
+            bound = self._watching(bound, route.codec, account, route.place)
         entry.store = self
-        entry.codec = codec
+        entry.codec = route.codec
         entry.bound = bound
         entry.key = key
-        entry.slot = slot
-        entry.berth = berth
-        return True
+        if route.pool is None:
+            put = self._put_in_tier if bound.exact else self._put_variable
+            return ref(entry) if put(entry, src, route, saved, forward) else None
+        nbytes = bound.nbytes
+        memory, idle = route.pool.take(nbytes)
+        claim = Claim(entry, ledger.release)
+        claim.account, claim.nbytes, claim.memory, claim.idle = account, 0, memory, idle
+        entry.last = claim
+        try:
+            bound.encode(src, memory, key)
+            ledger.add(account, saved, nbytes, nbytes)
+        except BaseException:
+            ledger.release(claim)  # at once: in a cycle with its error the entry would be collected with its claim
+            raise
+        claim.nbytes = nbytes
+        entry.memory = memory
+        return claim
 
     def get(self, entry: Entry, out: torch.Tensor) -> None:
         """Decode a payload into `out`. Repeatable, and safe from any thread.
@@ -155,6 +154,11 @@ class Store:
         TransferError, PayloadError : the bytes cannot be read or are not what was written
         StateError : the store was closed
         """
+        memory = entry.memory
+        if memory is not None:
+            entry.bound.decode(memory, out, entry.key)
+            self.ledger.touch_peak(entry.account, out.nbytes)
+            return
         place = None if entry.bound.exact else self._places.get(out.device)
         if place is None or place.device.on_host:
             slot = entry.slot
@@ -294,7 +298,7 @@ class Store:
             if entry is not None:
                 entry.free()
         for account in self.ledger.accounts():
-            account.route = None
+            account.route = account.precedent = None
         with ExitStack() as stack:
             stack.callback(self.sampler.close)
             for place in places.values():
@@ -362,6 +366,33 @@ class Store:
             place, begin, end = backward
             place.engine.note("backward", Between(begin, end), [])
 
+    def _put_in_tier(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
+        """Encode into a slot of the device, or on the way to another tier; False when none has room."""
+        account, bound = entry.account, entry.bound
+        slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
+        if slot is not None:
+            try:
+                bound.encode(src, slot.memory, entry.key)
+            except BaseException:
+                slot.tier.free(slot)
+                raise
+            self.ledger.add(account, saved, bound.nbytes, slot.nbytes)
+            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
+        elif berth is not None:
+            entry.last = Last(berth.engine.drop, berth)
+            try:
+                bound.encode(src, berth.memory, entry.key)
+            except BaseException:
+                berth.engine.cancel(berth)
+                raise
+            berth.engine.depart(berth)
+            self.ledger.add(account, saved, bound.nbytes, 0)
+        else:
+            self._refuse(bound.nbytes, route.tiers)
+            return False
+        entry.slot, entry.berth = slot, berth
+        return True
+
     def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
         if self.options.strict:
             raise CapacityError(
@@ -399,32 +430,22 @@ class Store:
 
     # -- payloads of variable size ------------------------------------------------------------------------------------
 
-    def _put_variable(
-        self,
-        entry: Entry,
-        src: torch.Tensor,
-        bound: Bound,
-        codec: Codec,
-        route: Route,
-        key: int,
-        saved: int,
-        forward: Forward,
-    ) -> bool:
+    def _put_variable(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
         """Encode into room for the longest payload, and move what there is to room for just that.
 
         On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
         for it, `poll` and later payloads look.
         """
-        place, tiers, account = route.place, route.tiers, entry.account
+        place, tiers, account, bound = route.place, route.tiers, entry.account, entry.bound
         stage = place.stage(bound.nbytes)
         try:
-            used = bound.encode(src, stage.memory, key)
+            used = bound.encode(src, stage.memory, entry.key)
             assert used is not None, "a payload of variable size says its length"
             late = None if place.device.on_host else place.lengths.expect(stage.memory)
         except BaseException:
             stage.tier.free(stage)
             raise
-        entry.store, entry.codec, entry.bound, entry.key, entry.slot = self, codec, bound, key, stage
+        entry.slot = stage
         self.ledger.add(account, saved, 0, stage.nbytes)
         entry.last = Last(self.ledger.release, (account, stage.nbytes, 0))
         if late is not None:

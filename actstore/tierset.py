@@ -16,7 +16,7 @@ from actstore.devices import Device
 from actstore.errors import ActstoreError, CapacityError, ConfigError
 from actstore.kernels.base import LENGTH_NBYTES
 from actstore.ledger import Ledger
-from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
+from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
 from actstore.trace import Trace
 from actstore.transfer import Cell, Cells, Engine
 from actstore.units import format_nbytes
@@ -62,6 +62,11 @@ class TierSet:
                 if tier is None:
                     tier = self._open[name] = self._make(name)
         return tier
+
+    def pool(self, name: str) -> BufferPool | None:
+        """The buffers in which payloads lie without a slot, where a tier is ours and host memory as the device's."""
+        tier = self.tier(name)
+        return tier.pool if type(tier) is DeviceTier or type(tier) is HostMemoryTier else None
 
     def reserve(self, name: str, nbytes: int) -> Slot | None:
         """Room in a tier, or None."""

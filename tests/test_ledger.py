@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.ledger import Ledger
+from actstore.ledger import Claim, Ledger
 from actstore.spec import Site
 
 SITES = [Site("a", 0), Site("a", 1), Site("b", 0)]
@@ -140,6 +140,57 @@ def test_threads_and_finalizers():
     assert [account.held for account in ledger.accounts()] == [0] * 4
     assert ledger._held == 0
     assert ledger.peak >= max(account.peak for account in ledger.accounts()) >= 8
+
+
+class Owner:
+    """Owns 100 bytes through its claim."""
+
+    def __init__(self, ledger, idle):
+        self.claim = claim = Claim(self, ledger.release)
+        claim.account, claim.nbytes, claim.memory, claim.idle = ledger.account(SITES[0]), 100, bytearray(100), idle
+        ledger.add(claim.account, 0, 100, 100)
+
+
+def test_a_claim_is_given_back_when_its_owner_dies():
+    ledger, idle = Ledger(), []
+    owner = Owner(ledger, idle)
+    claim = owner.claim
+    (account,) = ledger.accounts()
+    assert (account.held, idle) == (100, [])
+    del owner
+    assert [bool(ledger.gone), idle] == [True, []]
+    ledger.settle()
+    assert (account.held, [len(memory) for memory in idle], claim.memory) == (0, [100], None)
+
+
+def test_a_claim_that_was_released_before_is_given_back_once():
+    ledger, idle = Ledger(), []
+    owner = Owner(ledger, idle)
+    claim = owner.claim
+    ledger.release(claim)
+    ledger.settle()
+    del owner
+    (account,) = ledger.accounts()
+    assert (account.held, len(idle), claim.memory) == (0, 1, None)
+
+
+def test_a_claim_that_an_interrupt_left_empty_gives_nothing_back():
+    ledger = Ledger()
+    owner = Owner(ledger, [])
+    empty = Claim(owner, ledger.release)
+    del owner
+    (account,) = ledger.accounts()
+    assert (account.held, hasattr(empty, "memory"), list(ledger.gone)) == (0, False, [])
+
+
+def test_a_claim_that_somebody_holds_survives_the_collection_of_a_cycle():
+    ledger, idle = Ledger(), []
+    owner = Owner(ledger, idle)
+    owner.itself, held = owner, owner.claim
+    del owner
+    gc.collect()
+    ledger.settle()
+    assert (len(idle), held.memory) == (1, None)
 
 
 def test_an_account_is_opened_once():

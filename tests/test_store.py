@@ -8,11 +8,13 @@ from contextlib import suppress
 import pytest
 import torch
 
-from actstore.codecs import Int8, Raw
+from actstore.codecs import Int8, Raw, Zmask
+from actstore.devices import Cpu
 from actstore.entry import Entry
 from actstore.errors import CapacityError, PayloadError, StateError, TransferError
 from actstore.spec import Site
 from actstore.store import Store
+from actstore.tiers import DeviceTier
 from actstore.tierset import StoreOptions
 from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed
@@ -49,13 +51,16 @@ def make(disk_folder):
 def put(store, tensor, *tiers, codec=None, site=0, saved=0):
     """A forward pass of one tensor."""
     entry, forward = Owned(store, site), store.begin(CPU)
-    found = store.put(entry, tensor, codec or Raw(), tiers, saved, forward)
+    route = store.route(entry.account, tensor, codec or Raw(), tiers)
+    found = store.put(entry, tensor, route, saved, forward)
     store.end(forward)
     return entry if found else None
 
 
 def tier_of(entry):
-    return entry and (entry.slot or entry.berth.parcel).tier.name
+    if entry is None or entry.memory is not None:
+        return entry and "device"
+    return (entry.slot or entry.berth.parcel).tier.name
 
 
 def land(store, *entries):
@@ -124,7 +129,7 @@ def test_the_books(make, tier):
     store = make()
     tensor = torch.randn(4096)
     entry = put(store, tensor, tier, codec=Int8(), saved=tensor.nbytes)
-    stored = (entry.slot or entry.berth).nbytes
+    stored = entry.berth.nbytes if entry.memory is None else entry.memory.nbytes
     land(store, entry)
     assert totals(store) == (tensor.nbytes, stored, *((0, stored) if tier == "disk" else (stored, 0)))
     assert store.ledger.peak == stored
@@ -326,6 +331,27 @@ def test_entries_that_close_does_not_know(make):
     assert totals(store)[2:] == (0, 0)
 
 
+def test_a_tier_of_another_kind_is_always_asked_for_room(make):
+    class Full(DeviceTier):
+        def reserve(self, nbytes):
+            return None
+
+    store = make()
+    store.place(CPU)._open["device"] = Full(Cpu(CPU))
+    assert put(store, torch.randn(1000), "device") is None
+
+
+def test_payloads_of_variable_size_take_the_place_of_what_is_gone(make):
+    store = make()
+    entries = [put(store, torch.randn(1000), "device") for _ in range(4)]
+    pool = store.place(CPU).pool("device")
+    assert pool.used_nbytes == 16_000
+    entries.clear()
+    entry = put(store, torch.randn(1000), "device", codec=Zmask())
+    assert pool.used_nbytes + pool.idle_nbytes <= 16_000
+    del entry
+
+
 def test_close_while_writes_are_late(make):
     store = make()
     slow = wrap(store, "disk", lambda tier: Slow(tier, 0.02))
@@ -344,9 +370,10 @@ def test_a_step_returns_what_the_last_one_did_not_need(make):
     def step(count):
         store.start()
         entries = [put(store, torch.randn(1000), "device") for _ in range(count)]
-        pool = store._places[CPU]._open["device"]._pool
+        pool = store._places[CPU]._open["device"].pool
         assert pool.used_nbytes == 4000 * count
         del entries
+        store.ledger.settle()
         return pool.idle_nbytes
 
     assert step(10) == 40_000

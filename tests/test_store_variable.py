@@ -72,7 +72,8 @@ def store(disk_folder):
 
 def put(store, tensor, *tiers, codec=None, site=0):
     entry, forward = Owned(store, site), store.begin(CPU)
-    found = store.put(entry, tensor, codec or Counted(), tiers, tensor.numel(), forward)
+    route = store.route(entry.account, tensor, codec or Counted(), tiers)
+    found = store.put(entry, tensor, route, tensor.numel(), forward)
     store.end(forward)
     return entry if found else None
 
@@ -82,7 +83,9 @@ def room_of(entry):
 
 
 def tier_of(entry):
-    return entry and (entry.slot or entry.berth.parcel).tier.name
+    if entry is None or entry.memory is not None:
+        return entry and "device"
+    return (entry.slot or entry.berth.parcel).tier.name
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -232,8 +235,9 @@ def test_a_payload_may_be_moved_while_another_thread_reads_it(monkeypatch, disk_
 def keys(store, sites, codec=Int8(round="stochastic")):  # noqa: B008 - a value
     found = []
     for site in sites:
-        entry = Owned(store, site)
-        store.put(entry, torch.ones(64), codec, ("device",), 0, store.begin(CPU))
+        entry, tensor = Owned(store, site), torch.ones(64)
+        route = store.route(entry.account, tensor, codec, ("device",))
+        store.put(entry, tensor, route, 0, store.begin(CPU))
         found.append(entry.key)
     return found
 

@@ -94,8 +94,11 @@ ROWS = (PLAIN, *PEERS, *OURS)
 
 
 def rows_for(policies: tuple[str, ...]) -> list[Row]:
-    """All rows of a model for whose parts a user would write these policies. In names, rules stand between commas."""
-    return [*ROWS, *(Row(text.replace(";", ","), "ours", text) for text in policies)]
+    """All rows of a model for whose parts a user would write these policies, of which the last is a usual one.
+
+    In names, rules stand between commas.
+    """
+    return [*ROWS, *(Row(text.replace(";", ","), "ours", text, usual=text == policies[-1]) for text in policies)]
 
 
 def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:

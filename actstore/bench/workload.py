@@ -35,7 +35,7 @@ class Workload:
     heads: int = 4
     context: int = 256
     batch: int = 8
-    steps: int = 6
+    steps: int = 5
     warmup: int = 2
     dropout: float = 0.0
     dtype: str = "float32"

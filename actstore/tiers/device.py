@@ -29,17 +29,17 @@ class DeviceTier(Tier):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._pool = BufferPool() if device.on_host else None
+        self.pool = BufferPool() if device.on_host else None
         self._closed = False
         self._lock = Lock()
         self._back = Reaper[tuple[torch.Tensor, list[Ticket]]](self._lock, self._receive)
         self._lent: list[tuple[torch.Tensor, list[Ticket]]] = []  # given back, and in use by another stream
 
     def reserve(self, nbytes: int) -> Slot | None:
-        if self._pool is not None:
-            memory, give = self._pool.take(nbytes)
+        if self.pool is not None:
+            memory, idle = self.pool.take(nbytes)
             slot = Slot(nbytes, memory)
-            slot.last = Last(give, memory)
+            slot.last = Last(idle.append, memory)
             return slot
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
@@ -59,7 +59,7 @@ class DeviceTier(Tier):
         return self._copy(slot, dst, slot.memory[: dst.numel()], (slot.written, *after))
 
     def used(self, slot: Slot) -> None:
-        if self._pool is None:
+        if self.pool is None:
             place: _Place = slot.place
             stream = self._device.current()
             if stream != place.home:
@@ -67,19 +67,19 @@ class DeviceTier(Tier):
 
     def free(self, slot: Slot) -> None:
         slot.buffer = slot.last = None
-        if self._closed and self._pool is not None:
-            self._pool.drain()
+        if self._closed and self.pool is not None:
+            self.pool.drain()
 
     def trim(self) -> None:
-        if self._pool is not None:
-            self._pool.trim()
+        if self.pool is not None:
+            self.pool.trim()
         else:
             self._let_go()
 
     def close(self) -> None:
         self._closed = True
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
             return
         with self._lock:
             self._back.drain_locked()
@@ -91,7 +91,7 @@ class DeviceTier(Tier):
     def _copy(self, slot: Slot, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket]) -> Ticket:
         stream = self._device.current()
         ticket = self._device.copy(dst, src, stream, after)
-        if self._pool is None and stream != slot.place.home:
+        if self.pool is None and stream != slot.place.home:
             self._lend(slot, ticket)
         return ticket
 

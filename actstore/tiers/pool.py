@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 from threading import Lock
 
 import torch
@@ -38,10 +37,10 @@ class BufferPool:
     def idle_nbytes(self) -> int:
         return sum(nbytes * len(idle) for nbytes, idle in list(self._sizes.items()))
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
-        """An uninitialised buffer of exactly `nbytes`, and a function that takes it back.
+    def take(self, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """An uninitialised buffer of exactly `nbytes`, and the list that it is appended to when it comes back.
 
-        That is one call in C, for finalizers; what comes back after `close` waits for `drain`.
+        A finalizer may do that. What comes back after `close` waits for `drain`.
 
         Raises
         ------
@@ -56,7 +55,7 @@ class BufferPool:
             left = len(idle)
             if left < self._least.get(nbytes, 0):
                 self._least[nbytes] = left
-            return buffer, idle.append
+            return buffer, idle
         return self._make(nbytes)
 
     def drain(self) -> None:
@@ -82,7 +81,7 @@ class BufferPool:
             self._closed = True
             self._shrink(0)
 
-    def _make(self, nbytes: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+    def _make(self, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         with self._lock:
             if self._closed:
                 raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
@@ -91,7 +90,7 @@ class BufferPool:
             self._count(nbytes)
             self._most_nbytes = max(self._most_nbytes, self._nbytes)
         try:
-            return self._allocate(nbytes), idle.append
+            return self._allocate(nbytes), idle
         except BaseException:
             with self._lock:
                 self._forget(nbytes)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore
-from actstore.tiers import BufferPool, DiskTier, Limited
+from actstore.tiers import DeviceTier, DiskTier, Limited
 from actstore.transfer import Engine
 
 
@@ -81,6 +81,7 @@ def train_step(
 
 def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
     """(tier, bytes in use) of every open tier."""
+    store._store.ledger.settle()
     for place in store._store._places.values():
         settle(place.engine)
         yield "buffers", place.engine._traffic.buffers._used_nbytes
@@ -92,8 +93,8 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
                 tier = tier.tier
             if isinstance(tier, DiskTier):
                 yield name, tier.used_nbytes
-            elif isinstance(pool := getattr(tier, "_pool", None), BufferPool):
-                yield name, pool.used_nbytes
+            elif isinstance(tier, DeviceTier) and tier.pool is not None:
+                yield name, tier.pool.used_nbytes
 
 
 def settle(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """Where forward or backward fails in the middle: the error keeps its type, and what was stored dies with its graph."""
 
+import gc
 import os
 import threading
 
@@ -9,8 +10,10 @@ from torch import nn
 
 from actstore import ActivationStore, Encode, Keep, Offload, Raw
 from actstore.handles import Stored
+from actstore.ledger import Ledger
 from actstore.session import is_active
-from tests.autograd.checks import check_drained, check_same, gc_off, settle
+from actstore.store import Store
+from tests.autograd.checks import check_drained, check_same, gc_off, pools, settle
 
 POLICIES = ["keep", "raw", "raw @ host", "raw @ disk"]
 
@@ -69,7 +72,8 @@ def test_a_read_that_fails_keeps_its_type_and_frees_nothing(policy, error, monke
         y = chain(x)
     before = store.report().live_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(Stored, "_read", lambda *_: (_ for _ in ()).throw(error))
+        for owner, name in ((Stored, "_read"), (Store, "get")):
+            patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)) as info:
             torch.autograd.grad(y.sum(), x, retain_graph=True)
         assert info.value is error
@@ -77,6 +81,19 @@ def test_a_read_that_fails_keeps_its_type_and_frees_nothing(policy, error, monke
     error.__traceback__ = None
     assert store.report().live_bytes == before
     check_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(chain(x).sum(), x))
+
+
+def test_a_save_whose_error_ends_in_a_cycle_leaves_its_buffer_to_the_pool(monkeypatch):
+    store, x = make("raw"), torch.randn(64, requires_grad=True)
+    with monkeypatch.context() as patch, store:
+        patch.setattr(Ledger, "add", lambda *_, **__: (_ for _ in ()).throw(Mine("mine")))
+        with pytest.raises(Mine) as info:
+            chain(x)
+    info.value.cycle = info
+    del info
+    gc.collect()
+    check_drained(store)
+    assert dict(pools(store)) == {"buffers": 0, "device": 0}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -8,6 +8,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore, StateError
@@ -403,6 +404,19 @@ def test_handles_may_die_on_another_thread():
     thread.join()
     check_drained(store)
     assert dict(pools(store))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_handle_in_a_cycle_is_freed_by_the_collector(policy):
+    store = make(policy)
+    with store:
+        pack, _ = _top_saved_tensors_default_hooks(False)
+        cycle = [pack(torch.randn(64, requires_grad=True) * 2)]
+    cycle.append(cycle)
+    assert alive(store) > 0
+    del cycle, pack, _
+    gc.collect()
+    check_drained(store)
 
 
 def test_an_entry_leaves_no_cycle():

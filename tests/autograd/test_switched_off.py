@@ -8,7 +8,7 @@ from actstore.errors import ActstoreError
 from actstore.generators import Generators
 from actstore.handles import Stored
 from actstore.hooks import Scope
-from actstore.ledger import Ledger
+from actstore.ledger import Claim, Ledger
 from actstore.modules import Tracker
 from actstore.protect import is_cast_parameter
 from actstore.recompute import _CountSaved
@@ -111,6 +111,11 @@ def one_key(patch):
 
 def released_too_late(patch):
     patch.setattr("actstore.store.Last", nothing)
+    patch.setattr("actstore.store.Claim", lambda owner, _release: Claim(owner))
+
+
+def nobody_holds_claims(patch):
+    patch.setattr(Store, "remember", nothing)
 
 
 def no_look_at_regions(patch):
@@ -207,6 +212,10 @@ SWITCHES = {
     "released_too_late": (
         released_too_late,
         lambda: failures.test_a_save_that_fails_frees_what_was_saved_before_it(failures.Encode(failures.Raw())),
+    ),
+    "nobody_holds_claims": (
+        nobody_holds_claims,
+        lambda: lifetime.test_a_handle_in_a_cycle_is_freed_by_the_collector("raw"),
     ),
     "no_look_at_regions": (
         no_look_at_regions,

@@ -27,7 +27,8 @@ def test_the_usual_rows_are_a_good_part_of_all() -> None:
         "recompute(int8)",
         "auto 50 %",
     ]
-    assert [row.name for row in rows_for(("a : int8",))] == [*(row.name for row in ROWS), "a : int8"]
+    others = [(row.name, row.usual) for row in rows_for(("a : int8", "b : int8"))[len(ROWS) :]]
+    assert others == [("a : int8", False), ("b : int8", True)]
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 

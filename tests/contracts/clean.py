@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actstore.ledger import Ledger
 from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostTier, Limited
 from actstore.tiers.arena import Arena
 from actstore.transfer import Engine
@@ -12,7 +13,7 @@ from actstore.transfer import Engine
 @pytest.fixture(autouse=True)
 def all_freed(monkeypatch):
     """Fail unless every pool is unused, every slot free and every flight landed at the end of the test."""
-    made = {Arena: [], BufferPool: [], Limited: [], Engine: []}
+    made = {Arena: [], BufferPool: [], Limited: [], Engine: [], Ledger: []}
     slots = {}
 
     def watch_made(cls):
@@ -46,6 +47,8 @@ def all_freed(monkeypatch):
         watch_slots(cls)
     yield
     assert not slots, f"{len(slots)} slots were not freed"
+    for ledger in made[Ledger]:
+        ledger.settle()
     assert [pool.used_nbytes for pool in made[BufferPool] + made[Arena] if pool.used_nbytes] == []
     for tier in made[Limited]:
         tier._back.drain()

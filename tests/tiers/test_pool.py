@@ -24,8 +24,8 @@ class Pool(BufferPool):
         self.ways_back = {}
 
     def borrow(self, nbytes):
-        buffer, give = self.take(nbytes)
-        self.ways_back[buffer.data_ptr(), nbytes] = give
+        buffer, idle = self.take(nbytes)
+        self.ways_back[buffer.data_ptr(), nbytes] = idle.append
         return buffer
 
     def give(self, buffer):

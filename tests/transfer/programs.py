@@ -271,9 +271,10 @@ class Lane:
         src = contents(numel, kept, value)
         device.compute(writes=[src], what="forward")
         try:
-            found = program.store.put(entry, src, codec, program.ladder, numel, forward)
+            route = program.store.route(entry.account, src, codec, program.ladder)
+            found = program.store.put(entry, src, route, numel, forward)
         except Planted:
-            found = False
+            found = None
         program.check_windows()
         device.compute(writes=[src], what="the user's next operation")
         src.fill_(0xEE)

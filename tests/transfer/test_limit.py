@@ -68,7 +68,7 @@ def step(device: SimDevice, store: Store, layers: list[tuple[str, int]]) -> None
             store.ledger.add(store.ledger.account(Site("kept", i)), nbytes, 0, nbytes)
         else:
             entry = Owned(store, i)
-            assert store.put(entry, src, RAW, (place,), nbytes, forward)
+            assert store.put(entry, src, store.route(entry.account, src, RAW, (place,)), nbytes, forward)
         saved.append(entry)
     store.end(forward)
     for i, (_, nbytes) in reversed(list(enumerate(layers))):

@@ -37,8 +37,7 @@ class Owned(Entry):
     __slots__ = ()
 
     def __init__(self, account):
-        self.account = account
-        self.slot = self.berth = None
+        super().__init__(account)
 
     def __del__(self):
         self.free()
@@ -54,7 +53,8 @@ class World:
         forward = self.store.begin(CPU)
         for i, tensor in enumerate(self.originals):
             entry = Owned(self.store.ledger.account(Site("m", i)))
-            assert self.store.put(entry, tensor, codec or Raw(), ("disk",), 0, forward)
+            route = self.store.route(entry.account, tensor, codec or Raw(), ("disk",))
+            assert self.store.put(entry, tensor, route, 0, forward)
             entry.berth.readers = readers
             self.entries.append(entry)
         self.store.end(forward)

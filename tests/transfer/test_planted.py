@@ -108,7 +108,7 @@ def compute_stream_cached_at_first_use(patch):
 
 def encoding_on_the_copy_stream(patch):
     """The copy stream touches a tensor of the user's; the compute stream even waits for it."""
-    put = Store.put
+    route = Store.route
 
     @contextmanager
     def elsewhere(device, stream):
@@ -117,7 +117,7 @@ def encoding_on_the_copy_stream(patch):
             done = device.record(stream)
         done.wait_on(device.current())
 
-    def put_elsewhere(self, entry, src, codec, *rest):
+    def route_elsewhere(self, account, src, codec, tiers):
         device, bind = here(), codec.bind
 
         class Elsewhere(type(codec)):
@@ -130,9 +130,9 @@ def encoding_on_the_copy_stream(patch):
 
                 return bound._replace(encode=encode)
 
-        return put(self, entry, src, Elsewhere(), *rest)
+        return route(self, account, src, Elsewhere(), tiers)
 
-    patch.setattr(Store, "put", put_elsewhere)
+    patch.setattr(Store, "route", route_elsewhere)
 
 
 def packed_and_never_unpacked(patch):

@@ -55,7 +55,8 @@ class Training:
     def put(self, i, forward):
         self.device.compute(C)
         entry = Owned(self.store, i)
-        assert self.store.put(entry, self.source, RAW, ("host",), NBYTES, forward)
+        route = self.store.route(entry.account, self.source, RAW, ("host",))
+        assert self.store.put(entry, self.source, route, NBYTES, forward)
         return entry
 
     def get(self, entry, ns):
