@@ -24,7 +24,7 @@ from torch._C._dynamo import guards
 from actstore.entry import Entry
 from actstore.errors import ActstoreError, MutationError
 from actstore.layout import layout_of
-from actstore.ledger import Account, Ledger
+from actstore.ledger import Account
 from actstore.modules import Frame
 from actstore.reaper import Last
 from actstore.regions import Region
@@ -38,16 +38,20 @@ _empty_strided_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Te
 
 
 class Kept:
-    """A tensor that waits as it is. Aliases of one storage share the first of them, which accounts for it."""
+    """A tensor that waits as it is.
 
-    __slots__ = ("__weakref__", "account", "alias", "first", "last", "version")
+    Attributes
+    ----------
+    holds : what books its storage as held; or the first `Kept` of the same storage, which has that
+    """
 
-    def __init__(self, tensor: Tensor, account: Account, ledger: Ledger, nbytes: int, first: Kept | None) -> None:
+    __slots__ = ("__weakref__", "account", "alias", "holds", "version")
+
+    def __init__(self, tensor: Tensor, account: Account, holds: Last | Kept) -> None:
         self.alias = tensor.detach()
         self.version = tensor._version
         self.account = account
-        self.first = first
-        self.last = Last(ledger.release, (account, nbytes, 0)) if nbytes else None  # `first` accounts for its storage
+        self.holds = holds
 
     def get(self) -> Tensor:
         if self.alias._version != self.version:

@@ -193,12 +193,12 @@ class Scope:
             account.note = f"kept: {reason}"
         weak = self._kept.get(key)
         first = weak() if weak is not None else None
-        nbytes = storage.nbytes() if first is None else 0
         saved = self._saved_nbytes(key, storage)
-        kept = Kept(tensor, account, self.ledger, nbytes, first)
-        self.ledger.add(account, saved, 0, nbytes)
-        if first is None:
-            self._kept[key] = ref(kept)
+        if first is not None:
+            self.ledger.add(account, saved, 0, 0)
+            return Kept(tensor, account, first)
+        kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, storage.nbytes()))
+        self._kept[key] = ref(kept)
         return kept
 
     def _place(
@@ -502,7 +502,10 @@ class Scope:
         if weak is None:
             self._uncount(key, saved)
             return None
-        self._stored.setdefault(key, []).append(weak)
+        if key in self._stored:
+            self._stored[key].append(weak)
+        else:  # never an empty list, at whatever moment an interrupt comes
+            self._stored[key] = [weak]
         return route
 
     def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:

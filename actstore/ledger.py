@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
+from actstore.reaper import Last
 from actstore.spec import Site
 
 
@@ -80,6 +81,10 @@ class Account:
         self.precedent: Any = None  # and the hooks' of what it was
 
 
+Booking = list[Any]
+"""An account, the bytes that are held there, and those that are away: what is booked as gone when somebody dies."""
+
+
 class Claim(ref[Any]):
     """Memory that its owner holds on the compute device. Made with `Ledger.release`, which it is given at their death.
 
@@ -89,16 +94,14 @@ class Claim(ref[Any]):
 
     Attributes
     ----------
-    account : where the bytes are booked
-    nbytes : how many are booked
+    booking : as `Ledger.add` marks it
     memory : a buffer; None once it was given back
     idle : the list of a pool that takes it back
     """
 
-    __slots__ = ("account", "idle", "memory", "nbytes")
+    __slots__ = ("booking", "idle", "memory")
 
-    account: Account
-    nbytes: int
+    booking: Booking
     memory: Any
     idle: list[Any]
 
@@ -118,8 +121,8 @@ class Ledger:
         self.relieve: Callable[[int], None] = _nothing
         self.reserve = self._transient = 0
         self._lock = Lock()
-        self.gone: deque[tuple[Account, int, int] | Claim] = deque()  # appended to by finalizers at any moment
-        self.release = self.gone.append  # books (account, held, away) or a claim as gone: one call in C
+        self.gone: deque[Booking | Claim] = deque()  # appended to by finalizers at any moment
+        self.release = self.gone.append  # books a booking or a claim as gone: one call in C
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
@@ -144,10 +147,28 @@ class Ledger:
         self.settle()
         return list(self._accounts.values())
 
+    def hold(self, account: Account, saved: int, stored: int, held: int) -> Last:
+        """Book bytes of which the `held` ones are gone when what this returns dies."""
+        booking = [account, 0, 0]
+        last = Last(self.release, booking)
+        self.add(account, saved, stored, held, booking=booking)
+        return last
+
     def add(
-        self, account: Account, saved: int, stored: int, held: int, away: int = 0, *, has_room: bool = False
+        self,
+        account: Account,
+        saved: int,
+        stored: int,
+        held: int,
+        away: int = 0,
+        *,
+        has_room: bool = False,
+        booking: Booking | None = None,
     ) -> None:
-        """Book bytes, after room was made for them unless they have it; a figure is negative where bytes leave."""
+        """Book bytes, after room was made for them unless they have it; a figure is negative where bytes leave.
+
+        A `booking` is marked with what is held. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
+        """
         if held > 0 and self._held + held > self.limit and not has_room:
             self.relieve(held)
         with self._lock:
@@ -163,6 +184,8 @@ class Ledger:
             self._held = now = self._held + held
             if now > self.peak:
                 self.peak = now
+            if booking is not None:
+                booking[1] = held
 
     def touch_peak(self, account: Account | None, transient: int) -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment.
@@ -264,11 +287,12 @@ class Ledger:
                 account.away -= away
                 self._held -= held
             elif getattr(item, "memory", None) is not None:  # an interrupt may have come before it was given any
-                item.account.held -= item.nbytes
-                self._held -= item.nbytes
+                account, held, _ = item.booking
+                account.held -= held
+                self._held -= held
                 item.idle += [item.memory]
                 item.memory = None
-            gone.popleft()  # an interrupt (Ctrl-C) comes after a call: all of an item is booked, or nothing
+            gone.popleft()  # an interrupt comes after a call: all of an item is booked, or nothing
 
 
 def _nothing(_nbytes: int) -> None:

@@ -103,8 +103,7 @@ class Place:
             self._small = self._ledger.account(Site(self.name, SMALL))
         self._small.note = "" if self.target is None else "small"
         self._small.count += count
-        self._ledger.add(self._small, nbytes, 0, nbytes)
-        return Last(self._ledger.release, (self._small, nbytes, 0))
+        return self._ledger.hold(self._small, nbytes, 0, nbytes)
 
 
 class Frame:

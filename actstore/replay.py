@@ -99,8 +99,7 @@ class Carry:
 
     def keep(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
         """Keep what a replay has computed, which holds `nbytes` more, until `kept` is None again."""
-        ledger.add(self.account, 0, 0, nbytes)
-        self.kept = tensor, Last(ledger.release, (self.account, nbytes, 0)), _stream_of(tensor)
+        self.kept = tensor, ledger.hold(self.account, 0, 0, nbytes), _stream_of(tensor)
 
 
 class Source(NamedTuple):

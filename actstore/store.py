@@ -134,15 +134,15 @@ class Store:
         nbytes = bound.nbytes
         memory, idle = route.pool.take(nbytes)
         claim = Claim(entry, ledger.release)
-        claim.account, claim.nbytes, claim.memory, claim.idle = account, 0, memory, idle
+        claim.booking = booking = [account, 0, 0]
+        claim.idle, claim.memory = idle, memory
         entry.last = claim
         try:
             bound.encode(src, memory, key)
-            ledger.add(account, saved, nbytes, nbytes)
+            ledger.add(account, saved, nbytes, nbytes, booking=booking)
         except BaseException:
             ledger.release(claim)  # at once: in a cycle with its error the entry would be collected with its claim
             raise
-        claim.nbytes = nbytes
         entry.memory = memory
         return claim
 
@@ -376,8 +376,7 @@ class Store:
             except BaseException:
                 slot.tier.free(slot)
                 raise
-            self.ledger.add(account, saved, bound.nbytes, slot.nbytes)
-            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
+            entry.last = self.ledger.hold(account, saved, bound.nbytes, slot.nbytes)
         elif berth is not None:
             entry.last = Last(berth.engine.drop, berth)
             try:
@@ -446,8 +445,7 @@ class Store:
             stage.tier.free(stage)
             raise
         entry.slot = stage
-        self.ledger.add(account, saved, 0, stage.nbytes)
-        entry.last = Last(self.ledger.release, (account, stage.nbytes, 0))
+        entry.last = self.ledger.hold(account, saved, 0, stage.nbytes)
         if late is not None:
             with place.late_lock:
                 place.late.append((ref(entry), late, tiers, forward))
@@ -495,8 +493,7 @@ class Store:
                 slot.tier.free(slot)
                 raise
             entry.last = None
-            self.ledger.add(account, 0, used, slot.nbytes)
-            entry.last = Last(self.ledger.release, (account, slot.nbytes, 0))
+            entry.last = self.ledger.hold(account, 0, used, slot.nbytes)
         elif berth is not None:
             try:
                 place.device.copy(berth.memory, stage.memory[:room], place.device.current())

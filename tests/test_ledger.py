@@ -74,7 +74,7 @@ def test_random_orders(commands):
             naive.touch(0, site)
         elif what == "release" and naive.items:
             site, held, away = naive.items.pop(args[0] % len(naive.items))
-            ledger.release((ledger.account(site), held, away))
+            ledger.release([ledger.account(site), held, away])
         elif what == "move" and naive.items:
             site, held, away = naive.items.pop(args[0] % len(naive.items))
             ledger.add(ledger.account(site), 0, 0, -held, held)
@@ -98,10 +98,10 @@ def test_the_peak_does_not_count_what_was_released_before():
     ledger = Ledger()
     account = ledger.account(SITES[0])
     ledger.add(account, 0, 0, 100)
-    ledger.release((account, 100, 0))
+    ledger.release([account, 100, 0])
     ledger.add(account, 0, 0, 60)
     assert (ledger.peak, account.peak) == (100, 100)
-    ledger.release((account, 60, 0))
+    ledger.release([account, 60, 0])
     ledger.touch_peak(account, 101)
     assert (ledger.peak, account.peak) == (101, 101)
 
@@ -117,7 +117,7 @@ def test_threads_and_finalizers():
             self.me = self if cycle else None
 
         def __del__(self):
-            ledger.release((self.account, self.nbytes, 0))
+            ledger.release([self.account, self.nbytes, 0])
 
     def work(number):
         account = ledger.account(Site(f"thread {number}", 0))
@@ -147,8 +147,8 @@ class Owner:
 
     def __init__(self, ledger, idle):
         self.claim = claim = Claim(self, ledger.release)
-        claim.account, claim.nbytes, claim.memory, claim.idle = ledger.account(SITES[0]), 100, bytearray(100), idle
-        ledger.add(claim.account, 0, 100, 100)
+        claim.booking, claim.memory, claim.idle = [ledger.account(SITES[0]), 0, 0], bytearray(100), idle
+        ledger.add(claim.booking[0], 0, 100, 100, booking=claim.booking)
 
 
 def test_a_claim_is_given_back_when_its_owner_dies():

@@ -48,9 +48,7 @@ def norm(tensor: Tensor) -> Tensor:
 
 def book(ledger: Ledger, nbytes: int) -> Last:
     """Book bytes that looking on takes as held, of no site, for as long as what this returns is there."""
-    account = Account(Site("", -1))
-    ledger.add(account, 0, 0, nbytes)
-    return Last(ledger.release, (account, nbytes, 0))
+    return ledger.hold(Account(Site("", -1)), 0, 0, nbytes)
 
 
 class Noise:

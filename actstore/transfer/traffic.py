@@ -328,7 +328,7 @@ class Traffic:
         parcel.unread.discard(berth)
         parcel.run.forget(berth.serial)
         on_device = parcel.buffer is not None
-        self.ledger.release((berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device)))
+        self.ledger.release([berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device)])
         if parcel.berths:
             return
         state = parcel.state

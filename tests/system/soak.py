@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -30,7 +30,8 @@ from actstore.layout import layout_of
 
 POLICIES = ("raw @ disk", "int8 @ host > disk", "zmask(expack) @ disk")
 LOSSY = 1
-WARM = 100  # steps after which nothing may grow: caches are filled, kernels compiled, the allocator is at its level
+WARM = 100  # steps after which nothing may grow: caches are filled, kernels compiled, the allocator is at its level,
+# and each kind of step has been with each store, which learns from every one of them
 
 # What the process may gain between step 100 and the last. Workers that start late and the disorder of the heap make
 # 1 to 3 MiB. 4 KiB, the least that a payload or a handle with its tensor can keep, in each of 1,900 steps is 7 MiB.
@@ -99,17 +100,30 @@ class Soak:
 
     def step(self) -> None:
         kind = self.random.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
-        self.kinds[kind] += 1
         which = self.random.randrange(len(self.models))
-        KINDS[kind][1](self, self.models[which], self.random.choice(self.stores[which]))
+        self.take(kind, self.models[which], self.random.choice(self.stores[which]))
+
+    def take(self, kind: str, model: Model, store: ActivationStore) -> None:
+        self.kinds[kind] += 1
+        KINDS[kind][1](self, model, store)
+
+    def warm(self) -> None:
+        """The first steps: of every kind with every store, and then as chance has it."""
+        for kind in KINDS:
+            for model, stores in zip(self.models, self.stores, strict=True):
+                for store in stores:
+                    self.take(kind, model, store)
+        while self.kinds.total() < WARM:
+            self.step()
 
     def batch(self) -> Tensor:
         return torch.randn(self.random.randint(1, 8), self.random.randint(1, 48), 16)
 
     def rest(self) -> None:
-        """Two steps of the least size with each store: pools keep what the last two steps needed."""
+        """Two steps of the least size with each store: pools keep what these need. Errors are sampled."""
         for model, stores in zip(self.models, self.stores, strict=True):
             for store in stores:
+                store.sample_next()
                 for _ in range(2):
                     with store:
                         loss = model(torch.ones(1, 16))[0].sum()
@@ -208,7 +222,15 @@ def evaluation(soak: Soak, model: Model, store: ActivationStore) -> None:
 
 
 def nested(soak: Soak, model: Model, store: ActivationStore) -> None:
-    other = soak.random.choice(soak.stores[soak.models.index(model)])
+    stores = soak.stores[soak.models.index(model)]
+    _inner(soak, model, store, stores[stores.index(store) - 1])
+
+
+def in_itself(soak: Soak, model: Model, store: ActivationStore) -> None:
+    _inner(soak, model, store, store)
+
+
+def _inner(soak: Soak, model: Model, store: ActivationStore, other: ActivationStore) -> None:
     with store:
         hidden = model.inner(soak.batch())
         with other:
@@ -218,13 +240,23 @@ def nested(soak: Soak, model: Model, store: ActivationStore) -> None:
 
 
 def two_models(soak: Soak, model: Model, store: ActivationStore) -> None:
-    """Both models in one graph, their forwards one after the other or one inside the other."""
-    one, two = soak.models
-    with soak.random.choice(soak.stores[0]) as first:
+    """The other model's store inside of this one."""
+    which = soak.models.index(model)
+    _both(soak, model, store, soak.models[1 - which], soak.stores[1 - which][soak.stores[which].index(store)])
+
+
+def unknown_model(soak: Soak, model: Model, store: ActivationStore) -> None:
+    """A model that the store does not know runs in its context, too."""
+    _both(soak, model, store, soak.models[1 - soak.models.index(model)], nullcontext())
+
+
+def _both(soak: Soak, one: Model, store: ActivationStore, two: Model, inside: AbstractContextManager[object]) -> None:
+    """Both models in one graph; then the first once more, alive at the same time."""
+    with store:
         loss = one(soak.batch())[0].sum()
-        with nullcontext() if soak.random.random() < 0.5 else soak.random.choice(soak.stores[1]):
+        with inside:
             loss = loss + two(soak.batch())[1].sum()
-    with first:
+    with store:
         later = one(soak.batch())[0].sum()
     loss.backward()
     later.backward()
@@ -278,8 +310,10 @@ KINDS: dict[str, tuple[float, Kind]] = {
     "retain_graph": (2, retained),
     "two backwards": (2, two_backwards),
     "evaluation": (1, evaluation),
-    "nested stores": (2, nested),
-    "two models": (2, two_models),
+    "nested stores": (1, nested),
+    "a store in itself": (1, in_itself),
+    "two models": (1, two_models),
+    "a model of no store": (1, unknown_model),
     "threads": (0.5, threads),
     "a store for one step": (0.5, new_store),
 }
@@ -341,8 +375,7 @@ def run(steps: int, folder: Path, seed: int = 0) -> list[str]:
     encode(torch.zeros(1024), "int8")  # loads numba, and that scipy, whose BLAS starts threads of its own
     before = in_system(folder)
     soak = Soak(folder, seed)
-    for _ in range(WARM):
-        soak.step()
+    soak.warm()
     early = in_memory(soak)
     used = on_disk(folder)
     for _ in range(steps - WARM):

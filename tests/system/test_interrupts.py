@@ -87,6 +87,30 @@ def test_an_interrupt_at_some_moments_of_a_step(tmp_path: Path, policy: str) -> 
     assert sum(map(bool, reached)) > 12
 
 
+@pytest.mark.parametrize("policy", ["keep", "raw @ device", "raw @ host", "int8"])
+def test_an_interrupt_at_each_moment_of_a_first_forward(policy: str) -> None:
+    """Of a forward that has nothing to follow, and leaves a scope half way."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+    batch = (torch.randn(64, 64),)
+    wanted = train_step(model, batch, ActivationStore(model, policy, min_bytes=0))
+
+    def forward(at: int | None) -> int:
+        store = ActivationStore(model, policy, min_bytes=0)
+        with suppress(KeyboardInterrupt), store, Moments(in_step, at) as moments:
+            loss = model(*batch)
+            del loss
+        check_left(model)
+        check_same(train_step(model, batch, store), wanted)
+        gc.collect()
+        assert store.report().live_bytes == 0
+        return moments.count
+
+    count = forward(None)
+    assert count > 40
+    for at in range(1, count + 1):
+        forward(at)
+
+
 @pytest.mark.parametrize("policy", ["keep", "raw @ host", "int8", "* : recompute", "auto", "bits"])
 def test_an_interrupt_at_each_moment_of_entering_and_leaving(policy: str) -> None:
     """What was entered is left: no later tensor goes through hooks that nobody knows of."""

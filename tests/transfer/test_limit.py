@@ -74,7 +74,7 @@ def step(device: SimDevice, store: Store, layers: list[tuple[str, int]]) -> None
     for i, (_, nbytes) in reversed(list(enumerate(layers))):
         entry = saved.pop()
         if entry is None:
-            store.ledger.release((store.ledger.account(Site("kept", i)), nbytes, 0))
+            store.ledger.release([store.ledger.account(Site("kept", i)), nbytes, 0])
             continue
         berth = entry.berth
         assert berth is not None
