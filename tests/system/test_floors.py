@@ -20,6 +20,7 @@ FLOORS = (
             "layout",
             "reaper",
             "storage",
+            "snapshot",
             "ticket",
             "job",
             "checksum",
