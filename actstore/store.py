@@ -369,8 +369,7 @@ class Store:
     def _put_in_tier(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
         """Encode into a slot of the device, or on the way to another tier; False when none has room."""
         account, bound = entry.account, entry.bound
-        itself = src if bound.as_is else None
-        slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward, itself)
+        slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
         if slot is not None:
             try:
                 bound.encode(src, slot.memory, entry.key)
@@ -381,8 +380,7 @@ class Store:
         elif berth is not None:
             entry.last = Last(berth.engine.drop, berth)
             try:
-                if not berth.filled:
-                    bound.encode(src, berth.memory, entry.key)
+                bound.encode(src, berth.memory, entry.key)
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
@@ -404,15 +402,9 @@ class Store:
             )
 
     def _find(
-        self,
-        place: TierSet,
-        tiers: Sequence[str],
-        nbytes: int,
-        account: Account,
-        forward: Forward,
-        itself: torch.Tensor | None = None,
+        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: Forward
     ) -> tuple[Slot | None, Berth | None]:
-        """Room on the device, or on the way to another tier; neither when no tier has any. `itself` has the bytes."""
+        """Room on the device, or on the way to another tier; neither when no tier has any."""
         when_full = self.options.when_full
         for name in tiers:
             tier = place.tier(name)
@@ -430,7 +422,7 @@ class Store:
             run = forward.runs.get(place)
             if run is None:
                 run = forward.runs[place] = place.engine.begin()
-            berth = place.engine.board(run, tier, nbytes, account, itself)
+            berth = place.engine.board(run, tier, nbytes, account)
             if berth is not None:
                 return None, berth
         return None, None

@@ -52,15 +52,11 @@ class Slot:
 class Tier(ABC):
     """A place where payloads wait. Thread-safe; `free` is safe in finalizers.
 
-    Attributes
-    ----------
-    on_device : whether its bytes lie in the memory of the compute device, and so count as held there
-    in_place : whether it writes host memory from where it is, at any address
+    `on_device` says whether its bytes lie in the memory of the compute device, and so count as held there.
     """
 
     name: ClassVar[str]
     on_device: bool = False
-    in_place: bool = False
 
     def room(self, nbytes: int) -> int:
         """Bytes that a slot of `nbytes` takes; a budget counts these."""

@@ -15,7 +15,6 @@ from actstore.devices.base import Device, Workers
 from actstore.errors import ConfigError, StateError
 from actstore.job import Job, finish
 from actstore.reaper import Reaper
-from actstore.snapshot import address_of
 from actstore.ticket import JobTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
@@ -53,7 +52,6 @@ class DiskTier(Tier):
         self._folder = Path(folder if folder is not None else tempfile.gettempdir())
         self._device = device
         self._gpu_direct = gpu_direct
-        self.in_place = device.on_host and not gpu_direct
         self._streams = device.stream(), device.stream()
         self._lock = Lock()
         self._back = Reaper[Slot](self._lock, self._receive)
@@ -93,10 +91,7 @@ class DiskTier(Tier):
             here = self._here_locked()
         if place.file is not here.file:
             raise StateError("this slot was reserved before the process was forked; run forward in one process")
-        nbytes, lead = src.numel(), 0
-        if self.in_place and address_of(src) % BLOCK + nbytes <= place.size:
-            lead = address_of(src) % BLOCK
-        after, place.lead, parts = tuple(after), lead, split(nbytes, lead)
+        after, parts = tuple(after), split(src.numel())
         jobs = _submit(here.writers, here.mover.write, place, parts, (src, after))
         for part, job in zip(parts, jobs, strict=True):
             part.job = job

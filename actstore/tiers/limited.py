@@ -19,7 +19,6 @@ class Limited(Tier):
         self.tier = tier
         self.name = tier.name  # type: ignore[misc]  # a wrapper is known by what it wraps
         self.on_device = tier.on_device
-        self.in_place = tier.in_place
         self.budget_nbytes = budget_nbytes
         self._used_nbytes = 0
         self._lock = Lock()

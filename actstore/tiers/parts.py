@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from actstore.devices.base import Device
 from actstore.errors import StateError
 from actstore.job import Job
-from actstore.snapshot import address_of, view_of
 from actstore.ticket import DONE, JobTicket, Span, Ticket
 from actstore.tiers.file import BLOCK, NamelessFile, digest
 from actstore.tiers.staging import Ring
@@ -22,7 +20,7 @@ from actstore.units import round_up
 
 
 class Part:
-    """Bytes [begin, end) of a payload, which one job writes and one job reads. In the file, parts meet between blocks.
+    """Bytes [begin, end) of a payload, which one job writes and one job reads. `begin` is a multiple of a block.
 
     Attributes
     ----------
@@ -39,12 +37,11 @@ class Part:
         self.job: Job[Span] | None = None
 
 
-def split(nbytes: int, lead: int = 0) -> list[Part]:
-    """Parts of a payload that begins `lead` into a block; equal up to a block, so that workers share it evenly."""
-    end = lead + nbytes
-    count = -(-end // Ring.chunk_nbytes)
-    step = round_up(-(-end // max(1, count)), BLOCK)
-    return [Part(max(0, at - lead), min(at + step, end) - lead) for at in range(0, end if nbytes else 0, max(1, step))]
+def split(nbytes: int) -> list[Part]:
+    """Parts of a payload, equal up to a block, so that several workers share it evenly."""
+    count = -(-nbytes // Ring.chunk_nbytes)
+    step = round_up(-(-nbytes // max(1, count)), BLOCK)
+    return [Part(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
 
 
 class Place:
@@ -52,20 +49,18 @@ class Place:
 
     Attributes
     ----------
-    lead : bytes of the first block that come before the payload, so that it lies in its blocks as in its pages
     parts : None until a write has begun
     jobs : writes and reads that may still run
     active : the parts that threads are at work on now, also where an interrupt has lost the job
     dropped : nobody will read the bytes: what has not begun need not be done
     """
 
-    __slots__ = ("active", "dropped", "file", "jobs", "lead", "parts", "size", "start")
+    __slots__ = ("active", "dropped", "file", "jobs", "parts", "size", "start")
 
     def __init__(self, file: NamelessFile, start: int, size: int) -> None:
         self.file = file
         self.start = start
         self.size = size
-        self.lead = 0
         self.parts: Sequence[Part] | None = None
         self.jobs: list[Job[Span]] = []
         self.active: list[Part] = []
@@ -75,9 +70,9 @@ class Place:
 class Mover:
     """Moves parts, on the threads that call it. Thread-safe.
 
-    Memory of the host is read and written where it is, as far as `NamelessFile.direct` allows: a payload may begin in
-    the middle of a page, and then does in the middle of a block. The rest crosses a chunk of the ring. Before a job
-    takes a chunk it waits for other jobs, such as the write of its part, so that these can have one.
+    Memory of the host is read and written where it is, as far as `NamelessFile.direct` allows; the rest crosses a chunk
+    of the ring. Before a job takes a chunk it waits for other jobs, such as the write of its part, so that these can
+    have one.
 
     Parameters
     ----------
@@ -105,7 +100,7 @@ class Mover:
         if not place.dropped and not place.file.closed:
             src = src[part.begin : part.end]
             begin, after = self._wait(after)
-            part.digest = self._write(place.file, src, place.start + place.lead + part.begin, after)
+            part.digest = self._write(place.file, src, place.start + part.begin, after)
         return begin, perf_counter_ns()
 
     def read(self, place: Place, part: Part, dst: torch.Tensor, after: Sequence[Ticket], copies: list[Ticket]) -> Span:
@@ -125,7 +120,7 @@ class Mover:
             raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
         dst = dst[part.begin : part.end]
         begin, after = self._wait(after)
-        copies.append(self._read(place.file, dst, place.start + place.lead + part.begin, part.digest, after))
+        copies.append(self._read(place.file, dst, place.start + part.begin, part.digest, after))
         return begin, perf_counter_ns()
 
     def _wait(self, after: Sequence[Ticket]) -> tuple[int, Sequence[Ticket]]:
@@ -156,56 +151,35 @@ class Mover:
         return self._read_device(file, dst, start, expected, after)
 
     def _write_host(self, file: NamelessFile, src: torch.Tensor, start: int) -> int:
-        view = view_of(src)
+        view: memoryview = src.numpy().data
         found = digest(view)
-        with self._pieces(file, view, address_of(src), start) as (views, bounced):
-            for there, here in bounced:
-                np.copyto(np.asarray(here), np.asarray(there))
-            file.write(views, start // BLOCK * BLOCK if bounced else start)
+        body = _in_place_nbytes(file, src)
+        if body == len(view):
+            file.write([view], start)
+            return found
+        chunk = self.ring.take()
+        try:
+            np.copyto(chunk.memory[: len(view) - body].numpy(), src[body:].numpy())
+            rest = chunk.view[: round_up(len(view) - body, BLOCK)]
+            file.write([view[:body], rest] if body else [rest], start)
+        finally:
+            self.ring.give(chunk)
         return found
 
     def _read_host(self, file: NamelessFile, dst: torch.Tensor, start: int, expected: int) -> None:
         view: memoryview = dst.numpy().data
-        with self._pieces(file, view, dst.data_ptr(), start) as (views, bounced):
-            first = start // BLOCK * BLOCK if bounced else start
-            file.read(views, first, start + len(view) - first)
-            for there, here in bounced:
-                np.copyto(np.asarray(there), np.asarray(here))
+        body = _in_place_nbytes(file, dst)
+        if body == len(view):
+            file.read([view], start, len(view))
+        else:
+            chunk = self.ring.take()
+            try:
+                rest = chunk.view[: round_up(len(view) - body, BLOCK)]
+                file.read([view[:body], rest] if body else [rest], start, len(view))
+                np.copyto(dst[body:].numpy(), chunk.memory[: len(view) - body].numpy())
+            finally:
+                self.ring.give(chunk)
         file.verify(view, expected)
-
-    @contextmanager
-    def _pieces(
-        self, file: NamelessFile, view: memoryview, address: int, start: int
-    ) -> Iterator[tuple[list[memoryview], list[tuple[memoryview, memoryview]]]]:
-        """What the system moves for `view`, which is at `address`, to or from the byte `start` on.
-
-        Yields
-        ------
-        views : memory that it may move. Whole blocks, where any of `view` is bounced
-        bounced : parts of `view`, and in which parts of `views` they are instead
-        """
-        end = len(view)
-        head, tail = -start % BLOCK, (start + end) % BLOCK
-        if not file.direct or (address % BLOCK == head == tail == 0):
-            yield [view], []
-            return
-        chunk = self.ring.take()
-        try:
-            if (address - start) % BLOCK or head + tail >= end:  # all of it
-                lead = start % BLOCK
-                yield [chunk.view[: round_up(lead + end, BLOCK)]], [(view, chunk.view[lead : lead + end])]
-                return
-            first, last = chunk.view[:BLOCK], chunk.view[BLOCK : 2 * BLOCK]
-            views, bounced = [view[head : end - tail]], []
-            if head:
-                views.insert(0, first)
-                bounced.append((view[:head], first[BLOCK - head :]))
-            if tail:
-                views.append(last)
-                bounced.append((view[end - tail :], last[:tail]))
-            yield views, bounced
-        finally:
-            self.ring.give(chunk)
 
     def _write_device(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
         chunk = self.ring.take()
@@ -233,3 +207,11 @@ class Mover:
         finally:
             self.ring.give(chunk, copied)
         return copied
+
+
+def _in_place_nbytes(file: NamelessFile, memory: torch.Tensor) -> int:
+    """How many bytes from the first on the system may move to or from `memory` itself."""
+    nbytes = memory.numel()
+    if not file.direct:
+        return nbytes
+    return 0 if memory.data_ptr() % BLOCK else nbytes // BLOCK * BLOCK

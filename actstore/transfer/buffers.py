@@ -19,15 +19,13 @@ class Buffer:
     memory : Tensor, 1-d uint8
     home : the stream whose allocator it came from
     after : who writes to the memory comes after these
-    foreign : whether it is a tensor's own memory, which nobody else can use
     """
 
-    __slots__ = ("after", "foreign", "home", "memory")
+    __slots__ = ("after", "home", "memory")
 
-    def __init__(self, memory: torch.Tensor, home: Any, *, foreign: bool = False) -> None:
+    def __init__(self, memory: torch.Tensor, home: Any) -> None:
         self.memory = memory
         self.home = home
-        self.foreign = foreign
         self.after: Sequence[Ticket] = ()
 
 
@@ -73,8 +71,6 @@ class Buffers:
 
     def give(self, buffer: Buffer, after: Sequence[Ticket]) -> None:
         """Take a buffer back, whose last uses are `after`."""
-        if buffer.foreign:
-            return
         nbytes = buffer.memory.numel()
         buffer.after = after
         self._used_nbytes -= nbytes
@@ -84,8 +80,7 @@ class Buffers:
 
     def forget(self, buffer: Buffer) -> None:
         """A buffer that somebody may still write to at any time: it is not used again."""
-        if not buffer.foreign:
-            self._used_nbytes -= buffer.memory.numel()
+        self._used_nbytes -= buffer.memory.numel()
 
     def trim(self) -> None:
         """Begin a new step: what the last one did not need is returned."""

@@ -25,15 +25,14 @@ from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError
 from actstore.ledger import Account, Ledger
 from actstore.reaper import Reaper
-from actstore.snapshot import snapshot
 from actstore.ticket import Ticket
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.loan import Loan
 from actstore.transfer.order import Lessons, Run
-from actstore.transfer.parcel import GRAIN, Berth, Parcel, State
+from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
-from actstore.transfer.traffic import Traffic
+from actstore.transfer.traffic import GRAIN, Traffic
 from actstore.units import round_up
 
 DEVICE_WINDOW_NBYTES = 256 * 2**20  # copies on a stream: about 5 ms of a 55 GB/s link
@@ -104,12 +103,8 @@ class Engine:
                 return
             self._wait_for(oldest, shares)
 
-    def board(
-        self, run: Run, tier: Tier, nbytes: int, account: Account, src: torch.Tensor | None = None
-    ) -> Berth | None:
+    def board(self, run: Run, tier: Tier, nbytes: int, account: Account) -> Berth | None:
         """Room for one payload on the device, and in `tier`; None when the tier is full.
-
-        A large payload whose bytes are those of `src` may be there already: then the berth is `filled`.
 
         When the window is full, or the limit of what is held, the compute stream waits for the oldest copy; the host
         waits only where a host thread is the one that copies. Call `depart` once the payload's encoding is queued, or
@@ -121,7 +116,6 @@ class Engine:
         ledger = self._traffic.ledger
         # A parcel comes back as a whole: under a limit, little comes along that backward does not want yet.
         together = int(min(PARCEL_NBYTES, ledger.limit / PARCELS)) if small else 0
-        own = None if src is None or small or not tier.in_place else snapshot(src)
         capacity = max(round_up(size, GRAIN), round_up(together, GRAIN))
         if not ledger.fits(nbytes):
             self.make_room(nbytes)
@@ -139,7 +133,7 @@ class Engine:
                         self._traffic.seal(waiting)
                 oldest = window.flights[0] if window.flights and not window.admits(capacity) else None
                 if oldest is None:
-                    parcel = self._traffic.load(run, tier, stream, capacity, account, own)
+                    parcel = self._traffic.load(run, tier, stream, capacity, account)
                     if parcel is None and small:  # no room for others: room for this one
                         parcel = self._traffic.load(run, tier, stream, round_up(size, GRAIN), account)
                     if parcel is None:
@@ -148,7 +142,7 @@ class Engine:
                         self._traffic.open[run, tier, stream] = parcel
                     else:
                         parcel.closed = parcel.alone = True
-                    return self._traffic.assign(self, parcel, nbytes if own is not None else size, nbytes, account)
+                    return self._traffic.assign(self, parcel, size, nbytes, account)
             self._wait_for(oldest, [(account, nbytes)])
 
     def depart(self, berth: Berth) -> None:

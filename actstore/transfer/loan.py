@@ -65,7 +65,7 @@ def lend(
     """
     buffer = parcel.buffer
     assert buffer is not None
-    pages = parcel.memory(buffer)[:nbytes].numpy().view(_Pages)
+    pages = buffer.memory[:nbytes].numpy().view(_Pages)
     tensor = torch.frombuffer(pages, dtype=dtype)
     loan = Loan(parcel, tensor)
     pages.last = Last(returned, loan)  # dies with the pages

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from actstore.transfer.order import Run
 
 
-GRAIN = 4096  # buffers are multiples of it, and begin at one, so that a disk can write them without a copy
-
-
 class State(Enum):
     OPEN = auto()
     OFFLOADING = auto()
@@ -58,9 +55,7 @@ class Parcel:
     ----------
     alone : one payload has the buffer for itself
     buffer : the memory on the device, in the states that have one
-    capacity : bytes for payloads
     slot : the room in its tier
-    lead : where the payloads begin in buffers that are not their own memory, which begins so after a page
     home : the stream that encodes the payloads
     arrival : complete when `buffer` holds the bytes; None while its payloads are being encoded
     motion : the copy that runs or ran last
@@ -73,15 +68,15 @@ class Parcel:
     """
 
     __slots__ = (
-        "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "lead", "loan",
-        "motion", "reads", "run", "slot", "state", "tier", "unread", "used", "users",
+        "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "loan", "motion",
+        "reads", "run", "slot", "state", "tier", "unread", "used", "users",
     )  # fmt: skip
 
-    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run, lead: int = 0) -> None:
+    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run) -> None:
         self.state = State.OPEN
         self.buffer: Buffer | None = buffer
         self.slot: Slot | None = slot
-        self.capacity = slot.nbytes if lead == 0 else slot.nbytes - GRAIN
+        self.capacity = slot.nbytes
         self.tier = slot.tier
         self.home = home
         self.run = run
@@ -90,7 +85,6 @@ class Parcel:
         self.arrival: Ticket | None = None
         self.motion: Ticket | None = None
         self.reads: list[Ticket] = []
-        self.lead = lead
         self.used = 0
         self.filling = 0
         self.users = 0
@@ -98,10 +92,6 @@ class Parcel:
         self.closed = False
         self.alone = False
         self.fetched = False
-
-    def memory(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer from the first payload on."""
-        return buffer.memory if buffer.foreign or not self.lead else buffer.memory[self.lead :]
 
     def gone(self) -> bool:
         """Whether nobody needs it any more."""
@@ -150,12 +140,6 @@ class Berth:
         self.reads = 0
 
     @property
-    def filled(self) -> bool:
-        """Whether the bytes are there without an encoding."""
-        buffer = self.parcel.buffer
-        return buffer is not None and buffer.foreign
-
-    @property
     def memory(self) -> torch.Tensor:
         """The payload on the device, (nbytes,) uint8.
 
@@ -166,4 +150,4 @@ class Berth:
         buffer = self.parcel.buffer
         if buffer is None:
             raise StateError("this payload was given back; close the store after the last backward")
-        return self.parcel.memory(buffer)[self.start : self.start + self.nbytes]
+        return buffer.memory[self.start : self.start + self.nbytes]

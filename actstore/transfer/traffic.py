@@ -11,19 +11,20 @@ import torch
 from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError, TransferError
 from actstore.ledger import Account, Ledger
-from actstore.snapshot import address_of
 from actstore.ticket import DONE, Ticket
 from actstore.tiers import Tier
 from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import Run
-from actstore.transfer.parcel import GRAIN, Berth, Parcel, State
+from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.window import Lookahead, Window
 from actstore.units import round_up
 
 if TYPE_CHECKING:
     from actstore.transfer.engine import Engine
+
+GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
 
 
 class Traffic:
@@ -69,17 +70,14 @@ class Traffic:
             window = self.windows[tier] = Window(self.window_nbytes)
         return window
 
-    def load(
-        self, run: Run, tier: Tier, stream: Any, capacity: int, account: Account, own: torch.Tensor | None = None
-    ) -> Parcel | None:
-        """An empty parcel with room in `tier`, or None; its first buffer is the payload's `own` memory, if given."""
-        lead = 0 if own is None else address_of(own) % GRAIN
-        slot = tier.reserve(capacity if lead == 0 else capacity + GRAIN)
+    def load(self, run: Run, tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
+        """An empty parcel with room in `tier`, or None."""
+        slot = tier.reserve(capacity)
         if slot is None:
             return None
         slot.tier = tier
         try:
-            buffer = self.buffers.take(capacity) if own is None else Buffer(own, stream, foreign=True)
+            buffer = self.buffers.take(capacity)
         except BaseException:
             tier.free(slot)
             raise
@@ -88,8 +86,8 @@ class Traffic:
             if stall is not None:
                 self.times.expect("stall", stall, tier.name, [(account, capacity)])
         self.window(tier).nbytes += capacity
-        self.ledger.occupy(tier.name, slot.nbytes)
-        return Parcel(buffer, slot, stream, run, lead)
+        self.ledger.occupy(tier.name, capacity)
+        return Parcel(buffer, slot, stream, run)
 
     def assign(self, engine: Engine, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
@@ -115,13 +113,12 @@ class Traffic:
         slot, buffer = parcel.slot, parcel.buffer
         assert slot is not None
         assert buffer is not None
-        if not buffer.foreign:
-            parcel.used = round_up(parcel.used, GRAIN)
+        parcel.used = round_up(parcel.used, GRAIN)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(State.OFFLOADING)
         self.window(parcel.tier).flights.append(parcel)
         try:
-            parcel.motion = parcel.tier.write(slot, parcel.memory(buffer)[: parcel.used], (parcel.arrival,))  # 2
+            parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
         except BaseException as error:
             parcel.motion = DONE
             if not isinstance(error, ActstoreError | RuntimeError | OSError):
@@ -172,9 +169,9 @@ class Traffic:
     def fetch(self, parcel: Parcel) -> None:
         slot = parcel.slot
         assert slot is not None
-        buffer = self.buffers.take(slot.nbytes)
+        buffer = self.buffers.take(parcel.capacity)
         try:
-            motion = parcel.tier.read(slot, parcel.memory(buffer)[: parcel.used], buffer.after)  # 4
+            motion = parcel.tier.read(slot, buffer.memory[: parcel.used], buffer.after)  # 4
         except BaseException:
             self.buffers.forget(buffer)
             raise

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, MutationError
-from actstore.transfer import engine
 from tests.autograd.checks import check_same, verdict
 
 PLACES = {
@@ -21,11 +20,6 @@ PLACES = {
 }
 STORED = [place for place in PLACES if place not in ("kept", "small")]
 EXACT = [place for place in STORED if place != "int8"]
-
-
-@pytest.fixture(autouse=True)
-def payloads_go_to_disk_from_their_own_memory(monkeypatch):
-    monkeypatch.setattr(engine, "SMALL_NBYTES", 1)
 
 
 def square(x):

@@ -20,7 +20,6 @@ FLOORS = (
             "layout",
             "reaper",
             "storage",
-            "snapshot",
             "ticket",
             "job",
             "checksum",

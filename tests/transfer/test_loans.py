@@ -11,7 +11,6 @@ from actstore import ActivationStore
 from actstore.codecs import Int8, Raw
 from actstore.entry import Entry
 from actstore.errors import StateError
-from actstore.snapshot import address_of
 from actstore.spec import Site
 from actstore.store import Store
 from actstore.tierset import StoreOptions
@@ -93,9 +92,7 @@ def test_no_copy_is_made(world):
     world.store.get(world.entries[3], torch.empty(NUMEL))  # whatever is fetched ahead from now on
     tensor = world.borrow(0)
     assert same_bits(tensor, world.originals[0])
-    parcel = world.parcel(0)
-    assert tensor.data_ptr() == parcel.memory(parcel.buffer).data_ptr()
-    assert tensor.data_ptr() % 4096 == address_of(world.originals[0]) % 4096  # so that both moved without a copy
+    assert tensor.data_ptr() == world.parcel(0).buffer.memory.data_ptr()
 
 
 def test_the_buffer_goes_back_with_the_last_tensor_over_it(world):
@@ -104,13 +101,12 @@ def test_the_buffer_goes_back_with_the_last_tensor_over_it(world):
     del tensor
     world.entries[1].free()
     world.engine.poll()
-    nbytes = 2 * 4096  # a page for the payload, one more for where it begins
-    assert world.engine._traffic.buffers._used_nbytes >= nbytes
+    assert world.engine._traffic.buffers._used_nbytes >= 4096
     assert same_bits(view, world.originals[1][3:])
     used = world.engine._traffic.buffers._used_nbytes
     del view
     world.engine.poll()
-    assert world.engine._traffic.buffers._used_nbytes == used - nbytes
+    assert world.engine._traffic.buffers._used_nbytes == used - 4096
 
 
 def test_the_second_reader_is_served_by_the_same_bytes():
