@@ -133,8 +133,8 @@ class JobTicket(Ticket):
     def _finish_jobs(self) -> None:
         if self._pid != os.getpid():
             raise StateError("a forked child cannot wait for the work of its parent; run backward in the parent")
-        for job in self._jobs:
-            error = job.exception()  # waits
+        errors = [job.exception() for job in self._jobs]  # waits for all: until then some use the memory
+        for error in errors:
             if error is not None:  # a new error for each caller, who will add where it happened
                 kind: type[ActstoreError] = TransferError
                 if isinstance(error, ActstoreError):

@@ -378,7 +378,7 @@ def run(steps: int, folder: Path, seed: int = 0) -> list[str]:
     soak.warm()
     early = in_memory(soak)
     used = on_disk(folder)
-    for _ in range(steps - WARM):
+    for _ in range(steps - soak.kinds.total()):
         soak.step()
     late = in_memory(soak)
     soak.close()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.devices import Cpu
 from actstore.errors import CapacityError, ConfigError, PayloadError, StateError, TransferError
+from actstore.tiers.staging import Ring
 from tests.autograd.checks import Step, check_drained, check_same, train_step
 from tests.tiers.conftest import disk_folder
 
@@ -229,6 +230,30 @@ def test_writes_that_fail_in_the_middle_of_training(make, monkeypatch, code, win
         assert store.report().live_bytes > ROWS * WIDTH * 4  # they stay, and are accounted for
         loss.backward()
     check_same(train_step(model, batch, store), wanted)
+
+
+def test_a_part_that_fails_while_another_is_written(make, monkeypatch):
+    """The payload stays where it is: a tier that has half of it has nothing."""
+    model, batch = build()
+    wanted = train_step(model, batch)
+    nbytes = ROWS * WIDTH * 4
+    monkeypatch.setattr(Ring, "chunk_nbytes", nbytes // 2)
+    store = make(model, window=nbytes)
+    check_same(train_step(model, batch, store), wanted)
+    failed, write = threading.Event(), os.pwritev
+
+    def fail(*args):
+        if args[2] % nbytes == 0 and not failed.is_set():  # the first part, for which whoever waits does so first
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        assert failed.wait(20)
+        sleep(0.1)  # whoever believes that the first part is all goes on by now
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        with pytest.warns(RuntimeWarning, match="could not leave the device"):
+            train_several(model, batch, store, wanted)
 
 
 @pytest.mark.parametrize("window", [None, "1MiB"])

@@ -318,22 +318,27 @@ def test_the_bytes_in_use(tier):
 # -- parts, chunks and any memory -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 5 * CHUNK), st.sampled_from([0, 1, 64, 4096])), min_size=1, max_size=6))
-def test_any_length_at_any_address(small_chunks, disk_folder, device, payloads):
+OFFSETS = st.sampled_from([0, 1, 64, 4032, 4095, 4096])
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 5 * CHUNK), OFFSETS, OFFSETS), min_size=1, max_size=6), st.booleans())
+def test_any_length_at_any_address(small_chunks, disk_folder, device, payloads, buffered):
     tier = DiskTier(disk_folder, device)
     held, direct = [], None
-    for seed, (nbytes, offset) in enumerate(payloads):
+    for seed, (nbytes, offset, other) in enumerate(payloads):
         source = CPU.empty(offset + nbytes)[offset:]
         source.copy_(pattern(nbytes, seed))
         slot = tier.reserve(nbytes + 5000)  # longer than what is written
+        if buffered:
+            slot.place.file.direct = slot.place.file._set_direct(False)
         direct = slot.place.file.direct if direct is None else direct
-        held.append((slot, source, offset, tier.write(slot, source)))
-    for seed, (slot, source, offset, ticket) in enumerate(held):
-        around = CPU.empty(offset + source.numel() + 9)
-        around.fill_(0x5A)
-        end = offset + source.numel()
-        for _ in range(2):
+        held.append((slot, source, (offset, other), tier.write(slot, source)))
+    for seed, (slot, source, offsets, ticket) in enumerate(held):
+        for offset in offsets:
+            around = CPU.empty(offset + source.numel() + 9)
+            around.fill_(0x5A)
+            end = offset + source.numel()
             tier.read(slot, around[offset:end]).result()
             assert torch.equal(around[offset:end], pattern(source.numel(), seed))
             assert (around[:offset] == 0x5A).all()
