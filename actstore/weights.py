@@ -61,7 +61,7 @@ class Weights:
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
             for buffers, estimates in self._estimates:
-                _replace(buffers, estimates, self._meanwhile)
+                _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
             for norm, seen in self._norms:
                 _lend(norm, seen)
                 self._borrowers.append(norm)

@@ -13,6 +13,20 @@ import torch
 from actstore.devices.base import Device, Workers
 from actstore.devices.workers import Threads
 from actstore.ticket import DONE, Done, Ticket
+from actstore.units import format_nbytes
+
+
+def map_pages(nbytes: int) -> mmap.mmap:
+    """Pages of zeros, outside of the heap.
+
+    Raises
+    ------
+    MemoryError : the system has no more, which it tells as an OSError
+    """
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system refused {format_nbytes(nbytes)} of memory: {error}") from error
 
 
 class Cpu(Device):
@@ -48,8 +62,9 @@ class Cpu(Device):
         return Done((begin, perf_counter_ns()))
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(map_pages(nbytes), dtype=torch.uint8, count=nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         return self.empty(nbytes)

@@ -11,6 +11,7 @@ from threading import Lock
 import torch
 
 from actstore.devices.base import Device
+from actstore.devices.cpu import map_pages
 from actstore.errors import StateError
 from actstore.reaper import Reaper
 from actstore.ticket import Ticket
@@ -184,8 +185,7 @@ class Arena:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=torch.uint8), False
+        return torch.frombuffer(map_pages(nbytes), dtype=torch.uint8), False
 
     def _return(self, segment: Segment) -> None:
         self._segments.remove(segment)

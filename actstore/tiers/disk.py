@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from actstore.devices.base import Device, Workers
-from actstore.errors import ConfigError, StateError
+from actstore.errors import ConfigError, StateError, TransferError
 from actstore.job import Job, finish
 from actstore.reaper import Reaper
 from actstore.ticket import JobTicket, Span, Ticket
@@ -109,7 +109,7 @@ class DiskTier(Tier):
                 here = self._here_locked()
             parts = _written_parts(place, dst.numel())
             jobs = _submit(here.readers, here.mover.read, place, parts, (dst, tuple(after), copies))
-        except StateError as error:
+        except (StateError, TransferError) as error:
             return JobTicket([Job.failed(error)])
         if place.file is here.file:
             with self._lock:
@@ -216,12 +216,14 @@ def _submit(
     try:
         for part in parts:
             jobs.append(workers.submit(_move, move, place, part, rest))  # noqa: PERF401  # an error leaves those before it
-    except RuntimeError as error:  # closed by another thread, or the interpreter is about to end
-        place.dropped = True
+    except BaseException as error:
         finish(jobs)  # until none uses the memory, which the caller may free
-        raise StateError(f"the disk tier takes no more work: {error}") from error
-    except BaseException:  # an interrupt
-        finish(jobs)
+        if isinstance(error, StateError):  # closed by another thread, or the interpreter is about to end
+            raise StateError(f"the disk tier takes no more work: {error}") from error
+        if isinstance(error, RuntimeError):
+            raise TransferError(
+                f"the disk tier has no thread to work with: {error}; let this process have more of them (ulimit -u)"
+            ) from error
         raise
     return jobs
 

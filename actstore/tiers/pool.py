@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from threading import Lock
 
 import torch
 
+from actstore.devices.cpu import map_pages
 from actstore.errors import StateError
 
 OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where they would keep freed blocks from merging
@@ -98,8 +98,7 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes >= OWN_PAGES_NBYTES:
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)
+            return torch.frombuffer(map_pages(nbytes), dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _shrink(self, most: int) -> None:

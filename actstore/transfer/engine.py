@@ -185,6 +185,12 @@ class Engine:
         TransferError, PayloadError : the bytes cannot be read, or are not those written
         StateError : the payload was given back
         """
+        while (memory := self._arrive(berth)) is None:
+            pass
+        return memory
+
+    def _arrive(self, berth: Berth) -> torch.Tensor | None:
+        """`arrive`, once; None where another thread has changed the bytes, which it was lent: the tier has them."""
         stream, account = self._device.current(), berth.account
         if berth.parcel.state is State.RESIDENT and not self._traffic.ledger.fits(berth.parcel.used):
             self.make_room(berth.parcel.used)
@@ -202,7 +208,7 @@ class Engine:
                 self._traffic.fetch(parcel)
                 account.misses += 1
             parcel.users += 1
-            arrival = None
+            arrival, buffer = None, parcel.buffer
             if parcel.fetched or stream != parcel.home:
                 arrival = parcel.arrival or self._device.record(parcel.home)
             try:
@@ -223,6 +229,9 @@ class Engine:
             if parcel.gone():  # by a close on another thread, which may have skipped the copy
                 self._traffic.release(parcel, 1)
                 raise StateError("this payload was given back; close the store after the last backward")
+            if parcel.buffer is not buffer:
+                self._traffic.release(parcel, 1)
+                return None
             if stall is not None:
                 self._traffic.times.expect("stall", stall, parcel.tier.name, [(account, berth.nbytes)], judged=begun)
             elif not missed:

@@ -1,6 +1,7 @@
 """What a recomputed module draws, changes and refuses."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -107,6 +108,27 @@ def test_spectral_norm_goes_on_from_the_same_estimate(decision):
     store = ActivationStore(model, f"1 : {decision}", min_bytes=0)
     for _ in range(2):
         check_same(train_step(model, batch, store), train_step(plain, batch))
+        check_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("decision", ["recompute", "recompute(segment=2)", "recompute(schedule=sqrt)"])
+def test_spectral_norm_starts_from_the_same_estimate_each_time(decision):
+    """A chain runs a call more than once for one backward; two backwards of one graph do so, too."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(3)))
+
+    def grads(model, store=None):
+        with store or nullcontext():
+            y = model(batch)
+        found = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in (y.sum(), y.norm())]
+        return [grad for some in found for grad in some]
+
+    model, plain, batch = build(), build(), torch.randn(3, WIDTH)
+    store = ActivationStore(model, f"[0-2] : {decision}", min_bytes=0)
+    for _ in range(2):
+        check_same(grads(model, store), grads(plain))
         check_same(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 

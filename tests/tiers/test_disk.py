@@ -846,24 +846,48 @@ def test_close_skips_what_is_not_written_yet(disk_folder, monkeypatch):
         tier.free(slot)
 
 
-def test_workers_that_take_no_more_leave_nobody_at_work_on_the_source(tier, monkeypatch, small_chunks):
+@pytest.mark.parametrize(
+    ("raised", "error", "text"),
+    [
+        (StateError("no job can begin after shutdown"), StateError, "no more work: no job can begin"),
+        (RuntimeError("can't start new thread"), TransferError, "no thread to work with: can't start new thread"),
+    ],
+    ids=["closed", "refused"],
+)
+def test_workers_that_take_no_more_leave_nobody_at_work_on_the_source(
+    tier, monkeypatch, small_chunks, raised, error, text
+):
     first = begin(tier, pattern(100, 1))
     workers = tier._open.writers
     submit, ended = workers.submit, []
 
     def last(*args):
         if ended:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+            raise raised
         ended.append(submit(*args))
         return ended[0]
 
     monkeypatch.setattr(workers, "submit", last)
     slot = tier.reserve(4 * CHUNK)
-    with pytest.raises(StateError, match="no more work: cannot schedule"):
+    with pytest.raises(error, match=text):
         tier.write(slot, pattern(4 * CHUNK, 2))
     assert ended[0].done()
     tier.free(slot)
     tier.free(first[0])
+
+
+def test_a_read_that_gets_no_thread_can_be_had_again(tier, monkeypatch, small_chunks):
+    slot = store(tier, pattern(4 * CHUNK, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._open.readers, "submit", no_thread)
+        with pytest.raises(TransferError, match="ulimit -u"):
+            load(tier, slot)
+    assert torch.equal(load(tier, slot), pattern(4 * CHUNK, 1))
+    tier.free(slot)
+
+
+def no_thread(*_):
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_file_by_itself(disk_folder):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.devices import Cpu
 from actstore.errors import StateError
 from actstore.tiers import BufferPool
 
@@ -30,6 +31,13 @@ class Pool(BufferPool):
 
     def give(self, buffer):
         self.ways_back[buffer.data_ptr(), buffer.numel()](buffer)
+
+
+@pytest.mark.parametrize("take", [Cpu(torch.device("cpu")).empty, BufferPool().take])
+def test_no_memory_is_the_error_that_whoever_can_do_without_expects(take):
+    """The system tells it as an OSError."""
+    with pytest.raises(MemoryError, match=r"the system refused .* of memory"):
+        take(2**60)
 
 
 def test_a_buffer_is_exact_and_comes_again():

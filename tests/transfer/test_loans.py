@@ -1,6 +1,7 @@
 """Payloads whose fetched bytes serve as a tensor's memory: whoever asks gets the bytes that were put, always."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from actstore import ActivationStore
 from actstore.codecs import Int8, Raw
+from actstore.devices import Cpu
 from actstore.entry import Entry
 from actstore.errors import StateError
 from actstore.spec import Site
@@ -291,3 +293,30 @@ def test_a_backward_that_scribbles_twice():
     del y, grad
     check_drained(store)
     store.close()
+
+
+def test_who_waits_while_another_thread_spoils_the_bytes_gets_those_of_the_tier(world, monkeypatch):
+    """Between its wait and its use a reader has no lock."""
+    waits, go = threading.Event(), threading.Event()
+    wait = Cpu.wait
+
+    def held_back(self, stream, ticket):
+        found = wait(self, stream, ticket)
+        if threading.current_thread().name == "reader":
+            waits.set()
+            assert go.wait(20)
+        return found
+
+    monkeypatch.setattr(Cpu, "wait", held_back)
+    lent = world.borrow(3)
+    found = torch.empty(NUMEL)
+    reader = threading.Thread(target=lambda: world.store.get(world.entries[3], found), name="reader")
+    reader.start()
+    assert waits.wait(20)
+    lent.zero_()
+    del lent
+    world.engine.poll()  # the bytes are given up
+    go.set()
+    reader.join()
+    assert same_bits(found, world.originals[3])
+    assert world.parcel(3).users == 0
