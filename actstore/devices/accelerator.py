@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from actstore.devices.base import Device, Workers
+from actstore.devices.cpu import map_pages
 from actstore.devices.workers import Threads
 from actstore.ticket import EventTicket, Ticket
 
@@ -114,8 +115,8 @@ class Accelerator(Device):
         """Pages that the driver pins as they are; torch's own allocator takes the next power of two."""
         nbytes -= nbytes % -mmap.PAGESIZE
         try:
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError:
+            pages = map_pages(nbytes)
+        except MemoryError:
             return None
         pages.madvise(mmap.MADV_DONTFORK)  # fork copies pinned pages at once: each data loader would take as much again
         memory = torch.frombuffer(pages, dtype=torch.uint8)
