@@ -31,15 +31,16 @@ class Generators:
     """The states of generators before a forward, so that it can draw the same numbers again.
 
     Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
-    attributes of modules, of `torch.Generator`, `random.Random`, `numpy.random.Generator` or
-    `numpy.random.RandomState`. Those that the forward did not draw from are forgotten: a module's own when it `ended`,
-    the others when the next forward begins, which reads the same state. Equal states are one object.
+    attributes of modules or arguments, of `torch.Generator`, `random.Random`, `numpy.random.Generator` or
+    `numpy.random.RandomState`. Those that the forward did not draw from are forgotten: these when it `ended`, the
+    others when the next forward begins, which reads the same state. Equal states are one object.
 
     Parameters
     ----------
     modules : whose attributes are looked through
     devices : accelerators, by device
     last : of the forward before this one on this thread, if any
+    arguments : of the forward
 
     Notes
     -----
@@ -48,7 +49,11 @@ class Generators:
     """
 
     def __init__(
-        self, modules: Iterable[Module], devices: Iterable[torch.device] = (), last: Generators | None = None
+        self,
+        modules: Iterable[Module],
+        devices: Iterable[torch.device] = (),
+        last: Generators | None = None,
+        arguments: Iterable[Any] = (),
     ) -> None:
         self._meanwhile: list[tuple[Source, Any]] = []
         self._ended = False
@@ -58,7 +63,7 @@ class Generators:
             for source, state in self._before.items():
                 if last._before.get(source, last) is state:
                     del last._before[source]
-        self._own = [(source, source.read()) for source in owned(modules)]
+        self._own = [(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))]
 
     def ended(self) -> None:
         """The forward is over."""
@@ -89,8 +94,11 @@ class Generators:
 
 def owned(modules: Iterable[Module]) -> list[Source]:
     """The generators that are attributes of modules."""
-    found = (value for module in modules for value in vars(module).values())
-    return [_source_of(value) for value in found if _has_state(value.__class__)]
+    return _sources_of(value for module in modules for value in vars(module).values())
+
+
+def _sources_of(values: Iterable[Any]) -> list[Source]:
+    return [_source_of(value) for value in values if _has_state(value.__class__)]
 
 
 @lru_cache(maxsize=4096)

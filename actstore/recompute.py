@@ -16,7 +16,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
-from torch.nn import Module, ModuleList, Sequential
+from torch.nn import Module, ModuleList, RReLU, Sequential
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +85,7 @@ class Wrapped:
         self._decision = decision
         self._scope_of = scope_of
         self._alike = alike
+        self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
         self._lengths: dict[int, int] = {}
         self.users = set[object]()  # the entries that need it
 
@@ -120,7 +121,7 @@ class Wrapped:
         tracker = scope.tracker
         depth = len(tracker.stack)
         call, counter = self._take(scope, forward, *flatten(args, kwargs))
-        saved = _CountSaved(scope, counter.account, call.region)
+        saved = _CountSaved(scope, call)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -137,12 +138,19 @@ class Wrapped:
 
         try:
             output = checkpoint(
-                run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (saved, counter), **_RESPECT
+                run,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (saved, counter),
+                # Its noise is saved before it is drawn: a second run must not stop there, should nothing follow.
+                early_stop=not any(part.training for part in self._noisy),
+                **_RESPECT,
             )
         finally:
             call.given = None
             tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
         call.generators.ended()
+        call.weights.ended()
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             scope.calls.put_out(call, tree_leaves(output))
@@ -156,7 +164,7 @@ class Wrapped:
         tracker, calls, place = scope.tracker, scope.calls, scope.tracker.frame.place
         modules = list(self._module.modules())
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        generators = calls.generators = Generators(modules, devices, calls.generators)
+        generators = calls.generators = Generators(modules, devices, calls.generators, leaves)
         call = Call(
             self._region,
             place.account(0),
@@ -164,7 +172,7 @@ class Wrapped:
             leaves,
             form,
             unpack,
-            Weights(modules),
+            Weights(self._module),
             generators,
         )
         if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more
@@ -336,16 +344,19 @@ class _Seen:
 class _CountSaved(_Delegating):
     """Books what plain autograd would have saved inside the region."""
 
-    def __init__(self, scope: Scope, account: Account, region: str) -> None:
-        super().__init__(account)
+    def __init__(self, scope: Scope, call: Call) -> None:
+        super().__init__(call.account)
         self._scope = scope
-        self._region = region
+        self._region = call.region
+        self._weights = call.weights
         self.inputs = set[int]()  # storages that the region was given
         self.nbytes = 0  # of all others
 
     def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
         key = storage._cdata
         self._scope.count(key, storage, self.account)
+        if key in self._weights.buffers:
+            self._weights.saved(key)
         if key not in self._scope.parameters:
             seen.nbytes[key] = storage.nbytes()
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import chain
 from threading import Lock
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from actstore.errors import MutationError
+from actstore.storage import storages_of
 
 Entries = dict[str, Any]  # a module's parameters or its buffers by name; None is one that the module goes without
 
@@ -22,6 +27,18 @@ class Weights:
     that running statistics are updated once a step, and spectral norms the estimates that they had, each of whose runs
     goes on from the last one's. What is sharded is left to those who gather it.
 
+    The values are not copied: who changes one in place before the forward has run again makes that impossible, and it
+    is refused. Of parameters all changes count, other than those by the forward itself; of buffers, where autograd
+    saved them, as it would raise an error itself.
+
+    Parameters
+    ----------
+    root : whose forward is to run again, with all modules in it
+
+    Attributes
+    ----------
+    buffers : by the identity of its storage each buffer that `saved` is to be told of
+
     Notes
     -----
     Several threads may recompute the same normalisations at once. One forward with other weights than the modules' own
@@ -29,25 +46,58 @@ class Weights:
     another thread recomputes the same normalisation are lost.
     """
 
-    def __init__(self, modules: Iterable[Module]) -> None:
+    def __init__(self, root: Module) -> None:
+        self._root = root
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
-        for module in modules:
+        self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
+        self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
+        self._saved: list[tuple[Tensor, int]] = []
+        self.buffers: dict[int, Tensor] = {}
+        for module in root.modules():
             buffers: Entries = module._buffers
             parameters: Entries = module._parameters
             if parameters:
                 self._seen.append((parameters, dict(parameters)))
+                self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
+            hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:
                 continue
             if isinstance(module, _NormBase):
                 self._norms.append((module, dict(buffers)))
-            elif isinstance(module, _SpectralNorm) and module.training:
+                if module.training:
+                    continue
+                tracked = module.num_batches_tracked  # moving the statistics changes its version, not theirs
+                self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
+            elif hooked or isinstance(module, _SpectralNorm):
                 self._estimates.append((buffers, _copies(buffers)))
+                continue
             else:
                 self._seen.append((buffers, dict(buffers)))
+            known = [buffer for buffer in buffers.values() if _has_version(buffer)]
+            self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
+
+    def _hooked(self, module: Module) -> bool:
+        """Whether its weight is computed by a hook of `torch.nn.utils.spectral_norm`, or of `weight_norm` there."""
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm | WeightNorm)]
+        for hook in hooks:
+            entries = vars(module)
+            self._computed.append((entries, hook.name))
+            if module is self._root:  # the hook has run, and does not run again with the forward
+                self._seen.append((entries, {hook.name: entries[hook.name]}))
+        return any(isinstance(hook, SpectralNorm) for hook in hooks)
+
+    def saved(self, storage: int) -> None:
+        """Autograd has saved a tensor of this storage, that of one of the `buffers`, in the forward."""
+        buffer = self.buffers[storage]
+        self._saved.append((buffer, buffer._version))
+
+    def ended(self) -> None:
+        """The forward is over. What it has written to its own parameters is no change that matters."""
+        self._versions = [(each, version) for each, version in self._versions if each._version == version] + self._saved
 
     def again(self) -> Weights:
         """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
@@ -56,8 +106,17 @@ class Weights:
         return twin
 
     def rewind(self) -> None:
-        """Give the modules what they had before the forward, until `resume`. Nothing has changed where this fails."""
+        """Give the modules what they had before the forward, until `resume`. Nothing has changed where this fails.
+
+        Raises
+        ------
+        MutationError : a parameter or buffer that they had was changed in place
+        """
+        for each, version in self._versions:
+            if each._version != version:
+                self._refuse(each, version)
         try:
+            self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
             for buffers, estimates in self._estimates:
@@ -69,14 +128,37 @@ class Weights:
             self.resume()
             raise
 
+    def _refuse(self, tensor: Tensor, expected: int) -> None:
+        named = chain(self._root.named_parameters(), self._root.named_buffers())
+        name = next((name for name, each in named if each is tensor), "of a functional call")
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{'parameter' if tensor.requires_grad else 'weight or buffer'} {name} of a {type(self._root).__name__} "
+            f"that is recomputed is at version {tensor._version}; expected version {expected} instead. Recompute "
+            "would run with values that forward did not have: call backward before what changes them "
+            "(optimizer.step, load_state_dict), or give this module another policy, such as raw.",
+            name=name,
+            expected=expected,
+            found=tensor._version,
+        )
+
     def resume(self) -> None:
         """Give the modules what they had before `rewind`."""
         for norm in self._borrowers:
             _give_back(norm)
         self._borrowers = []
-        for entries, before in self._meanwhile:
+        for entries, before in reversed(self._meanwhile):
             entries.update(before)
         self._meanwhile = []
+        self._versions[:] = [(each, each._version) for each, _ in self._versions]  # what the second run has written
+
+
+def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a change of a parameter or buffer would show, and would not be the work of those who shard it."""
+    if tensor is None or tensor.is_inference():
+        return False
+    kind = tensor.__class__
+    return kind is Parameter or (kind is Tensor and not _is_flat(tensor))
 
 
 def _replace(entries: Entries, others: Entries, before: list[tuple[Entries, Entries]]) -> None:

@@ -140,7 +140,7 @@ class Uncopyable(torch.Tensor):
 def test_without_memory_for_a_copy_nothing_changes():
     own, norms = nn.Linear(2, 2), [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
     norms[1].running_var = torch.ones(2).as_subclass(Uncopyable)
-    weights = Weights([own, *norms])
+    weights = Weights(nn.ModuleList([own, *norms]))
     own.weight = nn.Parameter(torch.zeros(2, 2))
     before = [*own.parameters(), *norms[0].buffers(), *norms[1].buffers()]
     with pytest.raises(torch.OutOfMemoryError):
@@ -164,7 +164,7 @@ def test_what_was_gathered_or_sharded_meanwhile_is_left_as_it_is(kind, was_shard
         gathered = flat.view(2, 2)
     before, now = (sharded, gathered) if was_sharded else (gathered, sharded)
     module._parameters["weight"] = before
-    weights = Weights([module])
+    weights = Weights(module)
     module._parameters["weight"] = now
     weights.rewind()
     assert module._parameters["weight"] is now
