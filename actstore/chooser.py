@@ -194,13 +194,7 @@ class Chooser:
                 assert budget is not None
                 accounts = self._ledger.accounts()
                 stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
-                kept = sum(one.nbytes for payload in payloads for one in payload.candidates if one.decision == "keep")
-                # after a backward inside of the context nothing is held any more
-                others = max(
-                    sum(account.held_at_exit for account in accounts) - stored,
-                    sum(account.saved for account in accounts) - kept,
-                    0,
-                )
+                others = max(0, sum(account.held_at_exit for account in accounts) - stored)
                 choice = least_variance(payloads, nbytes=max(0, budget - others), per="site", gap=GAP)
         except CapacityError as refusal:
             least = others + int(refusal.facts["least"])

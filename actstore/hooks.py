@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from sys import modules
@@ -52,7 +53,12 @@ Handle = Small | Kept | Stored | Derived | Composite
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
 
+turns: list[Callable[[], None]] = []  # of the entries in which no backward has begun: to be told when one does
+
+
 def unpack(handle: Handle | Reader) -> Tensor:
+    if turns:
+        _turn()
     if type(handle) is tuple:
         alias, version, frame = handle
         if alias._version != version:
@@ -62,6 +68,12 @@ def unpack(handle: Handle | Reader) -> Tensor:
     if _COMPILER in modules:
         _note_compiled(handle, tensor)
     return tensor
+
+
+def _turn() -> None:
+    with suppress(IndexError):  # until all have been told, perhaps by several threads
+        while True:
+            turns.pop()()
 
 
 class Scope:
@@ -445,6 +457,11 @@ class Scope:
                 handle.alias = handle.snapshot = None
             else:
                 handle.account.note = f"kept: {_no_room(tiers)}"
+
+    def turn(self) -> None:
+        """Backward begins inside of the context: the end of forward."""
+        self.tracker.renew()
+        self.ledger.mark_turn()
 
     def close(self, *, failed: bool) -> None:
         """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""

@@ -127,6 +127,7 @@ class Ledger:
         self._held = 0
         self.peak = 0
         self.held_at_exit = 0
+        self._turned = False  # backward has begun inside of the context
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
 
@@ -269,13 +270,25 @@ class Ledger:
             for medium in self.media.values():
                 medium[1] = medium[0]
 
+    def mark_turn(self) -> None:
+        """Backward begins inside of the context: remember what is held now, the end of forward."""
+        with self._lock:
+            self._mark_locked()
+            self._turned = True
+
     def mark_exit(self) -> None:
-        """Remember what is held now: the end of forward."""
+        """Remember what is held now: the end of forward, unless less is held than when backward began."""
         with self._lock:
             self._book_gone()
-            for account in list(self._accounts.values()):
-                account.held_at_exit = account.held
-            self.held_at_exit = self._held
+            if not self._turned or self._held > self.held_at_exit:
+                self._mark_locked()
+            self._turned = False
+
+    def _mark_locked(self) -> None:
+        self._book_gone()
+        for account in list(self._accounts.values()):
+            account.held_at_exit = account.held
+        self.held_at_exit = self._held
 
     def _book_gone(self) -> None:
         gone = self.gone

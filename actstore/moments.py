@@ -33,10 +33,9 @@ class Moments:
     module tell what it takes: a collection comes once in a while, and may take longer than hundreds of calls.
     """
 
-    def __init__(self, device: Device, decisions: dict[str, str], turn: Callable[[], None], writers: set[str]) -> None:
+    def __init__(self, device: Device, decisions: dict[str, str], writers: set[str]) -> None:
         self.decisions = decisions
         self.turned = False  # backward has begun
-        self._turn = turn
         self._writers = writers
         self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
         self.errors: list[tuple[Account, Tensor]] = []  # rows of `accuracy.measure`
@@ -90,9 +89,7 @@ class Moments:
                 tensor.register_hook(self._begin)
 
     def _begin(self, _grad: Tensor | None = None) -> None:
-        if not self.turned:
-            self.turned = True
-            self._turn()
+        self.turned = True
 
     def _arriving(self, name: str, call: int) -> Callable[[Tensor], None]:
         def arrive(_grad: Tensor) -> None:

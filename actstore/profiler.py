@@ -72,7 +72,6 @@ class Profiler:
         self._ledger = ledger
         self._hooks: list[Any] = []
         self._step: Moments | None = None
-        self._held: dict[Account, int] = {}  # when backward began, if that was before the end of the context
         self.look()
 
     def look(self) -> None:
@@ -88,8 +87,7 @@ class Profiler:
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
         """A step begins, with these decisions for units, as policy text seen from each; others are kept."""
-        step = self._step = Moments(device, decisions, self._turn, self.writers)
-        self._held = {}
+        step = self._step = Moments(device, decisions, self.writers)
         self._hooks.append(self._model.register_forward_hook(step.ending))
         for name, module in self._modules.items():
             enter, leave = step.entering(name), step.leaving(name)
@@ -182,11 +180,6 @@ class Profiler:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """Backward begins."""
-        if self._hooks:  # inside the context, at whose end nothing is held any more
-            self._held = {account: account.held for account in self._ledger.accounts()}
-
     def find(self, site: str) -> tuple[str, str]:
         """The unit of a site, and the part of it."""
         name = site
@@ -201,7 +194,7 @@ class Profiler:
         parts: dict[str, dict[str, Part]] = {}
         transient: dict[str, int] = {}
         for account in self._ledger.accounts():
-            held = self._held.get(account, account.held_at_exit)
+            held = account.held_at_exit
             if not (account.saved or account.stored or held):
                 continue
             unit, part = self.find(account.site.name)

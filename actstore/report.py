@@ -88,7 +88,8 @@ class Report:
     ----------
     saved_bytes : what plain autograd would hold for the last forward: each storage once, parameters excluded
     stored_bytes : payloads made in the last forward, in any medium
-    held_bytes : held on the compute device when the last forward ended
+    held_bytes : held on the compute device when the last forward ended: at the exit of the context, or when a backward
+        inside of it began
     peak_held_bytes : high-water of that since the last forward began, with what recomputation and decoding add
     live_bytes : held now, in any medium. Small tensors that are kept are accounted for by calls of their module: they
         count as held until the last of one call is gone, and a storage that two modules save belongs to the first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
@@ -38,7 +38,7 @@ from actstore.census import Census
 from actstore.chooser import Chooser
 from actstore.compiled import NamedCall
 from actstore.errors import ConfigError, PolicyError, StateError
-from actstore.hooks import Scope, unpack
+from actstore.hooks import Scope, turns, unpack
 from actstore.modules import Place, Tracker, named_modules
 from actstore.pairs import Pairs
 from actstore.plan.plan import Plan
@@ -234,6 +234,7 @@ class ActivationStore:
                     self._auto.begin()
             modules.start(entry.scope.tracker)
             _entries().append(entry)
+            turns.append(entry.scope.turn)
             saved_tensors_hooks(entry.pack, unpack).__enter__()
             return self
         except BaseException as error:
@@ -328,6 +329,8 @@ class ActivationStore:
                         self._influence.end_forward()
                     self._inside.discard(entry)
             self._store.poll()
+            with suppress(ValueError):  # backward has begun
+                turns.remove(entry.scope.turn)
             self._store.ledger.mark_exit()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

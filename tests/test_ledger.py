@@ -55,7 +55,7 @@ commands = st.lists(
         st.tuples(st.just("release"), st.integers(0, 99)),
         st.tuples(st.just("move"), st.integers(0, 99)),
         st.tuples(st.just("touch"), st.sampled_from(SITES), st.integers(0, 20)),
-        st.tuples(st.sampled_from(["start", "exit", "check"])),
+        st.tuples(st.sampled_from(["start", "turn", "exit", "check"])),
     ),
     max_size=40,
 )
@@ -63,7 +63,7 @@ commands = st.lists(
 
 @given(commands)
 def test_random_orders(commands):
-    ledger, naive = Ledger(), Naive()
+    ledger, naive, turned = Ledger(), Naive(), False
     for what, *args in commands:
         if what == "add":
             site, held, away = args
@@ -88,7 +88,13 @@ def test_random_orders(commands):
             naive.start()
         elif what == "exit":
             ledger.mark_exit()
+            if not turned or naive.held() > naive.at_exit[None]:
+                naive.at_exit = {key: naive.held(key) for key in naive.at_exit}
+            turned = False
+        elif what == "turn":
+            ledger.mark_turn()
             naive.at_exit = {key: naive.held(key) for key in naive.at_exit}
+            turned = True
         elif what == "check":
             check(ledger, naive)
     check(ledger, naive)

@@ -55,7 +55,7 @@ class ActivationStoreCallback(Callback):
     Notes
     -----
     Nothing is attached to the model: the store is entered where the Trainer's strategy runs the step. Under manual
-    optimization backward runs inside of the context, too; what is held is then counted after it.
+    optimization backward runs inside of the context, too.
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
