@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any, TypeGuard
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -52,6 +52,7 @@ class Weights:
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
+        self._limiting: list[Embedding | EmbeddingBag] = []  # the norms of their rows, before they use them
         self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
@@ -61,6 +62,8 @@ class Weights:
             if parameters:
                 self._seen.append((parameters, dict(parameters)))
                 self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
+            if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None:
+                self._limiting.append(module)
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:
                 continue
@@ -97,7 +100,9 @@ class Weights:
 
     def ended(self) -> None:
         """The forward is over. What it has written to its own parameters is no change that matters."""
-        self._versions = [(each, version) for each, version in self._versions if each._version == version] + self._saved
+        unchanged = [(each, version) for each, version in self._versions if each._version == version]
+        limited = [(each, each._version) for module in self._limiting if _has_version(each := module.weight)]
+        self._versions = [*unchanged, *limited, *self._saved]
 
     def again(self) -> Weights:
         """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
@@ -119,6 +124,8 @@ class Weights:
             self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
+            for module in self._limiting:
+                _replace(vars(module), {"max_norm": None}, self._meanwhile)  # they are; rounding might make them differ
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
             for norm, seen in self._norms:

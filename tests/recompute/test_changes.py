@@ -123,6 +123,37 @@ def test_a_forward_may_write_to_its_own_weights_and_buffers(decision):
     check_as_plain(blocks(Limited), decision, torch.randn(5, WIDTH), times=3)
 
 
+class Rows(nn.Module):
+    """Of whose rows some are longer than the limit by rounding, once limited."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.rows = nn.Linear(WIDTH, WIDTH), kind(64, WIDTH, max_norm=0.3)
+
+    def forward(self, x):
+        rows = self.rows(torch.arange(64).view(64, 1)).view(64, WIDTH)
+        return torch.tanh(self.inner(x) * rows.sum(0) + rows[:5] * rows[5:10].exp())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("decision", RECOMPUTE)
+def test_rows_are_limited_once(decision, kind):
+    model = blocks(lambda: Rows(kind))
+    weights = [block[0].rows.weight.clone() for block in model]
+    check_as_plain(model, decision, torch.randn(5, WIDTH), times=3)
+    plain = blocks(lambda: Rows(kind))
+    for _ in range(2):
+        plain(torch.randn(5, WIDTH))
+    for block, other, first in zip(model, plain, weights, strict=True):
+        check_same(block[0].rows.weight, other[0].rows.weight)
+        assert block[0].rows.max_norm == 0.3
+        assert not torch.equal(first, other[0].rows.weight)
+    loss = loss_of(model, decision, torch.randn(5, WIDTH))
+    model(torch.randn(5, WIDTH))  # limits them once more
+    with pytest.raises(MutationError, match=r"parameter 0\.rows\.weight"):
+        loss.backward()
+
+
 class Counts(nn.Module):
     """Counts its runs in a buffer that autograd does not save."""
 
