@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from sys import modules
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -53,7 +54,7 @@ Handle = Small | Kept | Stored | Derived | Composite
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
 
-turns: list[Callable[[], None]] = []  # of the entries in which no backward has begun: to be told when one does
+turns: list[Scope] = []  # in which no backward has begun: to be told when one does
 
 
 def unpack(handle: Handle | Reader) -> Tensor:
@@ -71,9 +72,13 @@ def unpack(handle: Handle | Reader) -> Tensor:
 
 
 def _turn() -> None:
-    with suppress(IndexError):  # until all have been told, perhaps by several threads
-        while True:
-            turns.pop()()
+    """Tell scopes of this thread that backward begins; on an accelerator it runs on threads of autograd's."""
+    here = get_ident()
+    for scope in turns[:]:
+        if scope.thread == here or scope.on_accelerator:
+            with suppress(ValueError):  # another thread has told it
+                turns.remove(scope)
+                scope.turn(here)
 
 
 class Scope:
@@ -93,7 +98,10 @@ class Scope:
         *,
         min_nbytes: int,
         allow_mutation: bool,
+        on_accelerator: bool,
     ) -> None:
+        self.thread = get_ident()
+        self.on_accelerator = on_accelerator
         self.tracker = tracker
         self.parameters = parameters  # identities of the storages that are never counted nor moved
         self.ledger = store.ledger
@@ -458,9 +466,10 @@ class Scope:
             else:
                 handle.account.note = f"kept: {_no_room(tiers)}"
 
-    def turn(self) -> None:
-        """Backward begins inside of the context: the end of forward."""
-        self.tracker.renew()
+    def turn(self, thread: int) -> None:
+        """Backward begins inside of the context: the end of forward. Trackers are for the thread of their forward."""
+        if thread == self.thread:
+            self.tracker.renew()
         self.ledger.mark_turn()
 
     def close(self, *, failed: bool) -> None:

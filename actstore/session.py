@@ -234,7 +234,7 @@ class ActivationStore:
                     self._auto.begin()
             modules.start(entry.scope.tracker)
             _entries().append(entry)
-            turns.append(entry.scope.turn)
+            turns.append(entry.scope)
             saved_tensors_hooks(entry.pack, unpack).__enter__()
             return self
         except BaseException as error:
@@ -267,6 +267,7 @@ class ActivationStore:
             self._store.begin(device),
             min_nbytes=self._min_nbytes,
             allow_mutation=self._allow_mutation,
+            on_accelerator=device.type != "cpu" or self._model is None,
         )
         if first and self._influence is not None:
             scope.looked_at = step = self._influence.begin(
@@ -330,7 +331,7 @@ class ActivationStore:
                     self._inside.discard(entry)
             self._store.poll()
             with suppress(ValueError):  # backward has begun
-                turns.remove(entry.scope.turn)
+                turns.remove(entry.scope)
             self._store.ledger.mark_exit()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
