@@ -42,8 +42,8 @@ class Weights:
     Notes
     -----
     Several threads may recompute the same normalisations at once. One forward with other weights than the modules' own
-    must run, and be recomputed, by itself, as for `functional_call`. Running statistics of a forward that runs while
-    another thread recomputes the same normalisation are lost.
+    must run, and be recomputed, by itself, as for `functional_call`; so must spectral norms. Running statistics of a
+    forward that runs while another thread recomputes the same normalisation are lost, and rows are not limited there.
     """
 
     def __init__(self, root: Module) -> None:
@@ -52,7 +52,7 @@ class Weights:
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
-        self._limiting: list[Embedding | EmbeddingBag] = []  # the norms of their rows, before they use them
+        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # of the norms of rows, before they are used
         self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class Weights:
                 self._seen.append((parameters, dict(parameters)))
                 self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
             if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None:
-                self._limiting.append(module)
+                self._limits.append((module, module.max_norm))
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:
                 continue
@@ -101,7 +101,7 @@ class Weights:
     def ended(self) -> None:
         """The forward is over. What it has written to its own parameters is no change that matters."""
         unchanged = [(each, version) for each, version in self._versions if each._version == version]
-        limited = [(each, each._version) for module in self._limiting if _has_version(each := module.weight)]
+        limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = [*unchanged, *limited, *self._saved]
 
     def again(self) -> Weights:
@@ -124,8 +124,9 @@ class Weights:
             self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
-            for module in self._limiting:
-                _replace(vars(module), {"max_norm": None}, self._meanwhile)  # they are; rounding might make them differ
+            for module, limit in self._limits:  # the rows are limited; once more, rounding might make them differ
+                self._meanwhile.append((vars(module), {"max_norm": limit}))
+                vars(module)["max_norm"] = None
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
             for norm, seen in self._norms:

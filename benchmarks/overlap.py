@@ -2,10 +2,11 @@
 
 Layers of Linear and Tanh on the CPU; widths differ, and with them how much compute there is for each byte. "compute /
 transfer" is the time of a plain step divided by the time for which copies ran, those out and those back added up. "raw"
-stays in memory: it shows what encoding and decoding cost. "disk alone" is a plain step beside which threads write the
-same bytes to the same disk and read them again, without a store: nothing that uses the disk can be faster. The three
-take turns, each timed step with a plain one right before or after it; ratios are medians over these pairs. Gradients
-are compared bit for bit, but for the first two steps: those of a process can differ from later ones without a store.
+stays in memory: it shows what encoding and decoding cost. "disk alone" is a plain step beside which threads write as
+many bytes as the outputs of all layers have to the same disk and read them again, without a store: nothing that uses
+the disk can be faster. A store moves the input, too. The three take turns, each timed step with a plain one right
+before or after it; ratios are medians over these pairs. Gradients are compared bit for bit, but for the first two
+steps: those of a process can differ from later ones without a store.
 """
 
 from __future__ import annotations

@@ -170,3 +170,15 @@ def test_what_was_gathered_or_sharded_meanwhile_is_left_as_it_is(kind, was_shard
     assert module._parameters["weight"] is now
     weights.resume()
     assert module._parameters["weight"] is now
+
+
+def test_the_limit_of_rows_outlives_two_threads():
+    rows = nn.Embedding(4, WIDTH, max_norm=0.5)
+    first = Weights(rows)
+    first.ended()
+    second = first.again()
+    first.rewind()
+    second.rewind()
+    first.resume()
+    second.resume()
+    assert rows.max_norm == 0.5
