@@ -71,7 +71,7 @@ class Weights:
                 self._norms.append((module, dict(buffers)))
                 if module.training:
                     continue
-                tracked = module.num_batches_tracked  # moving the statistics changes its version, not theirs
+                tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
                 self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
             elif hooked or isinstance(module, _SpectralNorm):
                 self._estimates.append((buffers, _copies(buffers)))
