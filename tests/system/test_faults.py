@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -74,7 +73,7 @@ def make(disk_folder: Path) -> Iterator[Callable[..., ActivationStore]]:
         made.append((model, ActivationStore(model, policy, min_bytes=0, disk_path=disk_folder, **options)))
         return made[-1][1]
 
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     yield make
     gc.collect()  # exceptions, with what their tracebacks hold
     for model, store in made:
@@ -83,7 +82,7 @@ def make(disk_folder: Path) -> Iterator[Callable[..., ActivationStore]]:
             check_same(train_step(model, batch, store), train_step(model, batch))
             check_drained(store)
         store.close()
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before
 
 
 def failing(call: Callable, code: int, after: int = 0, only: int | None = None) -> Callable:
@@ -565,14 +564,13 @@ def test_a_store_that_is_forgotten_with_writes_under_way(disk_folder, monkeypatc
     """The graph keeps what it needs; with it go the threads and the file."""
     model, batch = build()
     wanted = train_step(model, batch)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with gated(monkeypatch, "pwritev") as gate:
         store = ActivationStore(model, RAW, min_bytes=0, disk_path=disk_folder)
         with store:
             loss = model(*batch).square().mean()
         assert gate.inside.wait(120)
-        workers = [thread for thread in threading.enumerate() if thread.name.startswith("actstore")]
-        assert workers
+        assert set(threading.enumerate()) - before
         del store
         gc.collect()
         assert files_in(disk_folder)
@@ -584,11 +582,10 @@ def test_a_store_that_is_forgotten_with_writes_under_way(disk_folder, monkeypatc
         del loss
         gc.collect()
     end = monotonic() + 60
-    while any(worker.is_alive() for worker in workers) and monotonic() < end:
+    while (left := set(threading.enumerate()) - before) and monotonic() < end:  # writers, and readers of the backward
         gc.collect()  # again: what a worker held until its write was over, or while it was collecting itself
-        workers[0].join(0.1)
-        workers.sort(key=Thread.is_alive, reverse=True)
-    assert threading.active_count() == threads
+        sleep(0.01)
+    assert not left
     assert files_in(disk_folder) == []
 
 
