@@ -33,8 +33,9 @@ bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Ten
 	@mkdir -p build
 	$(BIN)/actstore bench codecs --json build/codecs.json --plot build/codecs.png $(ARGS)
 
+# Worker processes share the cores: threads that wait for work sleep, and do not spin.
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
