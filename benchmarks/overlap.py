@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench import timeline
 from actstore.bench.environment import environment
+from actstore.devices.cpu import map_pages
 from actstore.tiers.disk import WORKERS
 from actstore.tiers.file import NamelessFile
 from actstore.tiers.staging import Ring
@@ -43,7 +43,7 @@ class DiskAlone:
 
     def __init__(self, model: nn.Sequential, folder: Path, nbytes: int) -> None:
         self._file = NamelessFile(folder)
-        self._buffer = memoryview(mmap.mmap(-1, nbytes))
+        self._buffer = memoryview(map_pages(nbytes))
         self._buffer[:] = bytes(nbytes)
         self._file.reserve(nbytes * len(model))
         self._workers = ThreadPoolExecutor(WORKERS), ThreadPoolExecutor(WORKERS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -15,18 +16,26 @@ from actstore.devices.workers import Threads
 from actstore.ticket import DONE, Done, Ticket
 from actstore.units import format_nbytes
 
+HUGE_PAGE_NBYTES = 2 << 20
+
 
 def map_pages(nbytes: int) -> mmap.mmap:
     """Pages of zeros, outside of the heap.
+
+    On Linux large ones are advised to be huge pages: a disk writes and reads them faster, for less time of the cores.
 
     Raises
     ------
     MemoryError : the system has no more, which it tells as an OSError
     """
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system refused {format_nbytes(nbytes)} of memory: {error}") from error
+    if nbytes >= HUGE_PAGE_NBYTES and sys.platform == "linux":
+        with suppress(OSError):  # a system without huge pages: only slower
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class Cpu(Device):

@@ -1,0 +1,47 @@
+"""Memory that is mapped outside of the heap."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actstore.devices.cpu import HUGE_PAGE_NBYTES, map_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice and its traces are Linux's")
+
+
+def flags(pages: mmap.mmap) -> list[str]:
+    """What the system knows of the map: ``hg`` where huge pages were advised."""
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    for region in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(text, 16) for text in region.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return region.partition("VmFlags:")[2].splitlines()[0].split()
+    raise AssertionError("no such map")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
+def test_large_maps_are_advised_to_be_huge_pages() -> None:
+    small, large = map_pages(HUGE_PAGE_NBYTES - mmap.PAGESIZE), map_pages(HUGE_PAGE_NBYTES)
+    assert "hg" not in flags(small)
+    assert "hg" in flags(large)
+
+
+def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            asked.append(advice)
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    pages = map_pages(HUGE_PAGE_NBYTES)
+    assert asked == [(mmap.MADV_HUGEPAGE,)]
+    assert len(pages) == HUGE_PAGE_NBYTES
+    assert not any(pages)
