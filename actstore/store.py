@@ -132,11 +132,11 @@ class Store:
             put = self._put_in_tier if bound.exact else self._put_variable
             return ref(entry) if put(entry, src, route, saved, forward) else None
         nbytes = bound.nbytes
-        memory, idle = route.pool.take(nbytes)
-        claim = Claim(entry, ledger.release)
+        claim = Claim(entry, ledger.release)  # before there is memory, which an interrupt would lose
         claim.booking = booking = [account, 0, 0]
-        claim.idle, claim.memory = idle, memory
         entry.last = claim
+        claim.memory, claim.idle = route.pool.take(nbytes)
+        memory = claim.memory
         try:
             bound.encode(src, memory, key)
             ledger.add(account, saved, nbytes, nbytes, booking=booking)

@@ -138,10 +138,12 @@ class Minibatch:
 
     def take(self, weight: int, gradient: Tensor) -> None:
         """The gradient of the weight of this identity has come."""
-        hook = self._hooks.pop(weight, None)
+        hook = self._hooks.get(weight)
         if hook is None:
             return
-        hook.remove()
+        hook.remove()  # before it is forgotten: an interrupt (Ctrl-C) may come between
+        if self._hooks.pop(weight, None) is None:  # another thread was faster
+            return
         if odd(gradient):
             return
         taken = sample(gradient)

@@ -39,12 +39,13 @@ class Scalars:
     def send(self) -> None:
         """Have those that are there go to the host, in one copy for each device; their own memory is let go."""
         devices: dict[torch.device, dict[int, Tensor]] = {}
-        while self._here:
-            number, scalar = self._here.popitem()
+        for number, scalar in self._here.copy().items():
             devices.setdefault(scalar.device, {})[number] = scalar
         for device, scalars in devices.items():
             copied = torch.stack([scalar.float() for scalar in scalars.values()]).to("cpu", non_blocking=True)
             self._sent.append((list(scalars), copied, _complete(device)))
+            for number in scalars:  # only now: an interrupt (Ctrl-C) may have come before
+                self._here.pop(number, None)
 
     def ready(self) -> bool:
         """Whether all are on the host, without waiting."""

@@ -38,8 +38,9 @@ class DeviceTier(Tier):
     def reserve(self, nbytes: int) -> Slot | None:
         if self.pool is not None:
             memory, idle = self.pool.take(nbytes)
+            last = Last(idle.append, memory)
             slot = Slot(nbytes, memory)
-            slot.last = Last(idle.append, memory)
+            slot.last = last
             return slot
         if self._closed:
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")

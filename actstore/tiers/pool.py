@@ -50,12 +50,16 @@ class BufferPool:
         if idle and not self._closed:
             try:
                 buffer = idle.pop()
+                left = len(idle)
+                if left < self._least.get(nbytes, 0):
+                    self._least[nbytes] = left
+                return buffer, idle
             except IndexError:  # another thread was faster
                 return self._make(nbytes)
-            left = len(idle)
-            if left < self._least.get(nbytes, 0):
-                self._least[nbytes] = left
-            return buffer, idle
+            except BaseException:  # an interrupt (Ctrl-C), which comes after a call: the buffer is lost
+                with self._lock:
+                    self._forget(nbytes)
+                raise
         return self._make(nbytes)
 
     def drain(self) -> None:
@@ -82,18 +86,21 @@ class BufferPool:
             self._shrink(0)
 
     def _make(self, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        with self._lock:
-            if self._closed:
-                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
-            self._shrink(self._most_nbytes - nbytes)
-            idle = self._sizes.setdefault(nbytes, [])
-            self._count(nbytes)
-            self._most_nbytes = max(self._most_nbytes, self._nbytes)
+        counted = False
         try:
+            with self._lock:
+                if self._closed:
+                    raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
+                self._shrink(self._most_nbytes - nbytes)
+                idle = self._sizes.setdefault(nbytes, [])
+                self._count(nbytes)
+                counted = True
+                self._most_nbytes = max(self._most_nbytes, self._nbytes)
             return self._allocate(nbytes), idle
         except BaseException:
-            with self._lock:
-                self._forget(nbytes)
+            if counted:
+                with self._lock:
+                    self._forget(nbytes)
             raise
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -119,8 +126,9 @@ class BufferPool:
 
     def _count(self, nbytes: int) -> None:
         """One buffer of this size more."""
+        made = self._made.get(nbytes, 0)  # before the rest, as an interrupt comes after a call
         self._nbytes += nbytes
-        self._made[nbytes] = self._made.get(nbytes, 0) + 1
+        self._made[nbytes] = made + 1
 
     def _forget(self, nbytes: int) -> None:
         """One buffer of this size less."""

@@ -87,6 +87,29 @@ def test_an_interrupt_at_some_moments_of_a_step(tmp_path: Path, policy: str) -> 
     assert sum(map(bool, reached)) > 12
 
 
+@pytest.mark.parametrize("policy", ["raw @ device", "raw @ host"])
+def test_an_interrupt_at_each_moment_of_a_step_loses_no_memory(policy: str) -> None:
+    """Of payloads that do not travel: their buffers are back in the pool, which knows how many it has."""
+    model, batch = build()
+    wanted = train_step(model, batch)
+
+    def step(at: int | None) -> int:
+        store = ActivationStore(model, policy, min_bytes=0)
+        train_step(model, batch, store)
+        with suppress(KeyboardInterrupt), Moments(in_step, at) as moments:
+            train_step(model, batch, store)
+        gc.collect()
+        check_drained(store)
+        check_same(train_step(model, batch, store), wanted)
+        check_drained(store)
+        return moments.count
+
+    count = step(None)
+    assert count > 500
+    for at in range(1, count + 1):
+        step(at)
+
+
 @pytest.mark.parametrize("policy", ["keep", "raw @ device", "raw @ host", "int8"])
 def test_an_interrupt_at_each_moment_of_a_first_forward(policy: str) -> None:
     """Of a forward that has nothing to follow, and leaves a scope half way."""
