@@ -8,8 +8,10 @@ import sys
 
 import torch
 
-HUGE_PAGE = 2 << 20
-_ADVISED_NBYTES = 4 * HUGE_PAGE
+from actstore.devices.cpu import HUGE_PAGE_NBYTES
+from actstore.units import round_up
+
+_ADVISED_NBYTES = 4 * HUGE_PAGE_NBYTES
 
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
@@ -24,8 +26,8 @@ def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     """
     memory = torch.empty(numel, dtype=dtype, device=device)
     if _madvise is not None and device.type == "cpu" and memory.nbytes >= _ADVISED_NBYTES:
-        start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+        start = round_up(memory.data_ptr(), HUGE_PAGE_NBYTES)
+        nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
         # whether the system follows the advice changes nothing but the time
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
     return memory

@@ -1,5 +1,7 @@
 """The noise of gradients from batch to batch, against its definition."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from actstore import ActivationStore, Encode, Int8
 from actstore.accuracy.noise import MOST, Minibatch, sample
 from actstore.ledger import Ledger
+from tests.system.interrupts import Moments, in_package
 
 
 def linear(inputs=8, outputs=4):
@@ -46,6 +49,26 @@ def test_steps_that_follow_change_nothing():
         assert not model.weight._backward_hooks
         found.append(noise.read())
     assert found[0] == found[1] == found[2]
+
+
+def test_an_interrupt_at_each_moment_of_a_backward_leaves_no_hook():
+    """What takes the gradient of a weight has taken its hook away, or `stop` does."""
+    model, x, c = linear()
+
+    def backward(at):
+        noise = Minibatch(Ledger())
+        noise.begin(model)
+        loss = (model(x[0]) * c[0]).sum()
+        with suppress(KeyboardInterrupt), Moments(in_package, at) as moments:
+            loss.backward()
+        noise.stop()
+        assert not any(weight._backward_hooks for weight in model.parameters())
+        return moments.count
+
+    count = backward(None)
+    assert count > 20
+    for at in range(1, count + 1):
+        backward(at)
 
 
 def test_its_mean_is_the_variance():
