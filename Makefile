@@ -26,7 +26,7 @@ bench: $(STAMP)  ## train a small GPT with every store and compare memory, time 
 	@mkdir -p build
 	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
 
-bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: an hour and a half on two cores; ARGS="--part llama"
+bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: an hour and three quarters on two cores; ARGS="--part llama"
 	$(BIN)/python -m benchmarks.suite $(ARGS)
 
 bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Tensor.copy_ and bitsandbytes

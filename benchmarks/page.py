@@ -148,7 +148,7 @@ UNSAID = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes
 
 def against(results: dict[str, Result]) -> list[str]:
     """Each peer of each workload beside the fastest row of ours that holds no more and is as exact."""
-    found = [(model, result, one) for model, result in results.items() for one in versus(result.rows)]
+    found = [(model, result, one) for model, result in results.items() for one in versus(result.rows, result.duels)]
     judged = [(model, result, one) for model, result, one in found if one.ours]
     if not found:
         return []
@@ -163,10 +163,21 @@ def against(results: dict[str, Result]) -> list[str]:
         "## Against each peer", "",
         f"The fastest row of ours that holds at most as many bytes as the peer and is as exact. Of {len(judged)} it is "
         f"faster in {count['faster']}, slower in {count['slower']}, and in {count['as fast']} the two cannot be told "
-        "apart: the interval, of 95 %, has 1 in it.", "",
+        f"apart: the interval, of 95 %, has 1 in it. {_how_compared([one for *_, one in judged])}", "",
         *table(header, rows), *([""] if missing else []), *missing, "",
         *(["Why a peer can be as fast, or faster:", "", *why, ""] if why else []),
     ]  # fmt: skip
+
+
+def _how_compared(judged: list[Versus]) -> str:
+    """Where "our time over its" comes from."""
+    pairs = [one.pairs for one in judged if one.pairs]
+    turns = f"a peer and ours trained in turns for it, at least {min(pairs)} steps each" if pairs else ""
+    apart = "it is the quotient of the times plain, between which the speed of the machine may have changed"
+    if not pairs:
+        return f"*Our time over its*: {apart}."
+    rest = len(judged) - len(pairs)
+    return f"*Our time over its*: {turns}{f'; but for {rest} of them {apart}' if rest else ''}."
 
 
 def _duel(result: Result, one: Versus) -> list[str]:

@@ -1,10 +1,10 @@
-"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; an hour and a half on two cores.
+"""The long run: ``make bench-all``, or ``python -m benchmarks.suite``; an hour and three quarters on two cores.
 
-Every workload with every row, then how it scales, the largest batch within a budget, where time goes, and loss curves.
-Figures go into ``results/<machine>/``, a file for each part that is written again after each row, and pictures beside
-them; the page ``results/<machine>.md`` is made of what is there after each part, so that a run that is interrupted
-leaves what it has. ``--part`` runs single parts, ``--quick`` all of them at sizes that take seconds, for a look at
-whether they work, into ``build/results``.
+Every workload with every row, and each peer in turns with the row of ours that compares with it; then how it scales,
+the largest batch within a budget, where time goes, and loss curves. Figures go into ``results/<machine>/``, a file for
+each part that is written again after each row, and pictures beside them; the page ``results/<machine>.md`` is made of
+what is there after each part, so that a run that is interrupted leaves what it has. ``--part`` runs single parts,
+``--quick`` all of them at sizes that take seconds, for a look at whether they work, into ``build/results``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from actstore.bench.comparison import differences
 from actstore.bench.environment import environment
 from actstore.bench.result import Result
 from actstore.bench.rows import Row
+from actstore.bench.versus import versus
 from actstore.bench.workload import Workload
 from actstore.bench.workloads import MODELS, sized
 from actstore.errors import ConfigError
@@ -54,11 +55,13 @@ class Part:
     ----------
     run : measures, and gives the figures so far to its argument
     minutes : what it takes on two cores
+    duels : then runs the duels of its result, each peer against the row of ours that compares with it
     """
 
     name: str
     run: Callable[[Write], None]
     minutes: float
+    duels: Callable[[Result, Write], None] | None = None
 
 
 def parts(quick: bool, names: list[str]) -> list[Part]:
@@ -77,7 +80,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
         ]
 
     return [
-        *(Part(model, partial(_rows, work, names), 9) for model, work in works.items()),
+        *(Part(model, partial(_rows, work, names), 13, partial(_duels, work, names)) for model, work in works.items()),
         Part("breakdown", partial(breakdown.measure, works["gpt"], 1 if quick else 7), 1),
         Part("scaling", partial(scaling.measure, small, grown, some(scaling.ROWS)), 7),
         Part("largest", partial(largest.measure, replace(small, context=128), budget, most, some(largest.ROWS)), 5),
@@ -106,6 +109,16 @@ def _rows(work: Workload, names: list[str], write: Write) -> None:
     keep(runner.run(work, [row for row in chosen if row not in slow], row_done=keep))
 
 
+def _duels(work: Workload, names: list[str], result: Result, write: Write) -> None:
+    """The duels of a result, or those that it lacks and those of the rows that are measured again."""
+    by_name = {row.name: row for row in rows.rows_for(MODELS[work.model].policies)}
+    for one in versus(result.rows, result.duels):
+        if one.ours and not (names and one.pairs and {one.peer, one.ours}.isdisjoint(names)):
+            kept = [duel for duel in result.duels if duel.peer != one.peer]
+            result.duels = [*kept, runner.duel(work, by_name[one.peer], by_name[one.ours])]
+            write(result.to_dict())
+
+
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """A result with rows that were measured again, or for the first time, later than the others.
 
@@ -121,15 +134,18 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return replace(old, environment=new.environment, rows=[*rows, *again.values()]).to_dict()
 
 
-def run_part(part: Part, folder: Path, *, some: bool = False) -> str:
-    """Run one part, or some rows of it, and note how it went; an error's text, or nothing."""
+def run_part(part: Part, folder: Path, *, some: bool = False, duels_only: bool = False) -> str:
+    """Run one part, or some rows of it, or its duels, and note how it went; an error's text, or nothing."""
     notes = folder / "parts.json"
     path = folder / f"{part.name}.json"
-    before = machine.read(path) if some and part.name in MODELS else None
+    before = machine.read(path) if (some or duels_only) and part.name in MODELS else None
     begin = monotonic()
     said = "interrupted"
     try:
-        part.run(lambda found: machine.write(path, found if before is None else merged(before, found)))
+        if not duels_only:
+            part.run(lambda found: machine.write(path, found if before is None else merged(before, found)))
+        if part.duels is not None:
+            part.duels(Result.from_dict(machine.read(path) or {}), partial(machine.write, path))
         said = ""
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -148,6 +164,9 @@ def main() -> int:
     parser.add_argument(
         "--rows", default="", help="only these rows, by name, between semicolons; of workloads, beside what is there"
     )
+    parser.add_argument(
+        "--duels", action="store_true", help="only the duels of the rows that are there, or of those that --rows names"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, into build/results: does it work?")
     parser.add_argument("--output", type=Path, help="folder of the results instead of benchmarks/results")
     given = parser.parse_args()
@@ -162,7 +181,7 @@ def main() -> int:
     failed = False
     for name in given.part or every:
         print(f"{name}: about {every[name].minutes:g} minutes" if not given.quick else name, flush=True)
-        said = run_part(every[name], folder, some=bool(names))
+        said = run_part(every[name], folder, some=bool(names), duels_only=given.duels)
         if said:
             print(f"{name} failed: {said}", file=sys.stderr)
             failed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,14 @@ def _change(old: RowResult, new: RowResult) -> Change:
 
 def time_growth(old: RowResult, new: RowResult) -> Growth | None:
     """The quotient of the medians of the pairs, and what resampled pairs say of it."""
-    before, after = np.array(old.pairs), np.array(new.pairs)
-    if not (before.size and after.size):
-        return None
+    return growth(old.pairs, new.pairs) if old.pairs and new.pairs else None
+
+
+def growth(old: Sequence[float], new: Sequence[float]) -> Growth:
+    """The quotient of two medians, and what resampled samples say of it."""
+    before, after = np.array(old), np.array(new)
     generator = np.random.default_rng(0)
-    medians = [np.median(generator.choice(pairs, (DRAWS, pairs.size)), axis=1) for pairs in (before, after)]
+    medians = [np.median(generator.choice(samples, (DRAWS, samples.size)), axis=1) for samples in (before, after)]
     low, high = np.quantile(medians[1] / medians[0], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Growth(float(low), float(np.median(after) / np.median(before)), float(high))
 

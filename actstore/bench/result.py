@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median, quantiles
@@ -111,6 +112,21 @@ class RowResult:
             setattr(self, name, value)
 
 
+@dataclass(frozen=True)
+class Duel:
+    """A peer and a row of ours, by name, and the times of their steps, which they trained in turns."""
+
+    peer: str
+    ours: str
+    peer_ms: list[float]
+    ours_ms: list[float]
+
+    @property
+    def pairs(self) -> list[float]:
+        """Times of our steps as multiples of the peer's beside them."""
+        return _pairs(self.ours_ms, self.peer_ms)
+
+
 @dataclass
 class Result:
     """All rows with what they were measured on.
@@ -121,12 +137,14 @@ class Result:
     workload : the fields of Workload
     rows : in the order of the table
     left_out : name and reason of the rows that were not run
+    duels : of peers with the rows of ours that they compare with
     """
 
     environment: dict[str, Any]
     workload: dict[str, Any]
     rows: list[RowResult] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
+    duels: list[Duel] = field(default_factory=list)
 
     @property
     def busy(self) -> tuple[float, float] | None:
@@ -171,7 +189,8 @@ class Result:
         """Take what `to_dict` gave; fields that this version does not know are left out."""
         known = {f.name for f in fields(RowResult)}
         rows = [RowResult(**{k: v for k, v in row.items() if k in known}) for row in values["rows"]]
-        return cls(values["environment"], values["workload"], rows, values["left_out"])
+        duels = [Duel(**duel) for duel in values.get("duels", ())]
+        return cls(values["environment"], values["workload"], rows, values["left_out"], duels)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -192,7 +211,7 @@ def _ratio(mine_ms: list[float], plain_ms: list[float | None]) -> float | None:
     return median(pairs) if pairs else None
 
 
-def _pairs(mine_ms: list[float], plain_ms: list[float | None]) -> list[float]:
+def _pairs(mine_ms: Sequence[float], plain_ms: Sequence[float | None]) -> list[float]:
     return [mine / plain for mine, plain in zip(mine_ms, plain_ms, strict=True) if plain is not None]
 
 

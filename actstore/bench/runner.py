@@ -13,7 +13,7 @@ from random import Random
 
 from actstore.bench.client import Client, RowFailed, RowLeftOut
 from actstore.bench.environment import environment
-from actstore.bench.result import Result, RowResult
+from actstore.bench.result import Duel, Result, RowResult
 from actstore.bench.rows import PLAIN, Row
 from actstore.bench.workload import Workload
 from actstore.bench.workloads.user import is_users
@@ -152,6 +152,24 @@ def _run_row(found: RowResult, client: Client, metronome: Metronome, work: Workl
         found.set_losses(losses)
         found.update(client.ask("peaks"))
         found.update(client.ask("check"))
+
+
+def duel(work: Workload, peer: Row, ours: Row, disk_path: str | None = None) -> Duel:
+    """Train two rows in turns, `work.steps` of each; either begins every other pair.
+
+    Raises
+    ------
+    RowFailed : one of them failed
+    """
+    found = Duel(peer.name, ours.name, [], [])
+    with Client(work, peer, disk_path) as theirs, Client(work, ours, disk_path) as mine:
+        sides = [(theirs, found.peer_ms), (mine, found.ours_ms)]
+        for client, _ in sides:
+            client.start()
+        for index in range(work.steps):
+            for client, times_ms in sides if index % 2 else reversed(sides):
+                times_ms.append(client.step()[0])
+    return found
 
 
 def steps_of(work: Workload, rows: list[Row], repeats: int = 1) -> int:

@@ -35,7 +35,7 @@ def render(result: Result) -> RenderableType:
 def to_html(result: Result) -> str:
     """The same for notebooks."""
     most = max((row.held_bytes or 0 for row in result.rows), default=0) or 1
-    found = [(one.peer, one.ours or one.reason, _number(one.times, ".2f")) for one in versus(result.rows)]
+    found = [(one.peer, one.ours or one.reason, _number(one.times, ".2f")) for one in versus(result.rows, result.duels)]
     return html.section(
         "; ".join(_title(result).split("\n")),
         html.table(
@@ -74,7 +74,7 @@ def _notes(result: Result) -> list[str]:
 
 def _duels(result: Result) -> list[RenderableType]:
     """Each peer beside the best of ours; nothing where there is no peer."""
-    found = versus(result.rows)
+    found = versus(result.rows, result.duels)
     if not found:
         return []
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

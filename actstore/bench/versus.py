@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actstore.bench.comparison import time_growth
-from actstore.bench.result import RowResult
+from actstore.bench.comparison import Growth, growth, time_growth
+from actstore.bench.result import Duel, RowResult
 from actstore.bench.rows import BITSANDBYTES
 
 WRONG = 0.1
@@ -23,8 +23,10 @@ class Versus:
     ----------
     peer : its name
     ours : the fastest of our rows that holds at most as many bytes and is as exact; empty where there is none
-    times : time of that row over time of the peer, both as multiples of plain steps beside them
+    times : time of that row over time of the peer: of steps in turns where they had a duel, or else both as multiples
+        of plain steps beside them, though the speed of the machine may have changed from one to the other
     low, high : where that lies with 95 %, by a bootstrap over the pairs of steps
+    pairs : of steps in a duel; 0 where there was none
     reason : why there is no row, or none that is faster
     """
 
@@ -33,6 +35,7 @@ class Versus:
     times: float | None = None
     low: float = 0.0
     high: float = 0.0
+    pairs: int = 0
     reason: str = ""
 
     @property
@@ -43,10 +46,11 @@ class Versus:
         return "faster" if self.high < 1 else "slower" if self.low > 1 else "as fast"
 
 
-def versus(rows: Sequence[RowResult]) -> list[Versus]:
-    """Each peer among `rows`, in their order."""
+def versus(rows: Sequence[RowResult], duels: Sequence[Duel] = ()) -> list[Versus]:
+    """Each peer among `rows`, in their order, with what its duel says where it had one with the row that is chosen."""
     ours = [row for row in rows if row.kind == "ours" and not row.failed]
-    return [_against(peer, ours) for peer in rows if peer.kind == "peer"]
+    fought = {(duel.peer, duel.ours): duel.pairs for duel in duels}
+    return [_against(peer, ours, fought) for peer in rows if peer.kind == "peer"]
 
 
 def as_exact(mine: RowResult, peer: RowResult) -> bool:
@@ -58,7 +62,7 @@ def as_exact(mine: RowResult, peer: RowResult) -> bool:
     return mine.grad_error <= max(peer.grad_error, ROUNDING)
 
 
-def _against(peer: RowResult, ours: list[RowResult]) -> Versus:
+def _against(peer: RowResult, ours: list[RowResult], duels: dict[tuple[str, str], list[float]]) -> Versus:
     if peer.failed:
         return Versus(peer.name, reason=f"it failed: {peer.failed}")
     if (peer.grad_error or 0.0) > WRONG and peer.name != BITSANDBYTES.name:
@@ -72,7 +76,8 @@ def _against(peer: RowResult, ours: list[RowResult]) -> Versus:
             return Versus(peer.name, reason="none of our rows holds as little")
         return Versus(peer.name, reason="none of our rows that hold as little is as exact")
     best = min(fit, key=lambda row: row.ratio or 0.0)
-    times = (best.ratio or 0.0) / peer.ratio
-    growth = time_growth(peer, best)
-    low, high = (times, times) if growth is None else (growth.low, growth.high)
-    return Versus(peer.name, best.name, times, low, high)
+    pairs = duels.get((peer.name, best.name), [])
+    times = growth([1.0], pairs) if pairs else time_growth(peer, best)
+    if times is None:  # there are no pairs, only ratios
+        times = Growth(*[(best.ratio or 0.0) / peer.ratio] * 3)
+    return Versus(peer.name, best.name, times.middle, times.low, times.high, len(pairs))

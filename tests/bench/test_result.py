@@ -16,7 +16,7 @@ NAMES = {"name", "step_ms", "ratio", "saved_bytes", "held_bytes", "peak_bytes", 
 
 def test_json_has_the_promised_names(result: Result) -> None:
     values = json.loads(result.to_json())
-    assert set(values) == {"environment", "workload", "rows", "left_out"}
+    assert set(values) == {"environment", "workload", "rows", "left_out", "duels"}
     assert all(set(row) >= NAMES for row in values["rows"])
     assert Result.from_json(result.to_json()) == result
 

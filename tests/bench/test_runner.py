@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import pytest
 
 from actstore.bench import rows, runner
 from actstore.bench.client import Client, RowFailed, RowLeftOut
-from actstore.bench.result import Result
+from actstore.bench.result import Duel, Result
 from actstore.bench.rows import BITSANDBYTES, PLAIN, Row
 from actstore.bench.runner import run, steps_of
 from actstore.bench.workload import Workload
@@ -103,3 +104,23 @@ def test_repeats_are_new_processes_in_a_new_order(tiny: Workload, monkeypatch: p
     assert len(found.step_samples_ms) == len(found.plain_samples_ms) == 3 * tiny.steps
     assert found.losses == [1.0, 0.5, 0.5]
     assert len(seen) == steps_of(tiny, [PLAIN, *chosen[1:3], chosen[5]], 3) + tiny.steps  # and one repeat of "fragile"
+
+
+def test_a_duel_trains_two_rows_in_turns(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Ordered(FakeClient):
+        def step(self) -> tuple[float, float]:
+            order.append(self.name)
+            return {"theirs": 10.0, "mine": 12.0}[self.name], 0.5
+
+    monkeypatch.setattr(FakeClient, "started", [])
+    monkeypatch.setattr(runner, "Client", Ordered)
+    work = replace(tiny, steps=3)
+    found = runner.duel(work, Row("theirs", "peer"), Row("mine", "ours", "keep"))
+    assert found == Duel("theirs", "mine", [10.0] * 3, [12.0] * 3)
+    assert found.pairs == [1.2] * 3
+    assert FakeClient.started == ["theirs", "mine"]
+    assert order == ["mine", "theirs", "theirs", "mine", "mine", "theirs"]
+    result = Result({}, tiny.to_dict(), duels=[found])
+    assert Result.from_json(result.to_json()) == result

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from actstore.bench.result import Result
-from actstore.bench.rows import ROWS
+from actstore.bench.result import Duel, Result
+from actstore.bench.rows import ROWS, Row
 from actstore.bench.workload import Workload
 from actstore.bench.workloads import MODELS
 from actstore.errors import ConfigError
@@ -27,7 +27,7 @@ def test_every_workload_is_a_part() -> None:
     for quick in (False, True):
         names = [part.name for part in suite.parts(quick, [])]
         assert names == [*MODELS, *page.SECTIONS]
-    assert sum(part.minutes for part in suite.parts(False, [])) < 100
+    assert sum(part.minutes for part in suite.parts(False, [])) < 110
 
 
 def test_the_rows_of_all_parts_exist() -> None:
@@ -65,6 +65,36 @@ def test_rows_that_are_measured_later_stand_beside_the_others(result: Result) ->
     other = replace(result, environment=result.environment | {"torch": "3"})
     with pytest.raises(ConfigError, match=r"torch 2 and 3\. Measure all of them, without --rows"):
         suite.merged(result.to_dict(), other.to_dict())
+
+
+def test_duels_of_rows_that_are_measured_later_are_fought_again(
+    tmp_path: Path, result: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(names: list[str], **how: Any) -> list[tuple[str, str]]:
+        fought: list[tuple[str, str]] = []
+
+        def duel(work: Workload, peer: Row, ours: Row) -> Duel:
+            fought.append((peer.name, ours.name))
+            return Duel(peer.name, ours.name, [10.0] * 2, [float(len(names))] * 2)
+
+        monkeypatch.setattr(suite.runner, "duel", duel)
+        part = {part.name: part for part in suite.parts(quick=True, names=names)}["gpt"]
+        part = replace(part, run=lambda write: write(result.to_dict()))
+        assert not suite.run_part(part, tmp_path / "m", **how)
+        return fought
+
+    result.rows[1].name, result.rows[2].name = "torch checkpoint", "keep"
+    result.rows.append(replace(result.rows[1], name="save_on_cpu"))
+    both = [("torch checkpoint", "keep"), ("save_on_cpu", "keep")]
+    (tmp_path / "m").mkdir()
+    assert run([]) == both
+    assert run([], duels_only=True) == both
+    assert run(["torch checkpoint"], some=True) == both[:1]
+    assert run(["keep"], duels_only=True, some=True) == both
+    assert run(["int8"], some=True) == []
+    duels = Result.from_dict(machine.read(tmp_path / "m" / "gpt.json")).duels
+    assert [(one.peer, one.ours, one.ours_ms) for one in duels] == [(*pair, [1.0] * 2) for pair in both]
+    assert "a peer and ours trained in turns for it, at least 2 steps each." in (tmp_path / "m.md").read_text()
 
 
 def test_a_quick_run_goes_through(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actstore.bench.result import RowResult
+from actstore.bench.result import Duel, RowResult
 from actstore.bench.versus import as_exact, versus
 
 
@@ -54,6 +54,25 @@ def test_what_cannot_be_told_apart(spread: float, verdict: str) -> None:
     (found,) = versus(rows)
     assert found.verdict == verdict
     assert found.low <= (found.times or 0) <= found.high
+
+
+@pytest.mark.parametrize(
+    ("duel", "times", "verdict"),
+    [
+        (Duel("p", "recompute", [10.0, 20.0, 10.0], [9.0, 18.0, 9.0]), 0.9, "faster"),
+        (Duel("p", "recompute", [10.0, 20.0, 10.0], [11.0, 22.0, 11.0]), 1.1, "slower"),
+        (Duel("p", "recompute", [10.0, 20.0, 10.0, 10.0], [9.0, 18.0, 11.0, 12.0]), 1.0, "as fast"),
+        (Duel("p", "another row", [10.0], [1.0]), 1.3 / 1.4, "faster"),
+        (Duel("another peer", "recompute", [10.0], [1.0]), 1.3 / 1.4, "faster"),
+    ],
+)
+def test_steps_in_turns_say_more_than_times_of_different_hours(duel: Duel, times: float, verdict: str) -> None:
+    """Only of the two that are compared."""
+    rows = [row("p", "peer", 10, 1.4), row("recompute", "ours", 10, 1.3)]
+    (found,) = versus(rows, [duel])
+    assert found.times == pytest.approx(times)
+    assert found.verdict == verdict
+    assert found.pairs == (len(duel.ours_ms) if (duel.peer, duel.ours) == ("p", "recompute") else 0)
 
 
 def test_none_is_as_exact() -> None:
