@@ -98,7 +98,7 @@ class Auto:
         self._why = ""  # memory ran out
         self._news = ""  # to warn of
         self._model = model
-        self._modules = list(named_modules(model))
+        self._modules = named_modules(model)
         self._measured = 0  # bytes of the largest step when it was planned first,
         self._planned_for = 0  # and last
         self._excess = False  # no plan holds the budget, and the one that needs least runs

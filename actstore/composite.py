@@ -93,7 +93,10 @@ def has_values(outer: Tensor, part: Tensor) -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor of any class is a parameter or a view of one."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+    base = tensor._base
+    if tensor.__class__ is Tensor and base is None:  # most are, and to ask whether one is a Parameter takes longer
+        return False
+    return isinstance(tensor, Parameter) or isinstance(base, Parameter)
 
 
 def _names(wrapper: Any) -> list[str]:

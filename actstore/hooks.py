@@ -499,7 +499,9 @@ class Scope:
     def count(self, key: int, storage: UntypedStorage, account: Account) -> None:
         """Book a storage that plain autograd would save, and that a recomputed region does not."""
         if key not in self.parameters and not self.tracker.knows(key):
-            self.ledger.add(account, self._census.count(key, storage), 0, 0)
+            nbytes = self._census.count(key, storage)
+            if nbytes:
+                self.ledger.add(account, nbytes, 0, 0)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage under `tensor`, for the rules of tensors that are saved after this."""

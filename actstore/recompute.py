@@ -162,7 +162,7 @@ class Wrapped:
         """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
         tracker, calls, place = scope.tracker, scope.calls, scope.tracker.frame.place
-        modules = list(self._module.modules())
+        modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = Generators(modules, devices, calls.generators, leaves)
         call = Call(
@@ -172,7 +172,7 @@ class Wrapped:
             leaves,
             form,
             unpack,
-            Weights(self._module),
+            Weights(self._module, modules),
             generators,
         )
         if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more

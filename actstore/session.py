@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
@@ -245,8 +246,8 @@ class ActivationStore:
     def _scope(self, *, first: bool) -> Scope:
         """What the hooks of an entry know; of the `first` one, the step begins."""
         device = device_of(self._model) or torch.device("cpu")
+        named = [] if self._model is None else named_modules(self._model)
         if first:
-            named = [] if self._model is None else list(named_modules(self._model))
             if self._auto is not None:
                 self._follow(self._auto.next(self._store.place(device), named))
             self._store.start()
@@ -255,9 +256,10 @@ class ActivationStore:
         parameters = set[int]()
         outside = "" if self._model is None else "saved outside of the model: part of the loss"
         tracker = Tracker(self._places, self._top, census, parameters, outside)
-        if self._model is not None:
-            for weight in (*self._model.parameters(), *self._model.buffers()):
-                tracker.adopt(weight)
+        for _, module in named:
+            for weight in chain(module._parameters.values(), module._buffers.values()):
+                if weight is not None:
+                    tracker.adopt(weight)
         scope = Scope(
             self._store,
             self._policy,
@@ -479,7 +481,7 @@ class ActivationStore:
             entry.scope.follow(policy, self._places)
         return True
 
-    def _name_modules(self, named: Iterable[tuple[str, Module]]) -> None:
+    def _name_modules(self, named: list[tuple[str, Module]]) -> None:
         """Look at the model's modules again: users replace them between steps."""
         by_name = {place.name: place for place in self._places.values()}
         places = {}

@@ -6,14 +6,16 @@ the memory) from being used again, and so makes it one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _untyped: Any = UntypedStorage  # torch's annotations miss these methods
+_PLAIN: frozenset[type] = frozenset({Tensor, Parameter})  # no wrappers, as their subclasses may be
 _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
 hold_weak: Callable[[UntypedStorage], int] = _untyped._weak_ref  # the address, until `free_weak` is called with it
@@ -26,20 +28,16 @@ def revive(key: int) -> UntypedStorage | None:
     return cast("UntypedStorage | None", _untyped._new_with_weak_ptr(key))
 
 
-def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+def storages_of(tensor: Tensor) -> Sequence[UntypedStorage]:
     """The storages under a tensor of any class: none for a sparse one, those of its parts for a wrapper."""
-    if _is_wrapper(tensor):
+    if tensor.__class__ not in _PLAIN and _is_wrapper(tensor):
         wrapper: Any = tensor
-        for name in wrapper.__tensor_flatten__()[0]:
-            part = getattr(wrapper, name)
-            if isinstance(part, Tensor):
-                yield from storages_of(part)
-        return
+        parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+        return [storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)]
     try:
-        storage = tensor.untyped_storage()
+        return (tensor.untyped_storage(),)
     except (NotImplementedError, RuntimeError):
-        return
-    yield storage
+        return ()
 
 
 def whole_of(storage: UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from threading import Lock
 from typing import Any, TypeGuard
@@ -33,7 +34,8 @@ class Weights:
 
     Parameters
     ----------
-    root : whose forward is to run again, with all modules in it
+    root : whose forward is to run again
+    modules : all that are in it, itself first
 
     Attributes
     ----------
@@ -46,7 +48,7 @@ class Weights:
     forward that runs while another thread recomputes the same normalisation are lost, and rows are not limited there.
     """
 
-    def __init__(self, root: Module) -> None:
+    def __init__(self, root: Module, modules: Iterable[Module]) -> None:
         self._root = root
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
@@ -56,7 +58,7 @@ class Weights:
         self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
-        for module in root.modules():
+        for module in modules:
             buffers: Entries = module._buffers
             parameters: Entries = module._parameters
             if parameters:

@@ -140,7 +140,8 @@ class Uncopyable(torch.Tensor):
 def test_without_memory_for_a_copy_nothing_changes():
     own, norms = nn.Linear(2, 2), [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
     norms[1].running_var = torch.ones(2).as_subclass(Uncopyable)
-    weights = Weights(nn.ModuleList([own, *norms]))
+    both = nn.ModuleList([own, *norms])
+    weights = Weights(both, both.modules())
     own.weight = nn.Parameter(torch.zeros(2, 2))
     before = [*own.parameters(), *norms[0].buffers(), *norms[1].buffers()]
     with pytest.raises(torch.OutOfMemoryError):
@@ -164,7 +165,7 @@ def test_what_was_gathered_or_sharded_meanwhile_is_left_as_it_is(kind, was_shard
         gathered = flat.view(2, 2)
     before, now = (sharded, gathered) if was_sharded else (gathered, sharded)
     module._parameters["weight"] = before
-    weights = Weights(module)
+    weights = Weights(module, module.modules())
     module._parameters["weight"] = now
     weights.rewind()
     assert module._parameters["weight"] is now
@@ -174,7 +175,7 @@ def test_what_was_gathered_or_sharded_meanwhile_is_left_as_it_is(kind, was_shard
 
 def test_the_limit_of_rows_outlives_two_threads():
     rows = nn.Embedding(4, WIDTH, max_norm=0.5)
-    first = Weights(rows)
+    first = Weights(rows, rows.modules())
     first.ended()
     second = first.again()
     first.rewind()
