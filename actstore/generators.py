@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Generators:
         modules: Iterable[Module],
         devices: Iterable[torch.device] = (),
         last: Generators | None = None,
-        arguments: Iterable[Any] = (),
+        arguments: Sequence[Any] = (),
     ) -> None:
         self._meanwhile: list[tuple[Source, Any]] = []
         self._ended = False
@@ -94,18 +95,18 @@ class Generators:
 
 def owned(modules: Iterable[Module]) -> list[Source]:
     """The generators that are attributes of modules."""
-    return _sources_of(value for module in modules for value in vars(module).values())
+    return _sources_of(list(chain.from_iterable([vars(module).values() for module in modules])))
 
 
-def _sources_of(values: Iterable[Any]) -> list[Source]:
-    return [_source_of(value) for value in values if _has_state(value.__class__)]
+def _sources_of(values: Sequence[Any]) -> list[Source]:
+    kinds = {kind for kind in set(map(type, values)) if _has_state(kind)}  # few, of hundreds of values
+    return [_source_of(value) for value in values if type(value) in kinds] if kinds else []
 
 
 @lru_cache(maxsize=4096)
 def _has_state(kind: Hashable) -> bool:
     """Whether objects of a class are generators that draw the same again from the same state."""
-    asks_system = isinstance(kind, type) and issubclass(kind, random.SystemRandom)
-    return isinstance(kind, type) and issubclass(kind, _CLASSES) and not asks_system
+    return isinstance(kind, type) and issubclass(kind, _CLASSES) and not issubclass(kind, random.SystemRandom)
 
 
 def _source_of(generator: Any) -> Source:
