@@ -362,7 +362,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def named_modules(model: Module) -> list[tuple[str, Module]]:
     """(name, module), each module once, parents before children; without the levels that wrappers add to names.
 
-    Each entry of a store asks for them, and so it takes a quarter of the time of PyTorch's own generators.
+    Each entry of a store asks for them: `Module.named_modules`, with its names shortened afterwards, takes three times
+    as long.
     """
     names = {model: ""}
 

@@ -138,20 +138,22 @@ def run_part(part: Part, folder: Path, *, some: bool = False, duels_only: bool =
     """Run one part, or some rows of it, or its duels, and note how it went; an error's text, or nothing."""
     notes = folder / "parts.json"
     path = folder / f"{part.name}.json"
-    before = machine.read(path) if (some or duels_only) and part.name in MODELS else None
+    before = machine.read(path) if some and part.name in MODELS else None
     begin = monotonic()
     said = "interrupted"
     try:
         if not duels_only:
             part.run(lambda found: machine.write(path, found if before is None else merged(before, found)))
         if part.duels is not None:
-            part.duels(Result.from_dict(machine.read(path) or {}), partial(machine.write, path))
+            if not path.exists():
+                raise ConfigError(f"there are no rows of {part.name} in {folder} yet; measure them without --duels")
+            part.duels(Result.from_dict(machine.read(path)), partial(machine.write, path))
         said = ""
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     finally:
         went = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(monotonic() - begin)}
-        if before is None:
+        if before is None and not duels_only:
             machine.write(notes, (machine.read(notes) or {}) | {part.name: went | {"error": said}})
         page.write(folder)
     return said
@@ -172,6 +174,8 @@ def main() -> int:
     given = parser.parse_args()
     names = [name.strip() for name in given.rows.split(";") if name.strip()]
     every = {part.name: part for part in parts(given.quick, names)}
+    if given.duels:
+        every = {part.name: part for part in every.values() if part.duels is not None}
     unknown = [name for name in given.part or [] if name not in every]
     if unknown:
         parser.error(f"no part is called {unknown[0]!r}; there are {', '.join(every)}")

@@ -154,7 +154,7 @@ def _run_row(found: RowResult, client: Client, metronome: Metronome, work: Workl
         found.update(client.ask("check"))
 
 
-def duel(work: Workload, peer: Row, ours: Row, disk_path: str | None = None) -> Duel:
+def duel(work: Workload, peer: Row, ours: Row) -> Duel:
     """Train two rows in turns, `work.steps` of each; either begins every other pair.
 
     Raises
@@ -162,7 +162,7 @@ def duel(work: Workload, peer: Row, ours: Row, disk_path: str | None = None) -> 
     RowFailed : one of them failed
     """
     found = Duel(peer.name, ours.name, [], [])
-    with Client(work, peer, disk_path) as theirs, Client(work, ours, disk_path) as mine:
+    with Client(work, peer, None) as theirs, Client(work, ours, None) as mine:
         sides = [(theirs, found.peer_ms), (mine, found.ours_ms)]
         for client, _ in sides:
             client.start()

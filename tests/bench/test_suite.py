@@ -97,6 +97,17 @@ def test_duels_of_rows_that_are_measured_later_are_fought_again(
     assert "a peer and ours trained in turns for it, at least 2 steps each." in (tmp_path / "m.md").read_text()
 
 
+def test_duels_need_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["suite", "--quick", "--output", str(tmp_path), "--part", "vit", "--duels"])
+    assert suite.main() == 1
+    assert "vit failed: ConfigError: there are no rows of vit in " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/parts.json"))
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "scaling", "--duels"])
+    with pytest.raises(SystemExit):
+        suite.main()
+    assert "no part is called 'scaling'; there are gpt, " in capsys.readouterr().err
+
+
 def test_a_quick_run_goes_through(tmp_path: Path) -> None:
     """Of one part in processes and one without."""
     command = [sys.executable, "-m", "benchmarks.suite", "--quick", "--output", str(tmp_path)]
