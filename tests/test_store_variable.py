@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from actstore.codecs import AtMost, Codec, Int8
+from actstore.codecs import AtMost, Codec, Expack, Int8, Intpack, Zmask, Zstd
 from actstore.entry import Entry
 from actstore.errors import CapacityError
 from actstore.spec import Site
@@ -226,6 +226,32 @@ def test_a_payload_may_be_moved_while_another_thread_reads_it(monkeypatch, disk_
             entries.clear()
             del read, look
             device.scheduler.host_may_wait = True
+            store.close()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("codec", [Expack(), Intpack(), Zmask(), Zstd()], ids=lambda codec: codec.name)
+def test_what_has_no_elements_has_no_length_to_wait_for(disk_folder, codec, tier, verify):
+    store = Store(StoreOptions(disk_path=disk_folder, verify=verify))
+    tensor = torch.empty(0, 3, dtype=torch.int64 if codec.name == "intpack" else torch.float32)
+    entry = put(store, tensor, tier, codec=codec)
+    store.get(entry, torch.empty_like(tensor))
+    entry.free()
+    store.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_what_has_no_elements_on_a_device(monkeypatch, disk_folder, tier):
+    install(monkeypatch)
+    for seed in range(5):
+        with simulation(seed) as device:
+            store = Store(StoreOptions(disk_path=disk_folder))
+            entry = put(store, torch.empty(0), tier, codec=Expack())
+            device.finish()
+            device.scheduler.host_may_wait = True
+            store.get(entry, torch.empty(0))
+            del entry
             store.close()
 
 

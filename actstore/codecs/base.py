@@ -22,7 +22,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer.
+    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer, if it has any.
 
     On a CPU `encode` returns that length. On another device it stands there when the device gets to it, and `encode`
     returns this bound: nobody waits.
@@ -125,7 +125,7 @@ class Codec(ABC):
         SpecError : the dtype is not accepted
         """
         size = self.size(Spec.of(src))
-        return Bound(size.nbytes, isinstance(size, Exact), self.encode, self.decode)
+        return Bound(size.nbytes, isinstance(size, Exact) or not size.nbytes, self.encode, self.decode)
 
     @abstractmethod
     def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:

@@ -88,7 +88,7 @@ class BloscCodec(Codec):
                 codec=self.name,
                 device=spec.device,
             )
-        return AtMost(blosc.bound(self.inner.size(spec).nbytes) if spec.numel else 0)
+        return AtMost(blosc.bound(self.inner.size(spec).nbytes)) if spec.numel else Exact(0)
 
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
         size = self.size(Spec.of(src))

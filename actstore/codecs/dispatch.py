@@ -65,7 +65,7 @@ class KernelCodec(Codec):
         check_dtype(self, spec.dtype)
         shape_args = self._shape_args(spec.shape, spec.stride)
         nbytes = self._shaped_nbytes(spec.numel, spec.dtype.itemsize, shape_args)
-        return Exact(nbytes) if self.exact else AtMost(nbytes)
+        return Exact(nbytes) if self.exact or not nbytes else AtMost(nbytes)
 
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
         bound = self.bind(src)
@@ -85,7 +85,7 @@ class KernelCodec(Codec):
         shape = self._shape_args(src.shape, src.stride())
         nbytes = self._shaped_nbytes(numel, src.dtype.itemsize, shape)
         if not numel:
-            return Bound(nbytes, self.exact, _nothing, _nothing)
+            return Bound(nbytes, self.exact or not nbytes, _nothing, _nothing)
         if kernels.bind is not None and not shape:
             return Bound(nbytes, self.exact, *kernels.bind(numel))
         run_encode, run_decode = kernels.encode, kernels.decode
