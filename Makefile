@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug soak docs check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug fuzz soak docs check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -45,6 +45,9 @@ test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, 
 
 test-debug: $(STAMP)  ## run the tests of autograd with checked memory and a collector that runs at every chance
 	PYTHONMALLOC=debug ACTSTORE_TEST_GC=1 $(BIN)/python -m pytest tests/autograd tests/transfer/test_loans.py -n auto --maxprocesses 4 $(ARGS)
+
+fuzz: $(STAMP)  ## train random models under random policies, others each time, as plain PyTorch; ARGS="--examples 10000" for more
+	$(BIN)/python -m tests.autograd.test_random_models $(ARGS)
 
 soak: $(STAMP)  ## train 2,000 steps that go wrong in many ways, and count what is left; ARGS="--steps 100000" for more
 	$(BIN)/python -m tests.system.soak $(ARGS)

@@ -1,12 +1,19 @@
 """Whole models on the simulated accelerator: the same gradients bit for bit, each operator's accesses ordered."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo  # else the first operator under a mode imports it, which leaves frames of ours in cycles
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
 
-from actstore import ActivationStore
+from actstore import ActivationStore, PolicyError
+from tests.autograd import random_models
 from tests.autograd.checks import Step, check_drained, check_same, train_step
 from tests.autograd.models import build
+from tests.autograd.random_training import WAYS, policies, train
 from tests.simulation import TraceOperators, simulation
 from tests.transfer.programs import PAGE, small_memory
 
@@ -65,6 +72,51 @@ def test_two_graphs_at_once(seed):
             check_same(Step(loss.detach(), grads), wanted)
         losses.clear()
         del loss
+        device.scheduler.host_may_wait = True
+        check_drained(store)
+        store.close()
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(
+    forest=st.lists(random_models.trees(), min_size=1, max_size=6),
+    data=st.data(),
+    way=st.sampled_from(WAYS),
+    autocast=st.booleans(),
+    options=st.fixed_dictionaries(
+        {"min_bytes": st.sampled_from([0, 200])},
+        optional={
+            "window": st.sampled_from([1, PAGE, 4 * PAGE]),
+            "host_budget": st.sampled_from([0, 2 * PAGE]),
+            "when_full": st.sampled_from(["keep", "spill"]),
+            "verify": st.just(True),
+        },
+    ),
+    seed=st.integers(0, 10**6),
+)
+def test_random_models(
+    forest: list[random_models.Tree],
+    data: st.DataObject,
+    way: str,
+    autocast: bool,
+    options: dict[str, Any],
+    seed: int,
+    disk_folder: Path,
+) -> None:
+    try:
+        with simulation() as device, TraceOperators(device):  # under a mode operators may be cut up in other ways
+            wanted = train(random_models.build(forest, torch.float32), None, way, torch.float32, autocast)
+    except (RuntimeError, UserWarning):  # no model that can be trained so
+        reject()
+    model = random_models.build(forest, torch.float32)
+    policy = data.draw(policies(model))
+    with simulation(seed) as device, TraceOperators(device):
+        device.scheduler.host_may_wait = "disk" in policy or "verify" in options
+        try:
+            store = ActivationStore(model, policy, disk_path=disk_folder, **options)
+        except PolicyError:
+            reject()
+        check_same(train(model, store, way, torch.float32, autocast), wanted)
         device.scheduler.host_may_wait = True
         check_drained(store)
         store.close()
