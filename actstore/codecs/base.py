@@ -22,8 +22,9 @@ class Exact:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer, if it has any.
+    """The payload has at most this many bytes, and one at least.
 
+    It begins with its length, a little-endian 64-bit integer.
     On a CPU `encode` returns that length. On another device it stands there when the device gets to it, and `encode`
     returns this bound: nobody waits.
     """
