@@ -22,11 +22,10 @@ class Exact:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The payload has at most this many bytes, and one at least.
+    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer.
 
-    It begins with its length, a little-endian 64-bit integer.
     On a CPU `encode` returns that length. On another device it stands there when the device gets to it, and `encode`
-    returns this bound: nobody waits.
+    returns this bound: nobody waits. A payload of no bytes has no length in it, and is `Exact`.
     """
 
     nbytes: int
