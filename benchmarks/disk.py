@@ -2,13 +2,15 @@
 
 plain   two threads, 8 MiB at a time, O_DIRECT where the folder takes it, in place, no checksum
 small   the same from memory that no huge pages were asked for
+checked plain, and a checksum of each 8 MiB: what is left to the tier where the disk takes bytes as fast as memory
+        gives them, so that reading them twice shows
 tier    `DiskTier` on the CPU: reserve, write and read of payloads of one size, checksums made and verified
 
 All move the same bytes between page-aligned memory, the same but for "small", and a file that was written before.
 "idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is how many of
-those it gets done, as a part of what it does alone. In each repeat all run once, in a new order, in new files: where on
-the disk a file lies can change its speed by a third. The figures are medians over the repeats, the ratios medians of
-the ratio to the plain run of the same repeat. The aim is that the tier's are 0.8 or more.
+those it gets done, as a part of what it does alone. In each repeat all run once, in a new order, in the same bytes of a
+new file: where on the disk a file lies can change its speed by a third. The figures are medians over the repeats, the
+ratios medians of the ratio to the plain run of the same repeat. The aim is that the tier's are 0.8 or more.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import mmap
 import os
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -34,72 +37,94 @@ from rich.table import Table
 from actstore.bench.environment import environment
 from actstore.devices import Cpu
 from actstore.tiers import DiskTier, Slot
-from actstore.tiers.file import NamelessFile
+from actstore.tiers.file import NamelessFile, digest
 
 MIB = 2**20
 PLAIN_NBYTES = 8 * MIB
 SIDE = 768
 AIM = 0.8
 
-Run = Callable[[str], tuple[Callable[[], bool], Callable[[], int]]]  # "write" or "read" -> is it done, when it ended
+Run = tuple[Callable[[], bool], Callable[[], int]]  # whether it is done, and waits for the end: when it came
 
 
-class Plain:
+class Way(ABC):
+    """How bytes go from `memory` to a tier's file and come back to `found`; "write" and "read" in turns.
+
+    Its slots are free again after each read, so that all ways use the same place on the disk: another place can change
+    the speed by a third.
+    """
+
+    def __init__(self, memory: torch.Tensor, found: torch.Tensor, nbytes: int) -> None:
+        self._memory, self._found = memory.split(nbytes), found.split(nbytes)
+        self._slots: list[Slot] = []
+        self.nbytes = memory.numel()
+
+    def start(self, tier: DiskTier, what: str) -> Run:
+        if what == "write":
+            self._slots = [slot for part in self._memory if (slot := tier.reserve(part.numel()))]
+            if tier.used_nbytes != self.nbytes:
+                raise SystemExit(f"the file is at {tier.used_nbytes} bytes: this would be another place of the disk")
+        is_done, wait = self._start(tier, what)
+
+        def end() -> int:
+            ended = wait()
+            if what == "read":
+                for slot in self._slots:
+                    tier.free(slot)
+            return ended
+
+        return is_done, end
+
+    @abstractmethod
+    def _start(self, tier: DiskTier, what: str) -> Run: ...
+
+
+class Plain(Way):
     """What a program without actstore would do."""
 
-    def __init__(self, folder: Path, memory: torch.Tensor, found: torch.Tensor) -> None:
-        self._file = NamelessFile(folder)
-        if not self._file.reserve(memory.numel()):
-            raise SystemExit(f"{folder} has no room for {memory.numel()} bytes")
-        self._views = {"write": memory.numpy().data, "read": found.numpy().data}
+    def __init__(self, memory: torch.Tensor, found: torch.Tensor, checked: bool = False) -> None:
+        super().__init__(memory, found, memory.numel())
+        self._checked = checked
 
-    def start(self, what: str) -> tuple[Callable[[], bool], Callable[[], int]]:
-        view, call = self._views[what], {"write": os.pwritev, "read": os.preadv}[what]
+    def _start(self, tier: DiskTier, what: str) -> Run:
+        (slot,), ((source,), (target,)) = self._slots, (self._memory, self._found)
+        view, call = (source.numpy().data, os.pwritev) if what == "write" else (target.numpy().data, os.preadv)
         numbers, ends = count(), []
 
         def work() -> None:
             while (at := next(numbers) * PLAIN_NBYTES) < len(view):
                 part = view[at : at + PLAIN_NBYTES]
-                if call(self._file._fd, [part], at) != len(part):
+                if call(slot.place.file._fd, [part], slot.place.start + at) != len(part):
                     raise OSError("a short write or read: the figures would be wrong")
+                if self._checked:
+                    digest(part)
             ends.append(perf_counter_ns())
 
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
 
-        def end() -> int:
+        def wait() -> int:
             for thread in threads:
                 thread.join()
             return max(ends)
 
-        return lambda: not any(thread.is_alive() for thread in threads), end
+        return lambda: not any(thread.is_alive() for thread in threads), wait
 
 
-class Payloads:
-    """The same bytes as payloads of one size."""
+class Payloads(Way):
+    """The tier itself, with payloads of one size."""
 
-    def __init__(self, folder: Path, memory: torch.Tensor, found: torch.Tensor, nbytes: int) -> None:
-        self._tier = DiskTier(folder, Cpu(torch.device("cpu")))
-        self._memory, self._found = memory.split(nbytes), found.split(nbytes)
-        self._slots: list[Slot] = []
+    def _start(self, tier: DiskTier, what: str) -> Run:
+        call, parts = (tier.write, self._memory) if what == "write" else (tier.read, self._found)
+        tickets = [call(slot, part) for slot, part in zip(self._slots, parts, strict=True)]
 
-    def start(self, what: str) -> tuple[Callable[[], bool], Callable[[], int]]:
-        if what == "write":
-            for slot in self._slots:
-                self._tier.free(slot)
-            slots = [self._tier.reserve(part.numel()) for part in self._memory]
-            self._slots = [slot for slot in slots if slot is not None]
-            tickets = [self._tier.write(slot, part) for slot, part in zip(self._slots, self._memory, strict=True)]
-        else:
-            tickets = [self._tier.read(slot, part) for slot, part in zip(self._slots, self._found, strict=True)]
-
-        def end() -> int:
+        def wait() -> int:
             for ticket in tickets:
                 ticket.result()
             return max(span[1] for ticket in tickets if (span := ticket.span()))
 
-        return lambda: all(ticket.ready() for ticket in tickets), end
+        return lambda: all(ticket.ready() for ticket in tickets), wait
 
 
 class Compute:
@@ -124,23 +149,21 @@ class Compute:
         return perf_counter_ns() > moment_ns
 
 
-def measure(
-    ways: dict[str, Callable[[], Run]], nbytes: int, repeats: int, seed: int
-) -> dict[tuple[str, ...], list[float]]:
-    """Figures by (setting, what, way or "compute beside" way): GB/s, and parts of the compute alone."""
+def measure(ways: dict[str, Way], folder: Path, repeats: int, seed: int) -> dict[tuple[str, ...], list[float]]:
+    """Figures by (setting, what, way or "compute" beside way): GB/s, and parts of the compute alone."""
     compute, order = Compute(), random.Random(seed)
     figures: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for _ in range(repeats):
-        runs = {name: make() for name, make in ways.items()}
-        for setting in ("first", "idle", "computing"):  # the first touches all of the files
-            for name in order.sample(sorted(runs), len(runs)):
+        tier = DiskTier(folder, Cpu(torch.device("cpu")))
+        for setting in ("first", "idle", "computing"):  # the first touches the file
+            for name in order.sample(sorted(ways), len(ways)):
                 for what in ("write", "read"):
                     begin = perf_counter_ns()
-                    is_done, end = runs[name](what)
+                    is_done, end = ways[name].start(tier, what)
                     rate = compute.rate(is_done) if setting == "computing" else 0.0
-                    elapsed = end() - begin
-                    figures[setting, what, name].append(nbytes / elapsed)
+                    figures[setting, what, name].append(ways[name].nbytes / (end() - begin))
                     figures[setting, what, name, "compute"].append(rate / compute.alone)
+        tier.close()
     return figures
 
 
@@ -159,13 +182,14 @@ def main() -> None:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     small, small_found = (torch.frombuffer(mmap.mmap(-1, nbytes, private), dtype=torch.uint8) for _ in range(2))
     small.copy_(memory)
-    ways: dict[str, Callable[[], Run]] = {
-        "plain": lambda: Plain(args.folder, memory, found).start,
-        "small": lambda: Plain(args.folder, small, small_found).start,
+    ways: dict[str, Way] = {
+        "plain": Plain(memory, found),
+        "small": Plain(small, small_found),
+        "checked": Plain(memory, found, checked=True),
     }
     for size in args.payloads:
-        ways[f"tier, {size} MiB"] = lambda size=size: Payloads(args.folder, memory, found, size * MIB).start
-    figures = measure(ways, nbytes, args.repeats, seed=0)
+        ways[f"tier, {size} MiB"] = Payloads(memory, found, size * MIB)
+    figures = measure(ways, args.folder, args.repeats, seed=0)
     if not torch.equal(memory, found) or not torch.equal(memory, small_found):
         raise SystemExit("other bytes came back")
 
