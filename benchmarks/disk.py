@@ -62,6 +62,8 @@ class Way(ABC):
     def start(self, tier: DiskTier, what: str) -> Run:
         if what == "write":
             self._slots = [slot for part in self._memory if (slot := tier.reserve(part.numel()))]
+            if len(self._slots) < len(self._memory):
+                raise SystemExit(f"the folder has no room for {self.nbytes} bytes")
             if tier.used_nbytes != self.nbytes:
                 raise SystemExit(f"the file is at {tier.used_nbytes} bytes: this would be another place of the disk")
         is_done, wait = self._start(tier, what)
