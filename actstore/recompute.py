@@ -20,6 +20,7 @@ from torch.nn import Module, ModuleList, RReLU, Sequential
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from actstore.checkpoints import end_left, innermost_pack
 from actstore.composite import is_parameter
 from actstore.errors import PolicyError, StateError
 from actstore.generators import Generators
@@ -113,7 +114,7 @@ class Wrapped:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scope = self._scope_of()
-        if scope is None or not torch.is_grad_enabled() or _in_region():
+        if scope is None or not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
             return forward(*args, **kwargs)
         first = self._decision.first
         if first is not None and scope.calls.begin(self) >= first:
@@ -146,6 +147,9 @@ class Wrapped:
                 early_stop=not any(part.training for part in self._noisy),
                 **_RESPECT,
             )
+        except BaseException as error:
+            end_left(error, pack)
+            raise
         finally:
             call.given = None
             tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
@@ -266,10 +270,9 @@ def _is_cache(kind: type) -> bool:
     return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
 
 
-def _in_region() -> bool:
+def _in_region(pack: Any) -> bool:
     """Whether a checkpoint or another region is to run this again as a whole, then perhaps without a store."""
-    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
-    return hooks is not None and getattr(hooks[0], "__module__", "") in REGIONS
+    return getattr(pack, "__module__", "") in REGIONS
 
 
 REGIONS = (  # whose hooks save nothing

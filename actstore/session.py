@@ -10,11 +10,11 @@ from itertools import chain
 from os import PathLike
 from threading import Lock, local
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _pop_saved_tensors_default_hooks, _top_saved_tensors_default_hooks
+from torch._C._autograd import _pop_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
@@ -36,6 +36,7 @@ from actstore.arguments import (
 )
 from actstore.auto import Auto, check_plan
 from actstore.census import Census
+from actstore.checkpoints import end_left, innermost_pack
 from actstore.chooser import Chooser
 from actstore.compiled import NamedCall
 from actstore.errors import ConfigError, PolicyError, StateError
@@ -283,14 +284,14 @@ class ActivationStore:
     ) -> None:
         entry = None
         try:
-            entry = self._innermost()
+            entry = self._innermost(error)
             self._leave(entry, error)
         except BaseException as failure:
             if not isinstance(failure, Exception):  # an interrupt fell into it
-                self._leave(entry or self._innermost(), failure)
+                self._leave(entry or self._innermost(error), failure)
             raise
 
-    def _innermost(self) -> _Entry:
+    def _innermost(self, error: BaseException | None) -> _Entry:
         """The innermost entry of this thread, which is to be of this store."""
         entries = _entries()
         if not entries or entries[-1].session is not self:
@@ -300,7 +301,9 @@ class ActivationStore:
                 expected=entries[-1].session if entries else None,
             )
         entry = entries[-1]
-        pack = _innermost_pack()
+        if error is not None:
+            end_left(error, entry.pack)
+        pack = innermost_pack()
         if pack is not entry.pack:
             raise StateError(
                 "other saved-tensor hooks were entered inside this store's context and not left before it; "
@@ -314,7 +317,7 @@ class ActivationStore:
         entries = _entries()
         if entries and entries[-1] is entry:
             entries.pop()
-        if _innermost_pack() is entry.pack:
+        if innermost_pack() is entry.pack:
             _pop_saved_tensors_default_hooks()
         modules.stop(entry.scope.tracker, entry.before)
         try:
@@ -569,14 +572,9 @@ def _refuse_mixed_devices(model: Module) -> None:
             )
 
 
-def _innermost_pack() -> Any:
-    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
-    return None if hooks is None else hooks[0]
-
-
 def _refuse_checkpointed_region() -> None:
     """A store inside a checkpointed region would save everything that the checkpoint leaves out."""
-    pack = _innermost_pack()
+    pack = innermost_pack()
     inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", "actstore.recompute")
     if inside or torch._C._current_graph_task_id() != -1:
         where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"

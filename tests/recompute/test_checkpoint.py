@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from actstore import ActivationStore, StateError
+from actstore.checkpoints import innermost_pack
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 POLICIES = ["keep", "raw", "raw @ disk", "int8"]
@@ -122,6 +123,58 @@ def test_a_store_inside_a_region_of_another_store_is_refused():
     with pytest.raises(StateError, match="inside a checkpointed region"), outer:
         model(torch.randn(5))
     assert "forward" not in model[0].__dict__
+
+
+class FailsOnce(nn.Module):
+    """Fails in two checkpoints, one inside the other."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.inner, self.error = nn.Linear(16, 16), error
+
+    def fails(self, x):
+        error, self.error = self.error, None
+        y = self.inner(x).sigmoid()
+        if error is not None:
+            raise error("mine")
+        return y
+
+    def outer(self, x):
+        return checkpoint(self.fails, x.exp(), use_reentrant=False).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.outer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("policy", ["keep", "raw @ disk", "1 : recompute", "1 : recompute(raw)"])
+def test_an_exception_in_a_checkpoint_reaches_the_caller_as_it_is(policy, error):
+    model = nn.Sequential(nn.Linear(16, 16), FailsOnce(error), nn.Linear(16, 4))
+    store, x = ActivationStore(model, policy, min_bytes=0), torch.randn(5, 16, requires_grad=True)
+    with pytest.raises(error, match="mine") as info:
+        grads_of(model, x, store)
+    assert innermost_pack() is None  # though `info` holds the traceback, with which PyTorch 2.11 holds its hooks
+    check_same(grads_of(model, x, store), grads_of(model, x))
+    del info
+
+
+class Catches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fails = FailsOnce(None)
+
+    def forward(self, x):
+        self.fails.error = ValueError  # in a recompute too
+        try:
+            return self.fails(x)
+        except ValueError:
+            return self.fails(x.sin())
+
+
+@pytest.mark.parametrize("policy", ["raw", "0.fails : recompute", "0 : recompute"])
+def test_an_exception_in_a_checkpoint_that_forward_catches(policy):
+    model, x = nn.Sequential(Catches()), torch.randn(5, 16, requires_grad=True)
+    check_same(grads_of(model, x, ActivationStore(model, policy, min_bytes=0)), grads_of(model, x))
 
 
 @pytest.mark.parametrize("policy", ["raw", "recompute(raw)"])

@@ -48,6 +48,7 @@ FLOORS = (
             "composite",
             "regions",
             "census",
+            "checkpoints",
             "compiled",
             "profiler",
             "moments",
