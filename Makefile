@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-debug fuzz soak docs check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-torch test-debug fuzz soak docs check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -42,6 +42,15 @@ test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operat
 
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-torch: BIN := build/torch-$(TORCH)/bin
+test-torch:  ## run the tests under another PyTorch: TORCH=2.11.0
+	@test -n "$(TORCH)" || { echo "which PyTorch? make test-torch TORCH=2.11.0" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv build/torch-$(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	@grep -v '^torch==' requirements-dev.txt | $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r /dev/stdin
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-debug: $(STAMP)  ## run the tests of autograd with checked memory and a collector that runs at every chance
 	PYTHONMALLOC=debug ACTSTORE_TEST_GC=1 $(BIN)/python -m pytest tests/autograd tests/transfer/test_loans.py -n auto --maxprocesses 4 $(ARGS)
