@@ -524,7 +524,11 @@ class Scope:
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         key = storage._cdata
-        saved = 0 if handle.alias is not None else self._saved_nbytes(key, storage)  # an alias has been counted
+        if handle.alias is None:
+            saved = self._saved_nbytes(key, storage)
+        else:  # it has been counted; its snapshot has a storage of its own, which is gone after this
+            saved = 0
+            self._census.meet(key, storage)
         route = self._store.route(handle.account, tensor, codec, tiers)
         weak = self._store.put(handle, tensor, route, saved, self._forward)
         if weak is None:

@@ -1,11 +1,14 @@
 """After each test of this folder every store that it made is empty again."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from weakref import WeakSet
 
 import pytest
 
+import actstore.census
+import actstore.hooks
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, train_step
 from tests.autograd.models import build, policy_of
@@ -39,3 +42,26 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for store in made:
         check_drained(store)
         store.close()
+
+
+@pytest.fixture(autouse=True)
+def identified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scope asks for a storage by an address that another one may have by then: that would read freed memory."""
+    held = Counter()
+    hold, free, revive = actstore.census.hold_weak, actstore.census.free_weak, actstore.hooks.revive
+
+    def hold_weak(storage):
+        held[storage._cdata] += 1
+        return hold(storage)
+
+    def free_weak(key):
+        held[key] -= 1
+        free(key)
+
+    def revived(key):
+        assert held[key] > 0, "an address without a weak reference"
+        return revive(key)
+
+    monkeypatch.setattr(actstore.census, "hold_weak", hold_weak)
+    monkeypatch.setattr(actstore.census, "free_weak", free_weak)
+    monkeypatch.setattr(actstore.hooks, "revive", revived)
