@@ -48,7 +48,7 @@ test-torch:  ## run the tests under another PyTorch: TORCH=2.11.0
 	@test -n "$(TORCH)" || { echo "which PyTorch? make test-torch TORCH=2.11.0" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv build/torch-$(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	@grep -v '^torch==' requirements-dev.txt | $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r /dev/stdin
+	@grep -vE '^(torch|setuptools)==' requirements-dev.txt | $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r /dev/stdin
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 import pytest
 import torch
@@ -127,10 +126,21 @@ def notes(store: ActivationStore) -> set[str]:
     return {site.note for site in store.report().sites if site.note}
 
 
+def await_writes(store: ActivationStore) -> None:
+    """Until every write has ended, well or badly."""
+    engines = [place.engine for place in store._store._places.values()]
+    for parcel in [
+        parcel for engine in engines for window in engine._traffic.windows.values() for parcel in window.flights
+    ]:
+        with suppress(TransferError):
+            parcel.motion.result()
+
+
 def train_several(model: nn.Sequential, batch: tuple[Tensor], store: ActivationStore, wanted: Step) -> None:
     """Some steps, which are right or raise, until the store has heard of all that happened to its writes."""
     for _ in range(3):
         check_same(train_step(model, batch, store), wanted)
+    await_writes(store)
     store.report()
 
 
@@ -223,9 +233,10 @@ def test_writes_that_fail_in_the_middle_of_training(make, monkeypatch, code, win
         assert len(told) == 1
         assert os.strerror(code) in str(told[0].message)
         assert "disk_path=" in str(told[0].message)
-        assert "kept: disk failed" in notes(store)
         with store:
             loss = model(*batch).square().mean()
+        await_writes(store)
+        assert "kept: disk failed" in notes(store)
         assert store.report().live_bytes > ROWS * WIDTH * 4  # they stay, and are accounted for
         loss.backward()
     check_same(train_step(model, batch, store), wanted)
@@ -283,9 +294,7 @@ def test_a_backward_that_is_the_first_to_hear_of_a_failed_write(make, monkeypatc
         with store:
             loss = model(*batch).square().mean()
         gate.open.set()
-        for parcel in flights(store):
-            with suppress(TransferError):
-                parcel.motion.result()
+        await_writes(store)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning, match="could not leave the device"):
@@ -293,12 +302,6 @@ def test_a_backward_that_is_the_first_to_hear_of_a_failed_write(make, monkeypatc
     model.zero_grad()
     loss.backward()
     check_same({name: p.grad for name, p in model.named_parameters()}, wanted.grads)
-
-
-def flights(store: ActivationStore) -> list[Any]:
-    """What is on its way to a tier."""
-    engines = [place.engine for place in store._store._places.values()]
-    return [parcel for engine in engines for window in engine._traffic.windows.values() for parcel in window.flights]
 
 
 def damaged(kind: str) -> Callable:
