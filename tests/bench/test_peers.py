@@ -99,9 +99,7 @@ def test_offload_refuses_a_cpu_by_itself(tiny: Workload, name: str) -> None:
         pytest.skip("there is a GPU")
     row = BY_NAME[name]
     pytest.importorskip(row.package)
-    with pytest.raises(
-        (AssertionError, AttributeError, RuntimeError)
-    ):  # the last from a PyTorch that is built for CUDA
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)):  # the last one is of PyTorch's CUDA builds
         wrap(row, workloads.make(tiny), None)
 
 
