@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     inputs : the saved tensors that it is made of, as the node's attributes
     optional : how many of them, the last ones, may be None
     bind : the function of these tensors, for a node
-    norm : whether it needs what is known of the module: no node keeps the eps of LayerNorm, or the bias of GroupNorm
+    norm : whether it needs what is known of the module: nodes keep neither eps nor the bias of GroupNorm
     """
 
     inputs: tuple[str, ...]
@@ -92,13 +92,13 @@ def _rms_norm(node: Any) -> Function:
 
 
 def _group_norm(node: Any) -> Function:
-    options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
-    _, bias, version, site = node.metadata[NORM]
+    eps, bias, version, site = node.metadata[NORM]
+    options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, eps
     pinned = None if bias is None else _Pinned.of(bias, version, site)
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
         made, _, again = torch.native_group_norm(x, weight, pinned and pinned.get(), *options)
-        return _proved(made, again, rstd, "GroupNorm", options[-1])
+        return _proved(made, again, rstd, "GroupNorm", eps)
 
     return run
 

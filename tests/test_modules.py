@@ -28,7 +28,7 @@ def parametrized() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.ParameterList([torch.ones(1)]))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     "make", [nn.Identity, shared, scripted, parametrized, lambda: nn.Transformer(8, 2, 2, 2, 8, batch_first=True)]
 )

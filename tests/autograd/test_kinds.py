@@ -251,7 +251,7 @@ def energy(x):
     return (x.exp() * x).sum()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", ["grad", "hessian", "jacrev", "vjp"])
 def test_transforms_that_refuse_hooks_say_so_as_without_a_store(name):
     def run():
@@ -271,7 +271,7 @@ def test_transforms_that_refuse_hooks_say_so_as_without_a_store(name):
     run()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
 def test_transforms_that_differentiate_forward(policy):
     x, w = torch.randn(5, 8), torch.randn(8, 8, requires_grad=True)
@@ -300,7 +300,7 @@ def test_a_note_is_that_of_the_last_forward():
         del y
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_traced_module_inside_the_context():
     layer = nn.Linear(8, 8)
     traced = torch.jit.trace(layer, torch.ones(2, 8))
@@ -310,7 +310,7 @@ def test_a_traced_module_inside_the_context():
     check_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(layer(x).sum(), x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("compile_", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 8))])
 @pytest.mark.parametrize("rule", ["0.1 : recompute", "0 : recompute(raw)", "recompute"])
 def test_recomputed_torchscript_is_refused_with_its_name(rule, compile_):

@@ -112,7 +112,7 @@ def test_unpacking_records_no_graph(policy):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_is_grads_batched_and_forward_mode(policy):
     x = torch.randn(4, 6, requires_grad=True)
