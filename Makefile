@@ -27,7 +27,7 @@ bench: $(STAMP)  ## train a small GPT with every store and compare memory, time 
 	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
 
 bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: an hour and three quarters on two cores; ARGS="--part llama"
-	$(BIN)/python -m benchmarks.suite $(ARGS)
+	$(BIN)/python -m benchmarks.suite.run $(ARGS)
 
 bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Tensor.copy_ and bitsandbytes
 	@mkdir -p build
@@ -81,7 +81,7 @@ endif
 
 # A dry run on a CPU takes the virtual environment, a run on a GPU what PYTHON has.
 gpu: $(if $(filter cpu,$(DEVICE)),$(STAMP))  ## run all that needs a GPU, with $(PYTHON) as it is; installs nothing. DEVICE=cpu SCALE=small RESULTS=DIR: a dry run
-	PYTHONPATH=. $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(DEVICE),--device $(DEVICE)) $(if $(SCALE),--scale $(SCALE)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
+	PYTHONPATH=. $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.run $(if $(DEVICE),--device $(DEVICE)) $(if $(SCALE),--scale $(SCALE)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
 
 clean:  ## remove what the targets made, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

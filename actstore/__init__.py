@@ -1,4 +1,4 @@
-"""actstore: choose for each layer where its activations wait for backward.
+"""The public names of actstore: each layer of a model chooses where its activations wait for backward.
 
 >>> store = actstore.ActivationStore(model, "blocks.* : int8")
 >>> with store:
@@ -7,10 +7,11 @@
 """
 
 from actstore._version import __version__
-from actstore.accuracy import Choice, ErrorFigures, GradientEffect, SiteEffect
+from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
+from actstore.accuracy.bits.payloads import Choice
+from actstore.base.spec import Site, Spec
 from actstore.check import Difference, GradientCheck, GradientDeviation, check_gradients, measure_gradient_error
 from actstore.codecs import Codec, Int8, Raw
-from actstore.encoded import Encoded, encode
 from actstore.errors import (
     AccuracyError,
     ActstoreError,
@@ -30,11 +31,11 @@ from actstore.errors import (
 )
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
-from actstore.planning import make_plan
 from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules
-from actstore.report import Report, SiteReport
-from actstore.session import ActivationStore, tag
-from actstore.spec import Site, Spec
+from actstore.policy.encoded import Encoded, encode
+from actstore.session.activation_store import ActivationStore, tag
+from actstore.session.planning import make_plan
+from actstore.session.report import Report, SiteReport
 
 __all__ = [
     "AccuracyError",

@@ -16,13 +16,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from actstore.base.units import format_nbytes
 from actstore.bench.environment import environment
+from actstore.bench.peers.rows import Row
 from actstore.bench.result import RowResult, subject
-from actstore.bench.rows import Row
 from actstore.bench.trainer import Trainer
-from actstore.bench.workload import Workload
-from actstore.pictures import look
-from actstore.units import format_nbytes
+from actstore.bench.workloads.workload import Workload
+from actstore.display import pictures as look
 from benchmarks.markdown import table
 
 ROWS = (

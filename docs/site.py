@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from actstore.bench.cli import app
+from actstore.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 # Pages whose source lies outside of docs/, with their addresses; and what else the pages lead to.

@@ -1,8 +1,7 @@
-"""What lossy payloads lose."""
+"""The errors of lossy payloads, and their effect on gradients."""
 
-from actstore.accuracy.effect import GradientEffect, SiteEffect
 from actstore.accuracy.figures import ErrorFigures, Total, measure
-from actstore.accuracy.payloads import Choice
+from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
 from actstore.accuracy.sampler import Sampler
 
-__all__ = ["Choice", "ErrorFigures", "GradientEffect", "Sampler", "SiteEffect", "Total", "measure"]
+__all__ = ["ErrorFigures", "GradientEffect", "Sampler", "SiteEffect", "Total", "measure"]

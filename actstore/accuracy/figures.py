@@ -18,8 +18,8 @@ from math import inf, nan, sqrt
 import torch
 from torch import Tensor
 
+from actstore.base.layout import layout_of
 from actstore.kernels.base import storage_slice
-from actstore.layout import layout_of
 
 MOST_ELEMENTS = 2**20  # of one payload that are measured,
 BLOCKS = 64  # in so many runs, evenly spaced, where it has more

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from actstore.accuracy.figures import ROW, ErrorFigures, Total, measure, scratch_nbytes
+from actstore.base.ledger import Account, Ledger
+from actstore.base.ticket import Between, Ticket
 from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.errors import AccuracyError
-from actstore.ledger import Account, Ledger
-from actstore.ticket import Between, Ticket
 from actstore.trace import Trace
 from actstore.transfer import Cell, Cells
 

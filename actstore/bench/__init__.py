@@ -1,0 +1,1 @@
+"""Training runs side by side: stores and peers on one workload."""

@@ -15,8 +15,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from actstore.bench.rows import Row
-from actstore.bench.workload import Workload
+from actstore.bench.peers.rows import Row
+from actstore.bench.workloads.workload import Workload
 
 _ROOT = Path(__file__).resolve().parents[2]  # the worker must import the actstore that is running here
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from actstore.bench.labels import Label, place
 from actstore.bench.result import Result, RowResult
 from actstore.bench.table import MIB
-from actstore.pictures import look
+from actstore.display import pictures as look
 
 _LEAST = 2.0**-10  # MiB that are drawn for a row that holds nothing: the axis is logarithmic
 

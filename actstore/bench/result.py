@@ -200,11 +200,6 @@ class Result:
     def write(self, path: Path) -> None:
         path.write_text(self.to_json(), encoding="utf-8")
 
-    def _repr_html_(self) -> str:
-        from actstore.bench.table import to_html
-
-        return to_html(self)
-
 
 def _ratio(mine_ms: list[float], plain_ms: list[float | None]) -> float | None:
     pairs = _pairs(mine_ms, plain_ms)

@@ -13,10 +13,10 @@ from random import Random
 
 from actstore.bench.client import Client, RowFailed, RowLeftOut
 from actstore.bench.environment import environment
+from actstore.bench.peers.rows import PLAIN, Row
 from actstore.bench.result import Duel, Result, RowResult
-from actstore.bench.rows import PLAIN, Row
-from actstore.bench.workload import Workload
 from actstore.bench.workloads.user import is_users
+from actstore.bench.workloads.workload import Workload
 
 Progress = Callable[[str], None]
 """Called with the name of the row each time one of its timed steps is done."""

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from actstore import html
 from actstore.bench.result import Result, RowResult
 from actstore.bench.versus import versus
 
@@ -30,25 +29,6 @@ def render(result: Result) -> RenderableType:
         table.add_row(Text(row.name), *cells(row), style="red" if row.failed else None)
     notes = [Text(text, style="red" if text in _failures(result) else "yellow") for text in _notes(result)]
     return Group(table, Text(_legend(result), style="dim"), *_duels(result), Text(), *notes)
-
-
-def to_html(result: Result) -> str:
-    """The same for notebooks."""
-    most = max((row.held_bytes or 0 for row in result.rows), default=0) or 1
-    found = [(one.peer, one.ours or one.reason, _number(one.times, ".2f")) for one in versus(result.rows, result.duels)]
-    return html.section(
-        "; ".join(_title(result).split("\n")),
-        html.table(
-            ("row", *(name.replace("\n", " ").strip() for name in _COLUMNS)),
-            [(row.name, *cells(row)) for row in result.rows],
-            bar=4,
-            bars=[(row.held_bytes or 0) / most for row in result.rows],
-        ),
-        html.line(" ".join(_legend(result).split("\n"))),
-        html.line(DUELS if found else ""),
-        html.table(("peer", "ours", "our time over its"), found, words=(0, 1)) if found else "",
-        html.items(_notes(result)),
-    )
 
 
 def _failures(result: Result) -> list[str]:

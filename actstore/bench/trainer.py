@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from actstore.bench import workloads
 from actstore.bench.allocator import Held, count_maps
-from actstore.bench.census import Census, recorded_gradients
 from actstore.bench.meter import PeakMeter
 from actstore.bench.peers import Wrap, wrap
-from actstore.bench.rows import Row
-from actstore.bench.workload import Workload
+from actstore.bench.peers.census import Census, recorded_gradients
+from actstore.bench.peers.rows import Row
 from actstore.bench.workloads.job import Job, fix_seed
+from actstore.bench.workloads.workload import Workload
 
 LEARNING_RATE = 1e-3
 LOSS_SCALE = 1024.0  # where float16 gradients start; the scaler moves it

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actstore.bench.comparison import Growth, growth, time_growth
+from actstore.bench.peers.rows import BITSANDBYTES
 from actstore.bench.result import Duel, RowResult
-from actstore.bench.rows import BITSANDBYTES
 
 WRONG = 0.1
 """A gradient error from here on is none of rounding: a peer that encodes nothing does not train this model."""

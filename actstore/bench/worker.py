@@ -22,9 +22,9 @@ import traceback
 from typing import Any
 
 from actstore.bench.peers import NotApplicable
-from actstore.bench.rows import Row
+from actstore.bench.peers.rows import Row
 from actstore.bench.trainer import Trainer
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 
 
 def _answer(request: dict[str, Any], trainer: Trainer | None) -> tuple[dict[str, Any], Trainer]:

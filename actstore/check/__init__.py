@@ -1,4 +1,4 @@
-"""Compares a training step with and without a store."""
+"""Comparison of a training step with and without a store."""
 
 from actstore.check.gradients import check_gradients
 from actstore.check.lossy import measure_gradient_error

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
 from actstore.errors import ConfigError, StateError
-from actstore.session import ActivationStore, is_active
+from actstore.rerun.state import require_initialized
+from actstore.session.activation_store import ActivationStore, is_active
 
 Leaves = dict[str, Tensor]
 
@@ -32,21 +31,6 @@ def read_leaves(
     require_initialized(store.model)
     named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
     return named, {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
-
-
-def require_initialized(model: Module | None) -> None:
-    """Refuse parameters and buffers that have no values yet.
-
-    Raises
-    ------
-    ConfigError : one is lazy
-    """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"{name!r} is not initialized, as in LazyLinear before its first forward, and so cannot be put back; "
-                "run one forward first: model(batch)"
-            )
 
 
 def policy_text(store: ActivationStore) -> str:

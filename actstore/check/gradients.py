@@ -12,11 +12,11 @@ from torch import Tensor
 from actstore.check.arguments import policy_text, read_leaves
 from actstore.check.result import Difference, GradientCheck, Row, Verdict
 from actstore.check.run import Outcome, Runner, rows
-from actstore.check.state import State
-from actstore.check.values import compare
 from actstore.check.watch import Key, first_difference
 from actstore.errors import ConfigError
-from actstore.session import ActivationStore
+from actstore.rerun.state import State
+from actstore.rerun.values import compare
+from actstore.session.activation_store import ActivationStore
 
 
 def check_gradients(

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actstore.accuracy.effect import GradientEffect
+from actstore.accuracy.influence.effect import GradientEffect
 from actstore.check.arguments import policy_text, read_leaves
 from actstore.check.lossy_result import GradientDeviation, SiteDeviation, WeightDeviation
 from actstore.check.run import Copies, Runner
-from actstore.check.state import State
 from actstore.errors import ConfigError, StateError
-from actstore.session import ActivationStore, one_lossy_site
+from actstore.rerun.state import State
+from actstore.session.activation_store import ActivationStore, one_lossy_site
 
 REPEATS = 1e-3  # relative difference of two plain runs that is still taken for rounding
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from actstore.accuracy.effect import GradientEffect, SiteEffect
+from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
 
 MOST_ROWS = 24  # of a printed table
 

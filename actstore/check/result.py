@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from actstore import html
-from actstore.check.values import relative
-from actstore.units import format_nbytes
+from actstore.base.units import format_nbytes
+from actstore.display import html
+from actstore.rerun.values import relative
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
 MOST_ROWS = 24  # of the printed table

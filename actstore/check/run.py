@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from actstore.check.result import Row
-from actstore.check.state import State
-from actstore.check.step import is_number, leaves_of, run_backward, takes_store
-from actstore.check.values import Error, compare, copies
 from actstore.check.watch import Key, Watch
 from actstore.errors import StateError
-from actstore.modules import named_modules
-from actstore.session import ActivationStore, is_active
+from actstore.model.names import named_modules
+from actstore.rerun.state import State
+from actstore.rerun.step import is_number, leaves_of, run_backward, takes_store
+from actstore.rerun.values import Error, compare, copies
+from actstore.session.activation_store import ActivationStore, is_active
 
 Copies = dict[str, list[Tensor]]  # parts of tensors in host memory, by name
 

@@ -18,8 +18,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from actstore.check.values import copies, digest
-from actstore.modules import GlobalHook
+from actstore.autograd.tracker import GlobalHook
+from actstore.rerun.values import copies, digest
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 

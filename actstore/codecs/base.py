@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from actstore.base.spec import Spec
 from actstore.errors import ChainError
-from actstore.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs.base import AtMost, Codec, Exact, Size
 from actstore.codecs.checks import check_buffers, check_dtype
 from actstore.codecs.raw import Raw
@@ -14,7 +15,6 @@ from actstore.errors import ChainError, ConfigError, PayloadError, SpecError
 from actstore.kernels import blosc
 from actstore.kernels.base import LENGTH_NBYTES, payload_pointer, storage_slice
 from actstore.kernels.scratch import scratch
-from actstore.spec import Spec
 
 LEVELS = (1, 9)
 

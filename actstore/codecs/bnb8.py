@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs.base import Codec, Exact
 from actstore.codecs.checks import check_buffers, check_dtype
 from actstore.errors import PayloadError, SpecError
-from actstore.kernels import bnb8
 from actstore.kernels.base import payload_pointer, round_up, storage_slice
-from actstore.spec import Spec
+from actstore.kernels.torch import bnb8
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

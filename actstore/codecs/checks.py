@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from actstore.base.layout import layout_of
+from actstore.base.spec import Spec
 from actstore.codecs.base import Codec
 from actstore.errors import ActstoreError, ConfigError, SpecError
 from actstore.kernels.base import payload_pointer
-from actstore.layout import layout_of
-from actstore.spec import Spec
 
 
 def require_choice(codec: Codec, option: str, choices: tuple[object, ...]) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.codecs.checks import check_buffers, check_dtype
 from actstore.errors import KernelUnavailable, PayloadError, SpecError
 from actstore.kernels.base import LENGTH_NBYTES, Kernels
-from actstore.spec import Spec
 
 
 class KernelCodec(Codec):
     """A codec that runs as kernels, and whose payload has a size, or a bound, by element count.
 
-    The kernels live in ``actstore.kernels.<kernel_name>_cpu``, ``_cuda`` and ``_torch``.
+    The kernels live in ``actstore.kernels``: ``cpu/<kernel_name>``, ``cuda/<kernel_name>``, ``torch/<kernel_name>``.
     """
 
     @property
@@ -45,7 +45,7 @@ class KernelCodec(Codec):
         ------
         KernelUnavailable : a package that they need is not installed
         """
-        module = import_module(f"actstore.kernels.{self.kernel_name}_{back_end}")
+        module = import_module(f"actstore.kernels.{back_end}.{self.kernel_name}")
         kernels: Kernels = module.kernels(dtype, device, **self._options())
         return kernels
 

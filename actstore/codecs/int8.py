@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import torch
 
+from actstore.base.layout import layout_of
 from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
-from actstore.layout import layout_of
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256, 512, 1024)

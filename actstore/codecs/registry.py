@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from actstore import extensions
+from actstore.base import extensions
 from actstore.codecs.base import Codec
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8

@@ -1,4 +1,4 @@
-"""Compute devices behind one interface."""
+"""Compute devices behind one interface: streams, memory, copies."""
 
 from __future__ import annotations
 

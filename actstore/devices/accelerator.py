@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from actstore.base.ticket import EventTicket, Ticket
 from actstore.devices.base import Device, Workers
 from actstore.devices.cpu import map_pages
 from actstore.devices.workers import Threads
-from actstore.ticket import EventTicket, Ticket
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 

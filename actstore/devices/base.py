@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from actstore.job import Job
-from actstore.ticket import Ticket
+from actstore.base.job import Job
+from actstore.base.ticket import Ticket
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from actstore.base.ticket import DONE, Done, Ticket
+from actstore.base.units import format_nbytes
 from actstore.devices.base import Device, Workers
 from actstore.devices.workers import Threads
-from actstore.ticket import DONE, Done, Ticket
-from actstore.units import format_nbytes
 
 HUGE_PAGE_NBYTES = 2 << 20
 

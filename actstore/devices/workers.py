@@ -11,8 +11,8 @@ from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
+from actstore.base.job import Job
 from actstore.errors import StateError
-from actstore.job import Job
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""actstore in training frameworks: a module for each, which imports its framework when it is itself imported."""
+"""Callbacks for training frameworks: one module each, which imports its framework."""

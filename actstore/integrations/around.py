@@ -12,8 +12,8 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
 
 from actstore.errors import ConfigError, StateError
-from actstore.modules import named_modules
-from actstore.session import ActivationStore, is_active
+from actstore.model.names import named_modules
+from actstore.session.activation_store import ActivationStore, is_active
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from math import isfinite
 from os import PathLike
 from typing import Any
 
-from actstore.report import Report
+from actstore.session.report import Report
 
 
 def figures(report: Report) -> dict[str, float]:

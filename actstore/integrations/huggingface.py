@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from actstore.arguments import read_policy
 from actstore.errors import ConfigError, StateError
 from actstore.integrations.around import around_loss, refuse_checkpointing
 from actstore.integrations.figures import figures
-from actstore.session import ActivationStore
+from actstore.session.activation_store import ActivationStore
+from actstore.session.arguments import read_policy
 
 try:
     from transformers import TrainerCallback

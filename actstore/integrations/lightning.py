@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from actstore.arguments import read_policy
 from actstore.errors import StateError
 from actstore.integrations.around import around_loss, refuse_checkpointing
 from actstore.integrations.figures import figures
-from actstore.session import ActivationStore
+from actstore.session.activation_store import ActivationStore
+from actstore.session.arguments import read_policy
 
 try:
     from lightning.pytorch import Callback

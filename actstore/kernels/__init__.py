@@ -1,4 +1,4 @@
-"""Compiled kernels and their fallbacks: a module per codec and back end, with `kernels(dtype, device, **options)`.
+"""Compiled kernels and their fallbacks: a module for each codec in `cpu/`, `cuda/` and `torch/`.
 
-`<codec>_cpu` runs on the CPU, `<codec>_cuda` through CuPy, `<codec>_torch` anywhere. They write the same bytes.
+`cpu` runs on the CPU by numba, `cuda` through CuPy, `torch` anywhere. They write the same bytes.
 """

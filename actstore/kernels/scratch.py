@@ -8,8 +8,8 @@ import sys
 
 import torch
 
+from actstore.base.units import round_up
 from actstore.devices.cpu import HUGE_PAGE_NBYTES
-from actstore.units import round_up
 
 _ADVISED_NBYTES = 4 * HUGE_PAGE_NBYTES
 

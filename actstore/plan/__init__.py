@@ -1,1 +1,1 @@
-"""Planning: which way to wait each layer takes under a budget."""
+"""Plans: the fastest decisions for each unit of a model under a budget."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.chain import Chain, Layer, Limits, Option
 from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit
 from actstore.plan.recurrent import recurrent_options
+from actstore.plan.solver.chain import Chain, Layer, Limits, Option
 
 PARTS = 4  # parts of a unit that get decisions of their own: those that save most
 SHARE = 0.08  # of the bytes of the whole that a part must save for that

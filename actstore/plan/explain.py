@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actstore import html
+from actstore.base.units import format_nbytes
+from actstore.display import html
+from actstore.display.naming import pattern_of, short
+from actstore.display.text import columns, percent, unwrapped, wrapped
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.naming import pattern_of, short
 from actstore.plan.profile import KEEP
 from actstore.plan.study import Budget, Other, Study
-from actstore.plan.text import columns, percent, unwrapped, wrapped
-from actstore.units import format_nbytes
 
 if TYPE_CHECKING:
-    from actstore.plan.plan import Plan, Row
+    from actstore.plan.values import PlanValues, Row
 
 SMALL = 0.25  # of the memory: activations that take less are not the problem
 NOTABLE = 0.03  # of the activations: units that save less need no reason
@@ -43,7 +43,7 @@ class Group:
         return sum(float(getattr(row, name)) for row in self.rows)
 
 
-def groups_of(plan: Plan) -> list[Group]:
+def groups_of(plan: PlanValues) -> list[Group]:
     """The units of a plan, in the order of the first of each group."""
     found: dict[tuple[str, str | None], Group] = {}
     for place, row in enumerate(plan.rows):
@@ -52,7 +52,7 @@ def groups_of(plan: Plan) -> list[Group]:
     return list(found.values())
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanValues) -> str:
     """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
     study, groups = Study(plan), groups_of(plan)
     budgets = _budgets(plan, study)
@@ -67,7 +67,7 @@ def explain(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
-def to_html(plan: Plan) -> str:
+def to_html(plan: PlanValues) -> str:
     """The same for notebooks."""
     study, groups = Study(plan), groups_of(plan)
     units, budgets = _table(groups), _budgets(plan, study)
@@ -84,7 +84,7 @@ def to_html(plan: Plan) -> str:
     return html.section(" ".join(_headline(plan)), *parts)
 
 
-def _headline(plan: Plan) -> Iterator[str]:
+def _headline(plan: PlanValues) -> Iterator[str]:
     yield from wrapped(
         f"Budget {format_nbytes(plan.budget)} for {format_nbytes(plan.profile.saved)} of activations: "
         f"{plan.certificate}, {_times(plan.predicted.step, plan)} plain ({plan.plain:.1f} ms); "
@@ -112,7 +112,7 @@ def _table(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     return cells
 
 
-def _reasons(plan: Plan, study: Study, groups: Sequence[Group]) -> Iterator[str]:
+def _reasons(plan: PlanValues, study: Study, groups: Sequence[Group]) -> Iterator[str]:
     """Why the units that count do what they do: what else one of them could do, all others as planned."""
     for group in groups:
         if group.total("saved") < NOTABLE * plan.profile.saved:
@@ -129,7 +129,7 @@ def _reasons(plan: Plan, study: Study, groups: Sequence[Group]) -> Iterator[str]
         yield from wrapped(f"{group.name}: {'; '.join(said)}.", "  ")
 
 
-def _alternatives(plan: Plan, decision: str, others: Sequence[Other]) -> Iterator[str]:
+def _alternatives(plan: PlanValues, decision: str, others: Sequence[Other]) -> Iterator[str]:
     tie = TIE * plan.predicted.step
     keep = next((other for other in others if other.decision == KEEP), None)
     barred = [other for other in others if other.breaks and other.slower < -tie]
@@ -153,7 +153,7 @@ def _why_not(other: Other) -> str:
     return words[other.breaks[0]]
 
 
-def _limits(plan: Plan) -> Iterator[str]:
+def _limits(plan: PlanValues) -> Iterator[str]:
     added = sum(row.extra for row in plan.rows)
     waits = max(0.0, plan.predicted.step - plan.plain - added)
     text = f"What limits the step: {plan.limit}."
@@ -172,7 +172,7 @@ def _limits(plan: Plan) -> Iterator[str]:
     yield from wrapped(text)
 
 
-def _budgets(plan: Plan, study: Study) -> list[tuple[str, ...]] | str:
+def _budgets(plan: PlanValues, study: Study) -> list[tuple[str, ...]] | str:
     """A row for each of some budgets; or why there are none."""
     try:
         front = study.front(BUDGETS)
@@ -191,7 +191,7 @@ def _budgets(plan: Plan, study: Study) -> list[tuple[str, ...]] | str:
     return cells
 
 
-def _counts(plan: Plan, decisions: Sequence[str]) -> str:
+def _counts(plan: PlanValues, decisions: Sequence[str]) -> str:
     """How many of the units that count decide what."""
     notable = NOTABLE * plan.profile.saved
     counts = Counter(d for row, d in zip(plan.rows, decisions, strict=False) if row.unit and row.saved >= notable)
@@ -204,7 +204,7 @@ def _counts(plan: Plan, decisions: Sequence[str]) -> str:
     return shown
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlanValues) -> Iterator[str]:
     """Where the memory of the device goes, and whether activations are the problem."""
     memory = plan.profile.memory
     itself = sum(row.held for row in plan.rows if not row.unit)
@@ -242,12 +242,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         )
 
 
-def _history(plan: Plan) -> Iterator[str]:
+def _history(plan: PlanValues) -> Iterator[str]:
     if plan.history:
         earlier = len(plan.history) - LAST
         yield f"Planned again{f', {earlier} times before and' if earlier > 0 else ''} because"
         yield from (line for why in plan.history[-LAST:] for line in wrapped(why, "  "))
 
 
-def _times(step: float, plan: Plan) -> str:
+def _times(step: float, plan: PlanValues) -> str:
     return f"{step / plan.plain:.3f} times" if plan.plain else "with"

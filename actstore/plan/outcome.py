@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from actstore.plan.build import kept, policy_of
-from actstore.plan.chain import Chain
-from actstore.plan.plan import Plan, Prediction, Row
+from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
-from actstore.plan.solve import Solution
-from actstore.plan.tables import DIRECTIONS
+from actstore.plan.solver.chain import Chain
+from actstore.plan.solver.solve import Solution
+from actstore.plan.solver.tables import DIRECTIONS
+from actstore.plan.values import Prediction, Row
 from actstore.plan.wish import Wish
 
 

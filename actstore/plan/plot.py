@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actstore.base.units import format_nbytes
+from actstore.display import bars as units
+from actstore.display import pictures as look
+from actstore.display.bars import Bar
 from actstore.errors import CapacityError, ConfigError
-from actstore.pictures import look, units
-from actstore.pictures.units import Bar
-from actstore.plan.plan import Plan
 from actstore.plan.study import Budget, Study
-from actstore.units import format_nbytes
+from actstore.plan.values import PlanValues
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,12 +22,12 @@ POINTS = 16  # budgets that are planned for
 COLORS = look.SERIES
 
 
-def save(plan: Plan, path: Path) -> None:
+def save(plan: PlanValues, path: Path) -> None:
     """Draw `plan` into the file `path`; its ending (png, svg, pdf) is the format."""
     draw(plan).savefig(path)
 
 
-def draw(plan: Plan) -> Figure:
+def draw(plan: PlanValues) -> Figure:
     """The figure of a plan. Asks the solver for some seconds."""
     bars = [Bar(row.unit or "(model and loss)", row.decision, row.saved, row.held, row.moved) for row in plan.rows]
     height = units.height(len(bars))
@@ -37,7 +38,7 @@ def draw(plan: Plan) -> Figure:
     return figure
 
 
-def _front(axes: Axes, plan: Plan, scale: int, unit: str) -> None:
+def _front(axes: Axes, plan: PlanValues, scale: int, unit: str) -> None:
     """The step under each budget, and this plan's."""
     try:
         front = Study(plan).front(POINTS)
@@ -68,7 +69,7 @@ def _front(axes: Axes, plan: Plan, scale: int, unit: str) -> None:
     look.legend(axes)
 
 
-def _steps(axes: Axes, front: Sequence[Budget], plan: Plan, scale: int) -> None:
+def _steps(axes: Axes, front: Sequence[Budget], plan: PlanValues, scale: int) -> None:
     if not front:
         return
     end = max(1.05 * front[-1].device, plan.budget)

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
-from actstore.plan.chain import Links
 from actstore.plan.fields import read_as
-from actstore.units import format_nbytes
+from actstore.plan.solver.chain import Links
 
 KEEP = "keep"
 FORMAT = "actstore profile 1"

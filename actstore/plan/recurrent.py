@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from actstore.plan.chain import Option
 from actstore.plan.profile import Figures, Unit
-from actstore.plan.revolve import advances
+from actstore.plan.solver.chain import Option
+from actstore.plan.solver.revolve import advances
 
 SHARES = 40  # of the calls: how finely a part of them can be recomputed
 SEGMENT = 8  # calls that share one stored input, in the step that tells what an input takes

@@ -8,12 +8,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from actstore.plan.build import chain_of, limits_of
-from actstore.plan.chain import Chain
-from actstore.plan.pareto import pareto
-from actstore.plan.timeline import Evaluation, evaluate
+from actstore.plan.solver.chain import Chain
+from actstore.plan.solver.pareto import pareto
+from actstore.plan.solver.timeline import Evaluation, evaluate
 
 if TYPE_CHECKING:
-    from actstore.plan.plan import Plan
+    from actstore.plan.values import PlanValues
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Other:
 class Study:
     """Questions to the solver about a plan. Computes when asked; not thread-safe."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanValues) -> None:
         self._plan = plan
         max_noise = plan.limits.get("max_noise") or 0.0
         self.chain: Chain = chain_of(plan.profile, max_noise)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from actstore.base.units import parse_budget
 from actstore.errors import ConfigError
-from actstore.units import parse_budget
 
 
 @dataclass(frozen=True)

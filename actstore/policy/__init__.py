@@ -1,4 +1,4 @@
-"""Which saved tensor is kept, derived, encoded, offloaded or recomputed: decisions as values, rules, and their text."""
+"""Decisions as values, rules that give one to each saved tensor, and their text."""
 
 from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute
 from actstore.policy.grammar import parse_decision

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actstore import extensions
+from actstore.base import extensions
+from actstore.base.spec import Site, Spec
 from actstore.codecs.base import Codec
 from actstore.errors import ChainError
 from actstore.policy.options import codec_text
-from actstore.spec import Site, Spec
 
 TIERS = ("device", "host", "disk")  # downward: each is larger and slower than the one before
 

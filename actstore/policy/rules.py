@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actstore.base.spec import Site, Spec
 from actstore.errors import PolicyError
 from actstore.policy.decision import Decision, Derive, Keep, Policy, Recompute
 from actstore.policy.grammar import parse_rules
 from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
 from actstore.policy.roots import recompute_roots
-from actstore.spec import Site, Spec
 
 _SHOWN = 8  # names of the model that a message lists
 

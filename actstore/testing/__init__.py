@@ -1,4 +1,4 @@
-"""What codecs and tiers promise, as checks for the tests of whoever writes one."""
+"""Contract checks for codecs and tiers, for the tests of their authors."""
 
 from actstore.testing.codecs import check_codec
 from actstore.testing.tiers import check_tier

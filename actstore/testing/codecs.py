@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from actstore.base.spec import Spec
 from actstore.codecs.base import AtMost, Codec, Exact
 from actstore.errors import ActstoreError, PayloadError, SpecError
 from actstore.policy import Encode, parse_decision
 from actstore.policy.options import codec_text
-from actstore.spec import Spec
 from actstore.testing.samples import DTYPES, samples
 
 GUARD = 64  # bytes on either side of a buffer that must stay as they were

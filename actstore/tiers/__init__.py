@@ -1,4 +1,4 @@
-"""Places where payloads wait."""
+"""Places where payloads wait: device, host memory, disk."""
 
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.device import DeviceTier, too_late

@@ -10,13 +10,13 @@ from threading import Lock
 
 import torch
 
+from actstore.base.reaper import Reaper
+from actstore.base.ticket import Ticket
+from actstore.base.units import format_nbytes, round_up
 from actstore.devices.base import Device
 from actstore.devices.cpu import map_pages
 from actstore.errors import StateError
-from actstore.reaper import Reaper
-from actstore.ticket import Ticket
 from actstore.tiers.segment import ALIGN_NBYTES, Segment
-from actstore.units import format_nbytes, round_up
 
 SEGMENT_NBYTES = 64 * 2**20  # the least that is registered at once
 GROWTH = 8  # a new segment has at least this part of what there is: few registrations, and little that lies idle

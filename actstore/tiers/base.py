@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from actstore.base.ticket import DONE, Ticket
 from actstore.errors import StateError
-from actstore.ticket import DONE, Ticket
 
 
 class Slot:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from actstore.base.job import Job
+from actstore.base.reaper import Last, Reaper
+from actstore.base.ticket import JobTicket, Ticket
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.job import Job
-from actstore.reaper import Last, Reaper
-from actstore.ticket import JobTicket, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.pool import BufferPool
 

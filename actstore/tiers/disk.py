@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from actstore.base.job import Job, finish
+from actstore.base.reaper import Reaper
+from actstore.base.ticket import JobTicket, Span, Ticket
+from actstore.base.units import round_up
 from actstore.devices.base import Device, Workers
 from actstore.errors import ConfigError, StateError, TransferError
-from actstore.job import Job, finish
-from actstore.reaper import Reaper
-from actstore.ticket import JobTicket, Span, Ticket
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
 from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
 from actstore.tiers.gpu_direct import GpuDirect
 from actstore.tiers.parts import Mover, Part, Place, split
-from actstore.units import round_up
 
 # For writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the others make checksums
 # or wait for a processor that computes: benchmarks/disk.py shows what fewer lose.

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from actstore.base.units import format_nbytes
 from actstore.errors import PayloadError, StateError, TransferError
-from actstore.units import format_nbytes
 
 digest: Callable[[memoryview], int]
 try:

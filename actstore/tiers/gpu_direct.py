@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from actstore.checksum import checksum
+from actstore.base.checksum import checksum
+from actstore.base.ticket import DONE, Ticket
+from actstore.base.units import format_nbytes
 from actstore.devices.base import Device
 from actstore.errors import ConfigError, TransferError
-from actstore.ticket import DONE, Ticket
 from actstore.tiers.file import NamelessFile
 from actstore.tiers.parts import Mover
-from actstore.units import format_nbytes
 
 WITHOUT = "or leave gpu_direct=True out"
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from actstore.base.ticket import Ticket
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.ticket import Ticket
 from actstore.tiers.arena import Arena, Range, room
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.device import DeviceTier, too_late

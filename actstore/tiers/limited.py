@@ -7,8 +7,8 @@ from threading import Lock
 
 import torch
 
-from actstore.reaper import Last, Reaper
-from actstore.ticket import Ticket
+from actstore.base.reaper import Last, Reaper
+from actstore.base.ticket import Ticket
 from actstore.tiers.base import Slot, Tier
 
 

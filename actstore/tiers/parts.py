@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from actstore.base.job import Job
+from actstore.base.ticket import DONE, JobTicket, Span, Ticket
+from actstore.base.units import round_up
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.job import Job
-from actstore.ticket import DONE, JobTicket, Span, Ticket
 from actstore.tiers.file import BLOCK, NamelessFile, digest
 from actstore.tiers.staging import Ring
-from actstore.units import round_up
 
 
 class Part:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from actstore.ticket import Ticket
+from actstore.base.ticket import Ticket
 from actstore.tiers.extents import Extents
 
 ALIGN_NBYTES = 64  # a line of the cache, which no two ranges share

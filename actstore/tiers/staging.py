@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
+from actstore.base.ticket import DONE, Ticket
 from actstore.devices.base import Device
 from actstore.devices.cpu import Cpu
 from actstore.errors import ActstoreError
-from actstore.ticket import DONE, Ticket
 
 
 class Chunk:

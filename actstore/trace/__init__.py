@@ -1,4 +1,4 @@
-"""What happened when: events, their file, and figures from them."""
+"""Events of a step in time: their files, their pictures, and figures from them."""
 
 from actstore.trace.event import KINDS, Event, Kind
 from actstore.trace.summary import Lane, Summary

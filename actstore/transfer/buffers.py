@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from actstore.base.ticket import Ticket
 from actstore.devices import Device
-from actstore.ticket import Ticket
 
 
 class Buffer:

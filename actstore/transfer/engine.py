@@ -21,11 +21,12 @@ from threading import Lock
 
 import torch
 
+from actstore.base.ledger import Account, Ledger
+from actstore.base.reaper import Reaper
+from actstore.base.ticket import Ticket
+from actstore.base.units import round_up
 from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError
-from actstore.ledger import Account, Ledger
-from actstore.reaper import Reaper
-from actstore.ticket import Ticket
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.loan import Loan
@@ -33,7 +34,6 @@ from actstore.transfer.order import Lessons, Run
 from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.traffic import GRAIN, Traffic
-from actstore.units import round_up
 
 DEVICE_WINDOW_NBYTES = 256 * 2**20  # copies on a stream: about 5 ms of a 55 GB/s link
 HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: four of a chunk each
@@ -72,13 +72,13 @@ class Engine:
         self._lock = Lock()
         self._dropped = Reaper[Berth](self._lock, traffic.forget)
         self.drop = self._dropped.put  # nobody needs a payload any more: one call in C, for finalizers
-        self._returned = Reaper[Loan](self._lock, traffic.take_back)
+        self._returned = Reaper[Loan[Parcel]](self._lock, traffic.take_back)
         self._lessons = Lessons()
         self._told = False
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Run:
+    def begin(self) -> Run[Berth]:
         """A new forward pass."""
         return Run(self._lessons)
 
@@ -103,7 +103,7 @@ class Engine:
                 return
             self._wait_for(oldest, shares)
 
-    def board(self, run: Run, tier: Tier, nbytes: int, account: Account) -> Berth | None:
+    def board(self, run: Run[Berth], tier: Tier, nbytes: int, account: Account) -> Berth | None:
         """Room for one payload on the device, and in `tier`; None when the tier is full.
 
         When the window is full, or the limit of what is held, the compute stream waits for the oldest copy; the host
@@ -166,7 +166,7 @@ class Engine:
             if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
                 self._traffic.dispatch(parcel)
 
-    def flush(self, run: Run) -> None:
+    def flush(self, run: Run[Berth]) -> None:
         """Send what waits for more payloads of a forward that has ended."""
         with self._lock:
             for parcel in [parcel for parcel in self._traffic.open.values() if parcel.run is run]:

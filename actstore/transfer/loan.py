@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from actstore.reaper import Last
-from actstore.storage import free_weak, hold_weak, revive, whole_of
-from actstore.transfer.parcel import Parcel
+from actstore.base.reaper import Last
+from actstore.base.storage import free_weak, hold_weak, revive, whole_of
+
+P = TypeVar("P")  # what the bytes travel in
 
 
-class Loan:
+class Loan(Generic[P]):
     """The buffer of a parcel while tensors use it as theirs. Not thread-safe.
 
     They may write to it, as to any tensor that autograd unpacks; the version that they share tells.
@@ -25,8 +27,8 @@ class Loan:
 
     __slots__ = ("_key", "_last", "_version", "_witness", "parcel", "users")
 
-    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
-        self.parcel: Parcel | None = parcel
+    def __init__(self, parcel: P, tensor: torch.Tensor) -> None:
+        self.parcel: P | None = parcel
         self.users = 0
         self._key = hold_weak(tensor.untyped_storage())
         self._last = Last(free_weak, self._key)
@@ -55,17 +57,16 @@ class _Pages(np.ndarray):
 
 
 def lend(
-    parcel: Parcel, nbytes: int, dtype: torch.dtype, returned: Callable[[Loan], None]
-) -> tuple[Loan, torch.Tensor]:
-    """The first `nbytes` of a parcel as a 1-d tensor.
+    parcel: P, memory: torch.Tensor, dtype: torch.dtype, returned: Callable[[Loan[P]], None]
+) -> tuple[Loan[P], torch.Tensor]:
+    """The `memory` of a parcel as a 1-d tensor.
 
     Parameters
     ----------
+    memory : Tensor, (nbytes,) uint8, on the host
     returned : a function written in C, called with the loan when the last tensor over them is gone
     """
-    buffer = parcel.buffer
-    assert buffer is not None
-    pages = buffer.memory[:nbytes].numpy().view(_Pages)
+    pages = memory.numpy().view(_Pages)
     tensor = torch.frombuffer(pages, dtype=dtype)
     loan = Loan(parcel, tensor)
     pages.last = Last(returned, loan)  # dies with the pages

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from actstore.transfer.parcel import Berth
+B = TypeVar("B")  # what a run knows a payload by
 
 REMEMBERED = 64  # forwards that differ from their first payload on
 
@@ -36,7 +37,7 @@ class Lesson:
         return found
 
 
-class Run:
+class Run(Generic[B]):
     """One forward and its backward, or several of both between an enter and an exit. Not thread-safe.
 
     Attributes
@@ -50,7 +51,7 @@ class Run:
         self._begin()
 
     def _begin(self) -> None:
-        self.berths: dict[int, Berth] = {}
+        self.berths: dict[int, B] = {}
         self.soon: set[int] = set()
         self._own = Lesson()
         self._known: Lesson | None = None
@@ -96,7 +97,7 @@ class Run:
         """Whether the payload was looked ahead to and has not been asked for yet."""
         return serial not in self._asked and self._position <= self._ranks.get(serial, -1) < self._ahead
 
-    def upcoming(self) -> Berth | None:
+    def upcoming(self) -> B | None:
         """The next payload to look at, or None; the same one until `passed` is called."""
         while self._ahead < len(self._expected):
             berth = self.berths.get(self._expected[self._ahead])

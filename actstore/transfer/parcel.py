@@ -13,20 +13,17 @@ Its states, and what is true in each:
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from actstore.base.ledger import Account
+from actstore.base.ticket import Ticket
 from actstore.errors import StateError
-from actstore.ledger import Account
-from actstore.ticket import Ticket
 from actstore.tiers import Slot
 from actstore.transfer.buffers import Buffer
-
-if TYPE_CHECKING:
-    from actstore.transfer.engine import Engine
-    from actstore.transfer.loan import Loan
-    from actstore.transfer.order import Run
+from actstore.transfer.loan import Loan
+from actstore.transfer.order import Run
 
 
 class State(Enum):
@@ -72,7 +69,7 @@ class Parcel:
         "reads", "run", "slot", "state", "tier", "unread", "used", "users",
     )  # fmt: skip
 
-    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run) -> None:
+    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run[Berth]) -> None:
         self.state = State.OPEN
         self.buffer: Buffer | None = buffer
         self.slot: Slot | None = slot
@@ -88,7 +85,7 @@ class Parcel:
         self.used = 0
         self.filling = 0
         self.users = 0
-        self.loan: Loan | None = None
+        self.loan: Loan[Parcel] | None = None
         self.closed = False
         self.alone = False
         self.fetched = False
@@ -117,6 +114,22 @@ class Parcel:
         self.state = state
 
 
+class Carrier(Protocol):
+    """What moves parcels, as the holder of a berth uses it."""
+
+    def depart(self, berth: Berth) -> None: ...
+
+    def cancel(self, berth: Berth) -> None: ...
+
+    def arrive(self, berth: Berth) -> torch.Tensor: ...
+
+    def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None: ...
+
+    def leave(self, berth: Berth) -> None: ...
+
+    def drop(self, berth: Berth) -> None: ...
+
+
 class Berth:
     """The place of one payload in a parcel.
 
@@ -129,7 +142,7 @@ class Berth:
 
     __slots__ = ("__weakref__", "account", "engine", "nbytes", "parcel", "readers", "reads", "serial", "start")
 
-    def __init__(self, engine: Engine, parcel: Parcel, start: int, nbytes: int, account: Account, serial: int) -> None:
+    def __init__(self, engine: Carrier, parcel: Parcel, start: int, nbytes: int, account: Account, serial: int) -> None:
         self.engine = engine
         self.parcel = parcel
         self.start = start

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from actstore.ledger import Account, Ledger
-from actstore.ticket import Ticket
+from actstore.base.ledger import Account, Ledger
+from actstore.base.ticket import Ticket
 from actstore.trace import Kind, Trace
 
 _BOOKED = ("offload", "fetch", "stall")

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from actstore.base.ledger import Account, Ledger
+from actstore.base.ticket import DONE, Ticket
+from actstore.base.units import round_up
 from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError, TransferError
-from actstore.ledger import Account, Ledger
-from actstore.ticket import DONE, Ticket
 from actstore.tiers import Tier
 from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import Run
-from actstore.transfer.parcel import Berth, Parcel, State
+from actstore.transfer.parcel import Berth, Carrier, Parcel, State
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.window import Lookahead, Window
-from actstore.units import round_up
-
-if TYPE_CHECKING:
-    from actstore.transfer.engine import Engine
 
 GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
 
@@ -51,7 +48,7 @@ class Traffic:
         self.windows: dict[Tier, Window] = {}
         self.window_nbytes = window_nbytes
         self.lookahead = Lookahead(window_nbytes)
-        self.open: dict[tuple[Run, Tier, Any], Parcel] = {}
+        self.open: dict[tuple[Run[Berth], Tier, Any], Parcel] = {}
         self.fetching: deque[Parcel] = deque()
         self.ready: dict[Parcel, None] = {}
         self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
@@ -70,7 +67,7 @@ class Traffic:
             window = self.windows[tier] = Window(self.window_nbytes)
         return window
 
-    def load(self, run: Run, tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
+    def load(self, run: Run[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """An empty parcel with room in `tier`, or None."""
         slot = tier.reserve(capacity)
         if slot is None:
@@ -89,7 +86,7 @@ class Traffic:
         self.ledger.occupy(tier.name, capacity)
         return Parcel(buffer, slot, stream, run)
 
-    def assign(self, engine: Engine, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
+    def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
         berth = Berth(
             engine, parcel, parcel.used, nbytes, account, run.number(id(account), nbytes, self.lookahead.limit_nbytes)
@@ -195,18 +192,19 @@ class Traffic:
             and parcel.state not in (State.OPEN, State.OFFLOADING)
         )
 
-    def lend(self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan], None]) -> torch.Tensor:
+    def lend(self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan[Parcel]], None]) -> torch.Tensor:
         parcel = berth.parcel
         loan = parcel.loan
         tensor = None if loan is None else loan.again()
         if loan is None or tensor is None:
-            loan, tensor = lend(parcel, berth.nbytes, dtype, returned)
+            assert parcel.buffer is not None
+            loan, tensor = lend(parcel, parcel.buffer.memory[: berth.nbytes], dtype, returned)
             parcel.loan = loan
         loan.users += 1
         self.count_read(berth)
         return tensor
 
-    def take_back(self, loan: Loan) -> None:
+    def take_back(self, loan: Loan[Parcel]) -> None:
         parcel = loan.parcel
         if parcel is None:
             return
@@ -217,7 +215,7 @@ class Traffic:
             parcel.loan = None
         self.release(parcel, loan.users)
 
-    def renounce(self, loan: Loan) -> None:
+    def renounce(self, loan: Loan[Parcel]) -> None:
         """Somebody has changed the bytes of a parcel that were lent: the tier has them still."""
         parcel = loan.parcel
         assert parcel is not None
@@ -265,7 +263,7 @@ class Traffic:
             parcel.turn(State.RESIDENT)
             self.unload(parcel)
 
-    def look_ahead(self, run: Run) -> None:
+    def look_ahead(self, run: Run[Berth]) -> None:
         """Fetch what is expected next, while bytes last."""
         while (berth := run.upcoming()) is not None:
             parcel = berth.parcel

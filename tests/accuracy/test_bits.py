@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from actstore import ActivationStore, Encode, Int8, Keep, Raw, encode, tag
-from actstore.accuracy import bits
-from actstore.accuracy.bits import least_bytes, least_variance
-from actstore.accuracy.candidates import CANDIDATES, UNBIASED, Trials
-from actstore.accuracy.payloads import Candidate, Payload, Sensitivity
+from actstore.accuracy.bits import solve as bits
+from actstore.accuracy.bits.payloads import Candidate, Payload, Sensitivity
+from actstore.accuracy.bits.solve import least_bytes, least_variance
+from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED, Trials
+from actstore.base.spec import Site, Spec
 from actstore.errors import CapacityError, ConfigError, StateError
 from actstore.policy import Rules, parse_decision
-from actstore.spec import Site, Spec
 
 NAMES = ("int8", "int4", "int2", "fp8", "keep")
 CHEAP = ("keep", "int8", "int4(group=64, round=dither)", "int2(group=64, round=dither)")

@@ -5,10 +5,11 @@ import warnings
 import pytest
 import torch
 
-from actstore import ActivationStore, CapacityError, ConfigError, StateError, chooser, measure_gradient_error
+from actstore import ActivationStore, CapacityError, ConfigError, StateError, measure_gradient_error
+from actstore.accuracy.bits import chooser
+from actstore.accuracy.influence.pairs import PATIENCE
 from actstore.bench import workloads
-from actstore.bench.workload import Workload
-from actstore.pairs import PATIENCE
+from actstore.bench.workloads.workload import Workload
 from actstore.policy import Rules
 
 WORK = Workload(layers=1, width=32, heads=2, context=64, batch=8, threads=1)

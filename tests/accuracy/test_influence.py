@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Encode, Keep, Rules
-from actstore.accuracy.step import UNREACHED, Step
-from actstore.accuracy.walk import WEIGHT, Point, Walk
-from actstore.bench.workload import Workload
+from actstore.accuracy.influence.graph import WEIGHT, Point, Walk
+from actstore.accuracy.influence.prediction import UNREACHED, Step
 from actstore.bench.workloads import gpt
+from actstore.bench.workloads.workload import Workload
 from actstore.check import measure_gradient_error
 from actstore.transfer.order import Run
 from tests.accuracy.jitter import Jitter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore
-from actstore.accuracy.walk import BUILT_IN
+from actstore.accuracy.influence.graph import BUILT_IN
 from tests.autograd.checks import same_bits
 
 

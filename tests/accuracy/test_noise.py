@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Encode, Int8
-from actstore.accuracy.noise import MOST, Minibatch, sample
-from actstore.ledger import Ledger
+from actstore.accuracy.influence.batch_noise import MOST, Minibatch, sample
+from actstore.base.ledger import Ledger
 from tests.system.interrupts import Moments, in_package
 
 

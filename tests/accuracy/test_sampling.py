@@ -12,10 +12,10 @@ from torch import nn
 
 from actstore import AccuracyError, ActivationStore, ConfigError, Encode, Int8, Keep, Raw
 from actstore.accuracy import Sampler
+from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
 from actstore.codecs import Topk
 from actstore.integrations.figures import figures
-from actstore.ledger import Ledger
-from actstore.spec import Site
 from tests.autograd.checks import check_same
 from tests.contracts.clean import all_freed
 from tests.devices.late import LateDevice

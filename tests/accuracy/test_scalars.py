@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from actstore.accuracy.scalars import Scalars
+from actstore.accuracy.influence.scalars import Scalars
 from tests.system.interrupts import Moments, in_package
 
 pytestmark = pytest.mark.usefixtures("one_thread")

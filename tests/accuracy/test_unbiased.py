@@ -5,7 +5,7 @@ import torch
 
 from actstore import ActivationStore, encode, measure_gradient_error
 from actstore.bench import data, workloads
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 
 MODES = [
     f"{codec}{'(affine, ' if codec == 'int8' else '('}round={rounding})"

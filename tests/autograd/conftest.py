@@ -7,8 +7,8 @@ from weakref import WeakSet
 
 import pytest
 
-import actstore.census
-import actstore.hooks
+import actstore.autograd.census
+import actstore.autograd.hooks
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, train_step
 from tests.autograd.models import build, policy_of
@@ -48,7 +48,11 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def identified(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scope asks for a storage by an address that another one may have by then: that would read freed memory."""
     held = Counter()
-    hold, free, revive = actstore.census.hold_weak, actstore.census.free_weak, actstore.hooks.revive
+    hold, free, revive = (
+        actstore.autograd.census.hold_weak,
+        actstore.autograd.census.free_weak,
+        actstore.autograd.hooks.revive,
+    )
 
     def hold_weak(storage):
         held[storage._cdata] += 1
@@ -62,6 +66,6 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held[key] > 0, "an address without a weak reference"
         return revive(key)
 
-    monkeypatch.setattr(actstore.census, "hold_weak", hold_weak)
-    monkeypatch.setattr(actstore.census, "free_weak", free_weak)
-    monkeypatch.setattr(actstore.hooks, "revive", revived)
+    monkeypatch.setattr(actstore.autograd.census, "hold_weak", hold_weak)
+    monkeypatch.setattr(actstore.autograd.census, "free_weak", free_weak)
+    monkeypatch.setattr(actstore.autograd.hooks, "revive", revived)

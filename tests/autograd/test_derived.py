@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from actstore import ActivationStore, MutationError, StateError, derived, modules
-from actstore.derived import MOST_DEEP, RULES
-from actstore.modules import Norm
+from actstore import ActivationStore, MutationError, StateError
+from actstore.autograd import derived
+from actstore.autograd import tracker as modules
+from actstore.autograd.derived import MOST_DEEP, RULES
+from actstore.autograd.tracker import Norm
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 WIDTH = 16
@@ -603,8 +605,8 @@ def test_an_input_that_has_changed_already():
 def no_version(patch):
     """What was changed without autograd is made again as if it were not."""
     patch.setattr(derived.Derived, "get", _get_without_versions)
-    patch.setattr("actstore.derived.check_version", lambda *args: None)
-    patch.setattr("actstore.handles.check_version", lambda *args: None)
+    patch.setattr("actstore.autograd.derived.check_version", lambda *args: None)
+    patch.setattr("actstore.autograd.handles.check_version", lambda *args: None)
 
 
 def _get_without_versions(self):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Encode, Keep, Offload, Raw
-from actstore.handles import Stored
-from actstore.ledger import Ledger
-from actstore.session import is_active
-from actstore.store import Store
+from actstore.autograd.handles import Stored
+from actstore.base.ledger import Ledger
+from actstore.session.activation_store import is_active
+from actstore.store.store import Store
 from tests.autograd.checks import check_drained, check_same, gc_off, pools, settle
 
 POLICIES = ["keep", "raw", "raw @ host", "raw @ disk"]

@@ -12,7 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore, StateError
-from actstore.hooks import Scope
+from actstore.autograd.hooks import Scope
 from tests.autograd.checks import check_drained, check_same, gc_off, pools, train_step
 from tests.autograd.models import LOSSLESS, build, policy_of
 

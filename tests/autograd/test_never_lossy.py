@@ -7,7 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore, Int8
-from actstore.spec import Spec
+from actstore.base.spec import Spec
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import CASES, build
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from actstore import ActivationStore, handles, hooks
-from actstore.handles import Kept, Stored
-from actstore.hooks import Scope
-from actstore.ledger import Claim
+from actstore import ActivationStore
+from actstore.autograd import handles, hooks
+from actstore.autograd.handles import Kept, Stored
+from actstore.autograd.hooks import Scope
+from actstore.base.ledger import Claim
 from actstore.tiers import DiskTier
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import build
@@ -102,8 +103,8 @@ def nothing_waits(patch):
 
 
 def forgotten_slots(patch):
-    patch.setattr("actstore.store.Last", lambda *_: None)
-    patch.setattr("actstore.store.Claim", lambda owner, _release: Claim(owner))
+    patch.setattr("actstore.store.store.Last", lambda *_: None)
+    patch.setattr("actstore.store.store.Claim", lambda owner, _release: Claim(owner))
 
 
 def one_wrong_bit(patch):

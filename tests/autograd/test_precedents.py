@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from actstore import ActivationStore, hooks, tag
-from actstore.hooks import Scope
-from actstore.session import one_lossy_site
-from actstore.store import Store
+from actstore import ActivationStore, tag
+from actstore.autograd import hooks
+from actstore.autograd.hooks import Scope
+from actstore.session.activation_store import one_lossy_site
+from actstore.store.store import Store
 from tests.autograd.checks import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

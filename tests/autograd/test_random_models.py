@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, PolicyError, replay
-from actstore.generators import Generators
-from actstore.weights import Weights
+from actstore import ActivationStore, PolicyError
+from actstore.model.generators import Generators
+from actstore.model.weights import Weights
+from actstore.recompute import replay
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.autograd.random_models import Tree, build, trees
 from tests.autograd.random_training import WAYS, policies, train

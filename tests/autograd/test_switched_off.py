@@ -3,17 +3,20 @@
 import pytest
 import torch
 
-from actstore import hooks, recompute, replay, session
+from actstore.autograd import hooks
+from actstore.autograd.handles import Stored
+from actstore.autograd.hooks import Scope
+from actstore.autograd.protect import is_cast_parameter
+from actstore.autograd.tracker import Tracker
+from actstore.base.ledger import Claim, Ledger
+from actstore.base.spec import Spec
 from actstore.errors import ActstoreError
-from actstore.generators import Generators
-from actstore.handles import Stored
-from actstore.hooks import Scope
-from actstore.ledger import Claim, Ledger
-from actstore.modules import Tracker
-from actstore.protect import is_cast_parameter
-from actstore.recompute import _CountSaved
-from actstore.spec import Spec
-from actstore.store import Store
+from actstore.model.generators import Generators
+from actstore.recompute import replay
+from actstore.recompute import wrapped as recompute
+from actstore.recompute.wrapped import _CountSaved
+from actstore.session import activation_store as session
+from actstore.store.store import Store
 from tests.autograd import test_compile as compiled
 from tests.autograd import test_composite as composite
 from tests.autograd import test_failures as failures
@@ -25,10 +28,10 @@ from tests.autograd import test_mutation as mutation
 from tests.autograd import test_never_lossy as never_lossy
 from tests.autograd import test_rounding as rounding
 from tests.autograd import test_values as values
-from tests.check import test_state as checked
 from tests.recompute import test_checkpoint as checkpoints
 from tests.recompute import test_recompute as recomputed
 from tests.recompute import test_state as state
+from tests.rerun import test_state as checked
 
 
 def nothing(*_, **__):
@@ -64,7 +67,7 @@ def no_resume(patch):
 
 
 def a_new_estimate(patch):
-    patch.setattr("actstore.weights._SpectralNorm", type(None))
+    patch.setattr("actstore.model.weights._SpectralNorm", type(None))
 
 
 def no_names_in_errors(patch):
@@ -72,7 +75,7 @@ def no_names_in_errors(patch):
 
 
 def no_names_of_compiled_calls(patch):
-    patch.setattr("actstore.session.compiled.wrap", nothing)
+    patch.setattr("actstore.session.activation_store.compiled.wrap", nothing)
 
 
 def unnoticed_regions(patch):
@@ -88,7 +91,7 @@ def no_form_check(patch):
 
 
 def whole_storages(patch):
-    patch.setattr("actstore.regions.SPARE", 10**9)
+    patch.setattr("actstore.autograd.regions.SPARE", 10**9)
 
 
 def no_parts(patch):
@@ -110,8 +113,8 @@ def one_key(patch):
 
 
 def released_too_late(patch):
-    patch.setattr("actstore.store.Last", nothing)
-    patch.setattr("actstore.store.Claim", lambda owner, _release: Claim(owner))
+    patch.setattr("actstore.store.store.Last", nothing)
+    patch.setattr("actstore.store.store.Claim", lambda owner, _release: Claim(owner))
 
 
 def nobody_holds_claims(patch):
@@ -166,11 +169,11 @@ def never_settled(patch):
 
 
 def no_containers(patch):
-    patch.setattr("actstore.check.state.contents", lambda _: ([], []))
+    patch.setattr("actstore.rerun.state.contents", lambda _: ([], []))
 
 
 def no_optimizers(patch):
-    patch.setattr("actstore.check.state.live_optimizers", list)
+    patch.setattr("actstore.rerun.state.live_optimizers", list)
 
 
 def with_patch(test, *args):

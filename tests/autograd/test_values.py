@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from actstore import ActivationStore, SpecError
-from actstore.handles import Stored
+from actstore.autograd.handles import Stored
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits, train_step
 from tests.autograd.models import build
 

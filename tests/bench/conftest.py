@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actstore.bench.result import Result, RowResult
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 
 TINY = Workload(layers=2, width=32, heads=2, context=16, batch=2, steps=2, warmup=1, threads=1)
 MIB = 2**20

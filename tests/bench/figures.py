@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from actstore.bench.result import Result, RowResult
-from actstore.bench.workload import Workload
-from benchmarks import breakdown, convergence, largest, scaling
+from actstore.bench.workloads.workload import Workload
+from benchmarks import largest
+from benchmarks.suite import breakdown, convergence, scaling
 
 MIB = 2**20
 ENVIRONMENT: dict[str, Any] = {"processor": "Some(R) Processor CPU @ 2.00GHz", "cores": 2, "torch": "2", "gpu": None}

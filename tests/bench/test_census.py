@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from actstore.bench.census import Census
+from actstore.bench.peers.census import Census
 
 
 def test_counts_each_storage_once_and_no_parameter() -> None:

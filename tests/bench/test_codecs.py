@@ -14,11 +14,12 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from actstore.bench import cli, labels
+from actstore.bench import labels
 from actstore.bench.codecs import contenders, measure, plot, table
 from actstore.bench.codecs.contenders import BNB, DEFAULT, Contender
 from actstore.bench.codecs.measure import Setting
 from actstore.bench.codecs.result import CodecResult, CodecRow, Speed
+from actstore.cli import app as cli
 from actstore.codecs import Int8, names
 from actstore.errors import ConfigError, KernelUnavailable
 

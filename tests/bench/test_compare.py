@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("typer")
 
-from actstore.bench import cli, compare
+from actstore.bench import compare
 from actstore.bench.comparison import changes, differences, packages
 from actstore.bench.result import Result
+from actstore.cli import app as cli
 from actstore.errors import ConfigError
 
 

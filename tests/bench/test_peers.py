@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from actstore import ActivationStore
-from actstore.bench import rows, workloads
-from actstore.bench.peers import NotApplicable, wrap
-from actstore.bench.rows import ROWS, Row
+from actstore.bench import workloads
+from actstore.bench.peers import NotApplicable, rows, wrap
+from actstore.bench.peers.rows import ROWS, Row
 from actstore.bench.trainer import Trainer
-from actstore.bench.workload import Workload
 from actstore.bench.workloads.job import Job
+from actstore.bench.workloads.workload import Workload
 
 BY_NAME = {row.name: row for row in ROWS}
 

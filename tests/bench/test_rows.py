@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actstore.bench.rows import ROWS, parse_policies, rows_for, select
+from actstore.bench.peers.rows import ROWS, parse_policies, rows_for, select
 from actstore.errors import ActstoreError, ConfigError
 
 

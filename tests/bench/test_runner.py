@@ -7,12 +7,13 @@ from typing import ClassVar, Self
 
 import pytest
 
-from actstore.bench import rows, runner
+from actstore.bench import runner
 from actstore.bench.client import Client, RowFailed, RowLeftOut
+from actstore.bench.peers import rows
+from actstore.bench.peers.rows import BITSANDBYTES, PLAIN, Row
 from actstore.bench.result import Duel, Result
-from actstore.bench.rows import BITSANDBYTES, PLAIN, Row
 from actstore.bench.runner import run, steps_of
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 
 
 def test_a_row_that_fails_leaves_the_others_alone(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from actstore.bench.rows import ROWS, Row
+from actstore.bench.peers.rows import ROWS, Row
 from actstore.bench.trainer import Trainer, relative_error
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from actstore.bench import workloads
-from actstore.bench.rows import PLAIN, Row
+from actstore.bench.peers.rows import PLAIN, Row
 from actstore.bench.trainer import Trainer
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 SCRIPT = """
@@ -173,7 +173,7 @@ def test_options_that_do_nothing_are_refused() -> None:
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A user's step by its name alone; a mistake in it is one line and exit code 2."""
     pytest.importorskip("typer")
-    from actstore.bench import cli
+    from actstore.cli import app as cli
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["actstore", "bench", *arguments])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from actstore.bench import workloads
-from actstore.bench.workload import Workload
 from actstore.bench.workloads.text import Batches, text, text_digest, vocabulary
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 

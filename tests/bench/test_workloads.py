@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from actstore.bench import workloads
-from actstore.bench.rows import CHECKPOINT, PLAIN, Row
+from actstore.bench.peers.rows import CHECKPOINT, PLAIN, Row
 from actstore.bench.trainer import Trainer
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import MODELS, digits
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 SIZES = {

@@ -8,10 +8,10 @@ from importlib import import_module
 import pytest
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Codec, Exact
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import PayloadError, SpecError
-from actstore.spec import Spec
 from tests.emulator.device import emulated
 from tests.oracles import find
 
@@ -85,7 +85,7 @@ def implementations(codec: Codec, dtype, *, cuda: bool = True) -> Iterator[Imple
     """Each way to run `codec` on the CPU: its own, the fallback, and the CUDA source in the emulator."""
     yield Implementation("codec", codec)
     if isinstance(codec, KernelCodec):
-        fallback = import_module(f"actstore.kernels.{codec.kernel_name}_torch")
+        fallback = import_module(f"actstore.kernels.torch.{codec.kernel_name}")
         yield Implementation("fallback", codec, fallback.kernels(dtype, torch.device("cpu"), **codec._options()))
         if cuda:
             yield Implementation("cuda", codec, emulated(codec, dtype))

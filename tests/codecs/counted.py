@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actstore.spec import Spec
+from actstore.base.spec import Spec
 from tests.codecs.contract import KEY, POISON, aligned, check_guards, storage_bytes
 from tests.emulator.device import emulated
 from tests.oracles import find

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from actstore.spec import Spec
+from actstore.base.spec import Spec
 from tests.codecs.contract import KEY, aligned, implementations, tensor_of
 from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, to_bytes
 

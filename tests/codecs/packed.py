@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actstore.base.spec import Spec
 from actstore.errors import PayloadError
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_guards, implementations, storage_bytes
 from tests.emulator.device import emulated
 from tests.oracles import find

@@ -6,11 +6,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Int2, Int3, Int4, Int5, Int6, Int8
 from actstore.errors import ConfigError, SpecError
 from actstore.kernels.affine import LEVELS, sections
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import KEY, aligned, check_codec, check_guards, storage_bytes, tensor_of
 from tests.emulator.device import emulated
 from tests.oracles import affine as oracle

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Exact
 from actstore.errors import SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.codecs.counted import check_counts
 from tests.codecs.floats import roundtrip

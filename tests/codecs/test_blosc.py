@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Int8, Intpack, Lz4, Raw, Zmask, Zstd
 from actstore.errors import ChainError, ConfigError, PayloadError, SpecError
 from actstore.kernels import blosc
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import GUARD, POISON, aligned, check_codec, storage_bytes, tensor_of
 from tests.oracles import blosc as oracle
 from tests.oracles.samples import random_bits
@@ -184,7 +184,7 @@ def test_the_library_is_loaded_by_the_first_encode(missing):
         import sys, torch, actstore
         from actstore.codecs import Zstd
         from actstore.errors import KernelUnavailable
-        from actstore.spec import Spec
+        from actstore.base.spec import Spec
         x, out = torch.ones(64), torch.empty(512, dtype=torch.uint8)
         Zstd().size(Spec.of(x))
         assert "blosc2" not in sys.modules

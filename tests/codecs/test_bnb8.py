@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Bnb8
 from actstore.errors import PayloadError, SpecError
-from actstore.kernels import bnb8
+from actstore.kernels.torch import bnb8
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_codec, tensor_of
 from tests.oracles.samples import DTYPES, random_bits
 
@@ -100,7 +100,7 @@ def test_the_library_is_loaded_by_the_first_encode(missing):
         import sys, torch, actstore
         from actstore.codecs import Bnb8
         from actstore.errors import KernelUnavailable
-        from actstore.spec import Spec
+        from actstore.base.spec import Spec
         x, out = torch.ones(64), torch.empty(512, dtype=torch.uint8)
         Bnb8().size(Spec.of(x))
         assert "bitsandbytes" not in sys.modules

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from actstore import codecs
+from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Codec, Exact, get, names
 from actstore.errors import SpecError
 from actstore.policy.options import codec_text
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_codec, tensor_of
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements, random_bits, samples

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs import Raw
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ActstoreError, KernelUnavailable, SpecError
 from actstore.policy.options import codec_text
-from actstore.spec import Spec
 from tests.codecs.contract import GUARD, KEY, POISON, Implementation, columns_of, storage_bytes, tensor_of
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements, random_bits, samples

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from actstore.base.spec import Spec
 from actstore.codecs import E5m6, Exact
 from actstore.errors import SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.codecs.counted import check_counts
 from tests.codecs.floats import check_all_threads, every_pattern, float_tensors, roundtrip

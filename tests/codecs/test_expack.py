@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import dropout, gelu
 
+from actstore.base.spec import Spec
 from actstore.codecs import Expack
-from actstore.spec import Spec
 from tests.codecs import packed
 from tests.codecs.contract import check_codec, tensor_of
 from tests.oracles import expack as oracle

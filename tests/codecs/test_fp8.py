@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Fp8
 from actstore.codecs.int8 import GROUPS
 from actstore.errors import ConfigError, SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import KEY, aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.codecs.counted import check_counts
 from tests.codecs.floats import check_all_threads, every_pattern, float_tensors, roundtrip, top_of_groups, ulp

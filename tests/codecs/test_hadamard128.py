@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Bit1, E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Zmask
 from actstore.errors import ChainError, ConfigError, PayloadError
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import KEY, aligned, check_codec, storage_bytes, tensor_of
 from tests.oracles import hadamard128 as oracle
 from tests.oracles import philox

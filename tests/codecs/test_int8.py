@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Int8
 from actstore.codecs.int8 import GROUPS
 from actstore.errors import ConfigError, SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.oracles import int8 as oracle
 from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, every_code_and_scale, samples, to_bytes

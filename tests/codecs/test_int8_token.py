@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Int8
 from actstore.codecs.int8 import GROUPS
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import check_codec, storage_bytes, tensor_of
 from tests.oracles.samples import DTYPES, random_bits, samples
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Intpack
 from actstore.kernels.intpack import DTYPES
-from actstore.spec import Spec
 from tests.codecs import packed
 from tests.codecs.contract import check_codec, tensor_of
 from tests.oracles.intpack import numpy_dtype

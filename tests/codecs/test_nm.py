@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Nm
 from actstore.codecs.nm import GROUPS
 from actstore.errors import ConfigError, SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import check_codec, tensor_of
 from tests.codecs.test_int8 import elements
 from tests.codecs.test_topk import check_rows, roundtrip

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Codec, Exact, Int8, Nm, Raw, Topk, Zmask
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ChainError, PayloadError
-from actstore.kernels import tiles_cpu
+from actstore.kernels.cpu import tiles as tiles_cpu
 from actstore.kernels.sparse import PERIOD, TILE, Growth, Sections
 from actstore.policy import parse_decision
 from actstore.policy.options import codec_text
-from actstore.spec import Spec
 from tests.codecs.contract import GUARD, POISON, aligned, check_codec, check_guards, storage_bytes
 from tests.emulator.device import emulation, launch
 from tests.oracles import find

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Int8, Topk
 from actstore.errors import ConfigError, SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import check_codec, storage_bytes, tensor_of
 from tests.codecs.test_int8 import elements
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Spec
 from actstore.codecs import Int8, Zmask
 from actstore.errors import SpecError
-from actstore.spec import Spec
 from tests.codecs.contract import check_codec, storage_bytes, tensor_of
 from tests.oracles.samples import DTYPES, EVERY_DTYPE, ITEMSIZE, SPECIAL
 

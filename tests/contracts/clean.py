@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actstore.ledger import Ledger
+from actstore.base.ledger import Ledger
 from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostTier, Limited
 from actstore.tiers.arena import Arena
 from actstore.transfer import Engine

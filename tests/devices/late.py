@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from actstore.base.ticket import Ticket
 from actstore.devices import Device, Workers
-from actstore.ticket import Ticket
 
 POISON = 0xEE
 

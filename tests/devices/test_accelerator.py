@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from actstore.base.ticket import EventTicket
 from actstore.devices import Accelerator
 from actstore.devices.accelerator import Clock
-from actstore.ticket import EventTicket
 from actstore.tiers.arena import Arena
 
 PAGE = mmap.PAGESIZE

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from actstore import ActivationStore, Report
-from actstore.storage import hold_weak
+from actstore.base.storage import hold_weak
 from tests.autograd.checks import check_drained, same_bits
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 4

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, GradientCheck, Plan, StateError, check_gradients, html
+from actstore import ActivationStore, GradientCheck, Plan, StateError, check_gradients
+from actstore.display import html
 from tests.plan.profiles import MIB, profile
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-2-cores"
 VOID = ("br", "img", "meta")
 
 
@@ -59,7 +59,7 @@ def trained(policy: str = "0 : int8; 1 : recompute; 2 : keep", **options) -> Act
 
 def planned() -> Plan:
     pytest.importorskip("scipy")
-    from actstore.planning import replan
+    from actstore.session.planning import replan
 
     return replan(profile(4), 300 * MIB)
 
@@ -128,21 +128,6 @@ def test_a_plan_shows_what_it_explains():
     assert any("this plan" in row for row in shown)
 
 
-@pytest.mark.parametrize("name", ["gpt", "codecs"])
-def test_a_result_of_the_benchmark_shows_its_rows(name):
-    pytest.importorskip("rich")
-    from actstore.bench.codecs.result import CodecResult
-    from actstore.bench.result import Result
-
-    kind = CodecResult if name == "codecs" else Result
-    result = kind.from_json((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    rows = Cells(result._repr_html_()).rows
-    assert ("codec" if name == "codecs" else "row") == rows[0][0]
-    assert {row[0] for row in rows} >= {
-        row.codec if name == "codecs" else row.name for row in result.rows if not row.failed
-    }
-
-
 def test_a_store_draws_what_it_holds(one_thread):
     pytest.importorskip("matplotlib")
     store = trained()
@@ -175,7 +160,7 @@ def test_without_matplotlib_the_error_says_what_to_install():
 import sys
 sys.modules["matplotlib"] = None
 import torch, actstore
-from actstore.planning import replan
+from actstore.session.planning import replan
 from tests.plan.profiles import MIB, profile
 model = torch.nn.Linear(8, 8)
 store = actstore.ActivationStore(model, "int8", min_bytes=0)

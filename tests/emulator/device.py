@@ -11,19 +11,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from actstore.kernels import launch
 from actstore.kernels.base import Kernels
+from actstore.kernels.cuda import launch
 from tests.emulator.emulator import Buffer, Emulator, Launch, compiler
 
 emulator = cache(Emulator)
 
 
 def emulated(codec, dtype: torch.dtype, flush_denormals: bool = True) -> Kernels:
-    """What ``actstore.kernels.<name>_cuda`` gives for `codec`, with the emulator in the place of a GPU."""
+    """What ``actstore.kernels.cuda.<name>`` gives for `codec`, with the emulator in the place of a GPU."""
     if compiler() is None:
         pytest.skip("needs g++ to run the CUDA sources on the CPU")
     with emulation(flush_denormals):
-        return import_module(f"actstore.kernels.{codec.kernel_name}_cuda").kernels(
+        return import_module(f"actstore.kernels.cuda.{codec.kernel_name}").kernels(
             dtype, torch.device("cpu"), **codec._options()
         )
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "emulator"

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 from tests.emulator.emulator import Buffer, Emulator, Launch, compiler
 
 KERNELS = """

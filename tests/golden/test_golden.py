@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs import names
 from actstore.policy import parse_decision
-from actstore.spec import Spec
 from tests.codecs.contract import KEY, aligned, implementations, storage_bytes, tensor_of
 from tests.oracles import find
 

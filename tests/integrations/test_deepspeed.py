@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from actstore import ActivationStore
-from actstore.storage import expired, free_weak, hold_weak
+from actstore.base.storage import expired, free_weak, hold_weak
 from tests.distributed.launch import launch
 
 STEPS, WIDTH = 20, 32

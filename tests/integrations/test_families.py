@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import actstore
-from actstore.aliases import expand
 from actstore.policy import Rules
+from actstore.policy.aliases import expand
 from tests.integrations.conftest import quietly
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

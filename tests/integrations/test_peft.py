@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import actstore
-from actstore.modules import named_modules
+from actstore.model.names import named_modules
 from tests.integrations.conftest import llama, quietly, tokens
 
 LoraConfig, PromptTuningConfig, get_peft_model = quietly("peft", "LoraConfig", "PromptTuningConfig", "get_peft_model")

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "nvcc"

@@ -9,7 +9,7 @@ import pytest
 
 FACTORY = """
     import numpy as np
-    from actstore.kernels.cpu import get, kernel, put, u8_at
+    from actstore.kernels.cpu.language import get, kernel, put, u8_at
 
     def factory(step, twice):
         @kernel
@@ -43,12 +43,12 @@ def test_each_kernel_of_a_factory_has_an_index_of_its_own(tmp_path):
 EVERYTHING = """
     import torch
     from actstore.codecs.dispatch import KernelCodec
-    from actstore.kernels import cpu
+    from actstore.kernels.cpu import language
     from tests.oracles import find
     from tests.oracles.samples import EVERY_DTYPE
 
-    made, compiled = [], cpu._compiled
-    cpu._compiled = lambda run: made.append(compiled(run)) or made[-1]
+    made, compiled = [], language._compiled
+    language._compiled = lambda run: made.append(compiled(run)) or made[-1]
     for codec in find.variants():
         for dtype in (getattr(torch, name) for name in EVERY_DTYPE):
             if isinstance(codec, KernelCodec) and codec.accepts(dtype):

@@ -61,8 +61,8 @@ def test_without_cupy_kernels_for_cuda_say_what_to_install():
         sys.modules["cupy"] = None
         import torch
         from actstore.errors import KernelUnavailable
-        from actstore.kernels import int8_cuda, raw_cuda
-        for kernels, options in ((int8_cuda.kernels, {"group": 128, "round": "nearest"}), (raw_cuda.kernels, {})):
+        from actstore.kernels.cuda import int8, raw
+        for kernels, options in ((int8.kernels, {"group": 128, "round": "nearest"}), (raw.kernels, {})):
             try:
                 kernels(torch.float32, torch.device("cuda", 0), **options)
             except KernelUnavailable as error:
@@ -80,5 +80,5 @@ def test_other_devices_run_as_pytorch_operations(device_type):
         from actstore.codecs.dispatch import find_kernels
         for codec in (Raw(), Int8()):
             kernels = find_kernels(codec, torch.float32, torch.device("{device_type}"))
-            assert kernels.encode.__module__ == f"actstore.kernels.{{codec.name}}_torch"
+            assert kernels.encode.__module__ == f"actstore.kernels.torch.{{codec.name}}"
     """)

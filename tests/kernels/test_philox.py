@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from actstore.kernels import philox_cpu, philox_torch
+from actstore.kernels.cpu import philox as philox_cpu
+from actstore.kernels.torch import philox as philox_torch
 from tests.oracles import philox as oracle
 
 KEYS = (0, 1, 0x1234_5678_9ABC_DEF0, (1 << 63) - 1)

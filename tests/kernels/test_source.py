@@ -7,7 +7,7 @@ import pytest
 from actstore.codecs import names
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import KernelUnavailable
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 from tests.oracles import find
 
 

@@ -8,10 +8,10 @@ from hashlib import sha256
 import pytest
 import torch
 
+from actstore.base.spec import Spec
 from actstore.codecs import Int8
-from actstore.kernels import threads
-from actstore.kernels.threads import SPLIT_NBYTES, split
-from actstore.spec import Spec
+from actstore.kernels.cpu import threads
+from actstore.kernels.cpu.threads import SPLIT_NBYTES, split
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def decode(codec, payload, x):
 def test_the_threads_of_torch_write_the_same_bytes(codec, monkeypatch):
     used = []
     real = threads.split_in_team
-    monkeypatch.setattr("actstore.kernels.cpu.split_in_team", lambda *a: used.append(real(*a)) or used[-1])
+    monkeypatch.setattr("actstore.kernels.cpu.language.split_in_team", lambda *a: used.append(real(*a)) or used[-1])
     for numel in (threads.TEAM_NBYTES // 4, threads.TEAM_NBYTES // 4 + 33, 5 * threads.TEAM_NBYTES // 4 + 1):
         x = large()[:numel].clone()
         many = encode(codec, x)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from actstore.handles import Stored
+from actstore.autograd.handles import Stored
 from tests.autograd.test_planted import (
     a_held_output,
     contiguous_restore,

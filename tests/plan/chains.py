@@ -4,9 +4,9 @@ import random
 from itertools import product
 from math import inf
 
-from actstore.plan.chain import Chain, Layer, Limits, Links, Option
-from actstore.plan.tables import Tables
-from actstore.plan.timeline import evaluated
+from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.tables import Tables
+from actstore.plan.solver.timeline import evaluated
 
 
 def random_chain(rng: random.Random, layers: int, most_options: int = 6) -> Chain:

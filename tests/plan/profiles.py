@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actstore.plan.chain import Links
 from actstore.plan.profile import KEEP, Figures, Memory, Part, Profile, Unit
+from actstore.plan.solver.chain import Links
 
 MIB = 2**20
 MACHINE = {"device": "a GPU", "threads": "8", "torch": "2.11", "actstore": "0.1.0"}

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from actstore import CapacityError, Plan
+from actstore.base.units import format_nbytes
+from actstore.display.text import WIDTH
 from actstore.plan.explain import explain, groups_of
 from actstore.plan.profile import Memory
 from actstore.plan.study import Study
-from actstore.plan.text import WIDTH
-from actstore.planning import replan
-from actstore.units import format_nbytes
+from actstore.session.planning import replan
 from tests.plan.profiles import MIB, on_host, profile
 
 TIGHT, WIDE = 500 * MIB, 2000 * MIB

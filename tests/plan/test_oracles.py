@@ -4,9 +4,9 @@ from math import ceil, floor, inf
 
 import pytest
 
-from actstore.plan.chain import Chain, Layer, Limits, Links, Option
-from actstore.plan.least import least
-from actstore.plan.solve import solve
+from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.least import least
+from actstore.plan.solver.solve import solve
 
 # Backward is long enough that what left in forward comes back in time: the formulas count one direction.
 BACKWARD = 2.0

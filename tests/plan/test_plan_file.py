@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actstore import ActivationStore, ActstoreError, ConfigError, PayloadError, Plan, Profile
+from actstore.auto.probes import machine_of
+from actstore.model.units import digest_of
 from actstore.plan.plan import FORMAT, Prediction
 from actstore.plan.profile import write_json
-from actstore.planning import replan
-from actstore.probes import machine_of
-from actstore.shapes import digest_of
+from actstore.session.planning import replan
 from tests.plan.profiles import MIB, on_host, profile
 
 

@@ -3,7 +3,7 @@
 from actstore.plan.build import kept
 from actstore.plan.profile import Figures, Part, Unit
 from actstore.plan.recurrent import SEGMENT, SLOTS, recurrent_options, revolve_of, segments_of
-from actstore.plan.revolve import advances
+from actstore.plan.solver.revolve import advances
 
 CALLS = 160
 SAVED, CHAINED, OUTSIDE = 1000, 80, 20  # bytes of one call: all, its input from the call before, its other input

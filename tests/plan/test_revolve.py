@@ -7,7 +7,7 @@ from checkpoint_schedules import EndForward, EndReverse, Forward, Revolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.plan.revolve import MOST_AUTO, advances, fewest_slots, positions
+from actstore.plan.solver.revolve import MOST_AUTO, advances, fewest_slots, positions
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.chain import Chain, Layer, Limits, Links, Option
-from actstore.plan.dominance import useful
-from actstore.plan.least import least
-from actstore.plan.linear import Linear
-from actstore.plan.pareto import pareto
-from actstore.plan.search import Search
-from actstore.plan.solve import MIB, solve
-from actstore.plan.tables import Tables
-from actstore.plan.timeline import evaluated
+from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.least import least
+from actstore.plan.solver.linear import Linear
+from actstore.plan.solver.pareto import pareto
+from actstore.plan.solver.search import Search
+from actstore.plan.solver.solve import MIB, solve
+from actstore.plan.solver.tables import Tables
+from actstore.plan.solver.timeline import evaluated
 from tests.plan.chains import crowded_chain, enumerated, random_chain, random_limits
 
 GIB = 2**30

@@ -7,11 +7,11 @@ from math import inf, nan
 import pytest
 
 from actstore.errors import ConfigError
-from actstore.plan.batch import scores
-from actstore.plan.chain import Chain, Layer, Limits, Links, Option
-from actstore.plan.linear import Linear
-from actstore.plan.tables import Tables
-from actstore.plan.timeline import evaluate, evaluated
+from actstore.plan.solver.batch import scores
+from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.linear import Linear
+from actstore.plan.solver.tables import Tables
+from actstore.plan.solver.timeline import evaluate, evaluated
 from tests.oracles.fluid import step_time
 from tests.plan.chains import crowded_chain, random_chain, random_limits
 

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.spec import Site, Spec
 from actstore.codecs import Int8, Raw
 from actstore.errors import PolicyError
 from actstore.policy import Encode, Keep, Offload, Recompute, Rules, parse
 from actstore.policy.pattern import Pattern
-from actstore.spec import Site, Spec
 from tests.policy.codecs import these_codecs
 from tests.policy.strategies import names, rules
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from actstore import ActivationStore, StateError
-from actstore.checkpoints import innermost_pack
+from actstore.recompute.checkpoints import innermost_pack
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 POLICIES = ["keep", "raw", "raw @ disk", "int8"]

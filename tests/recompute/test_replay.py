@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore, MutationError
-from actstore.plan.revolve import advances, fewest_slots
+from actstore.plan.solver.revolve import advances, fewest_slots
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 
 WIDTH = 16

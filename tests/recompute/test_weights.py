@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from actstore import ActivationStore
-from actstore.weights import Weights
+from actstore.model.weights import Weights
 from tests.autograd.checks import check_same
 from tests.autograd.models import WIDTH
 

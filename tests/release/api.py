@@ -12,7 +12,7 @@ FILE = Path(__file__).parent / "api.txt"
 EVERYTHING = ("actstore", "actstore.codecs", "actstore.policy", "actstore.testing")
 PARTS = {
     "actstore.devices": ["Cpu", "Device"],
-    "actstore.ticket": ["DONE", "Ticket"],
+    "actstore.base.ticket": ["DONE", "Ticket"],
     "actstore.tiers": ["Slot", "Tier", "too_late"],
 }
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import actstore
-from actstore import extensions
+from actstore.base import extensions
+from actstore.base.compiler import tell_compiler
 from actstore.codecs import Bit1, Codec, E5m6, Exact, Int8, Raw, Zmask, check_dtype
 from actstore.errors import ChainError, ConfigError, UnknownCodecError
 from actstore.policy import Encode, Offload, parse_decision
 from actstore.policy.options import codec_text
 from actstore.testing import check_codec
-from actstore.untraced import tell_compiler
 from tests.release.distributions import offer
 
 ROOT = Path(__file__).parents[2]

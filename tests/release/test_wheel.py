@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from actstore import __version__
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 from tests.release.environment import call
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_an_installed_actstore_finds_its_kernels(bare):
     assert package.parent == bare.packages
     assert seen["version"] == seen["metadata"] == __version__
     assert seen["typed"]
-    assert seen["command"] == ["actstore.bench.cli:main"]
+    assert seen["command"] == ["actstore.cli.app:main"]
     assert Path(seen["csrc"]).parent == package
     assert sorted(path.name for path in Path(seen["csrc"]).iterdir()) == SOURCES
     assert seen["digests"] == {path.stem: source.read(path.stem).digest for path in (ROOT / "csrc").glob("*.cu")}

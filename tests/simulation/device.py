@@ -14,8 +14,8 @@ from weakref import finalize
 
 import torch
 
+from actstore.base.ticket import Span, Ticket
 from actstore.devices.base import Device, Workers
-from actstore.ticket import Span, Ticket
 from tests.simulation.agents import Host, Op, Stream
 from tests.simulation.clocks import Checker, join
 from tests.simulation.heap import POISON, Block, Heap

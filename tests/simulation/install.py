@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import actstore.base.reaper
 import actstore.devices
-import actstore.reaper
 from actstore.devices.base import Device
 from tests.simulation.device import SimDevice
 from tests.simulation.locks import SimCondition, SimDeque, SimEvent, SimLock, SimRLock, SimSemaphore
@@ -73,7 +73,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
                 for original, substitute in replaced:
                     if value is original:
                         monkeypatch.setattr(module, attribute, substitute)
-    monkeypatch.setattr(actstore.reaper, "deque", _made(SimDeque, deque))
+    monkeypatch.setattr(actstore.base.reaper, "deque", _made(SimDeque, deque))
     trace_codecs(monkeypatch, here)
     trace_files(monkeypatch, here)
 

@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
+from actstore.base.reaper import Reaper
+from actstore.base.ticket import JobTicket
 from actstore.codecs import Int8
-from actstore.reaper import Reaper
-from actstore.ticket import JobTicket
 from actstore.transfer import engine
 from tests.simulation import POISON, SimDevice, TraceOperators, install, simulation, use
 from tests.simulation.locks import SimCondition

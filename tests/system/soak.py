@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore, encode
-from actstore.layout import layout_of
+from actstore.base.layout import layout_of
 
 POLICIES = ("raw @ disk", "int8 @ host > disk", "zmask(expack) @ disk")
 LOSSY = 1

@@ -472,7 +472,7 @@ import torch
 from torch.nn import Linear, ReLU, Sequential
 from actstore import ActivationStore
 from actstore.devices import Accelerator
-from actstore.ticket import EventTicket
+from actstore.base.ticket import EventTicket
 
 warnings.simplefilter("ignore")
 query = EventTicket.ready

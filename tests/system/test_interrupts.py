@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from actstore import ActivationStore, StateError, modules
-from actstore.reaper import Last
-from actstore.session import is_active
+from actstore import ActivationStore, StateError
+from actstore.autograd import tracker as modules
+from actstore.base.reaper import Last
+from actstore.session.activation_store import is_active
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Moments, in_package
 

@@ -23,7 +23,7 @@ PLANTED = {
         "memory",
     ),
     "a tier that is not closed": (
-        "from actstore.tierset import TierSet; TierSet.close = lambda self: kept.append(self)",
+        "from actstore.store.tierset import TierSet; TierSet.close = lambda self: kept.append(self)",
         "threads",
     ),
     "a file that keeps its bytes": (

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.ticket import Ticket
 from actstore.errors import StateError
-from actstore.ticket import Ticket
 from actstore.tiers.arena import IDLE_STEPS, Arena, room
 from tests.devices.late import LateDevice
 

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actstore.base.ticket import JobTicket, Ticket
 from actstore.devices import Cpu, Device
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
 from actstore.testing.tiers import check_tier, pattern
-from actstore.ticket import JobTicket, Ticket
 from actstore.tiers import DiskTier
 from actstore.tiers.disk import WORKERS
 from actstore.tiers.file import NamelessFile, digest, warn_if_memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actstore import ActivationStore
-from actstore.checksum import checksum
+from actstore.base.checksum import checksum
 from actstore.devices import Cpu
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
 from actstore.testing.tiers import check_tier, load, pattern, store

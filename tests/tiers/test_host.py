@@ -5,9 +5,9 @@ import mmap
 import pytest
 import torch
 
+from actstore.base.ticket import DONE
 from actstore.errors import StateError
 from actstore.testing.tiers import pattern
-from actstore.ticket import DONE
 from actstore.tiers import HostTier
 from actstore.tiers.arena import IDLE_STEPS
 from tests.devices.late import LateDevice, LateTicket

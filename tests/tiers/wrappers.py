@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from actstore.base.ticket import JobTicket, Span, Ticket
 from actstore.errors import StateError, TransferError
-from actstore.ticket import JobTicket, Span, Ticket
 from actstore.tiers import Slot, Tier
 
 

@@ -25,12 +25,12 @@ from typing import Any
 import pytest
 import torch
 
+from actstore.base.spec import Site, Spec
 from actstore.codecs import AtMost, Codec, Raw
-from actstore.entry import Entry, Forward
-from actstore.spec import Site, Spec
-from actstore.store import Store
+from actstore.store.payload import Entry, Forward
+from actstore.store.store import Store
+from actstore.store.tierset import StoreOptions
 from actstore.tiers import arena, staging
-from actstore.tierset import StoreOptions
 from actstore.transfer import cells, engine
 from tests.contracts.clean import traffic
 from tests.simulation import SimDevice, Stream, install, simulation

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore.base.ticket import DONE, Ticket
 from actstore.devices import Cpu
-from actstore.ticket import DONE, Ticket
 from actstore.transfer.buffers import Buffers
 
 DEVICE = Cpu(torch.device("cpu"))

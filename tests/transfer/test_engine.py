@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
+from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
+from actstore.base.ticket import Ticket
 from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
-from actstore.ledger import Ledger
-from actstore.spec import Site
-from actstore.ticket import Ticket
 from actstore.tiers import Slot, Tier
 from actstore.transfer.engine import PARCEL_NBYTES, SMALL_NBYTES, Engine
 from actstore.transfer.parcel import State

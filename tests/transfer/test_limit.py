@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actstore.spec import Site
-from actstore.store import Store
-from actstore.tierset import StoreOptions
+from actstore.base.spec import Site
+from actstore.store.store import Store
+from actstore.store.tierset import StoreOptions
 from tests.simulation import SimDevice, simulation
 from tests.transfer.programs import CPU, PAGE, RAW, Owned, small_memory
 

@@ -9,13 +9,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from actstore import ActivationStore
+from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw
 from actstore.devices import Cpu
-from actstore.entry import Entry
 from actstore.errors import StateError
-from actstore.spec import Site
-from actstore.store import Store
-from actstore.tierset import StoreOptions
+from actstore.store.payload import Entry
+from actstore.store.store import Store
+from actstore.store.tierset import StoreOptions
 from actstore.transfer import engine, loan
 from actstore.transfer.traffic import Traffic
 from tests.autograd.checks import check_drained, gc_off, same_bits, settle

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from actstore import store
+from actstore.base.ticket import DONE
 from actstore.errors import ActstoreError
-from actstore.store import Store
-from actstore.ticket import DONE
+from actstore.store import store
+from actstore.store.store import Store
 from actstore.tiers import HostTier
 from actstore.tiers.arena import Arena
 from actstore.transfer.buffers import Buffers

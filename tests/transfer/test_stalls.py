@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from actstore.codecs import Raw
-from actstore.store import Store
+from actstore.store.store import Store
+from actstore.store.tierset import StoreOptions
 from actstore.tiers import HostTier
-from actstore.tierset import StoreOptions
 from tests.simulation import install, simulation
 from tests.transfer.programs import CPU, Owned
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actstore.base.spec import Spec
 from actstore.bench import data
 from actstore.codecs import Codec, Exact
 from actstore.errors import ActstoreError, ConfigError, KernelUnavailable
 from actstore.kernels.base import LENGTH_NBYTES
 from actstore.policy import Encode, parse_decision
-from actstore.spec import Spec
 
 KEY = 0x5EED  # of the random bits
 BNB = "bnb8 (bitsandbytes)"

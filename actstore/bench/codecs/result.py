@@ -132,11 +132,6 @@ class CodecResult:
     def write(self, path: Path) -> None:
         path.write_text(self.to_json(), encoding="utf-8")
 
-    def _repr_html_(self) -> str:
-        from actstore.bench.codecs.table import to_html
-
-        return to_html(self)
-
 
 def _row(values: dict[str, Any]) -> CodecRow:
     known = {f.name for f in fields(CodecRow)}

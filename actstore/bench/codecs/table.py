@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from actstore import html
 from actstore.bench.codecs.result import CodecResult, CodecRow, Speed
 
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -34,21 +33,6 @@ def render(result: CodecResult) -> RenderableType:
         parts.append(_by_data([(row, _ratios(row)) for row in variable]))
     parts += [Text(f"{row.codec}: {row.failed}", style="yellow" if row.missing else "red") for row in result.failed]
     return Group(*parts, Text(_LEGEND, style="dim"))
-
-
-def to_html(result: CodecResult) -> str:
-    """The speeds and errors for notebooks."""
-    head = ("codec", "dtype", "data", "bits", "ratio", "encode of copy", "GB/s", "decode of copy", "GB/s", "error %")
-    rows = [
-        (*_sizes(row), *_speed(row, row.encode), *_speed(row, row.decode), _percents(row).get(row.data, ""))
-        for row in result.good
-    ]
-    return html.section(
-        _title(result),
-        html.table(head, rows, words=(0, 1, 2)),
-        html.line(" ".join(_LEGEND.split("\n"))),
-        html.items(f"{row.codec}: {row.failed}" for row in result.failed),
-    )
 
 
 def _sizes(row: CodecRow) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from actstore.bench.peers.base import NotApplicable, Wrap
-from actstore.bench.rows import Row
+from actstore.bench.peers.rows import Row
 from actstore.bench.workloads.job import Job
 
 __all__ = ["NotApplicable", "Wrap", "wrap"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from actstore.bench.census import own_storages
 from actstore.bench.peers.base import Around
+from actstore.bench.peers.census import own_storages
 from actstore.bench.workloads.job import Job
 
 BNB_MIN_ELEMENTS = 4096

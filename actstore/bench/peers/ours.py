@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from actstore import ActivationStore, CapacityError
-from actstore.bench.census import Census
+from actstore.base.units import format_nbytes
 from actstore.bench.peers.base import NotApplicable, Wrap
+from actstore.bench.peers.census import Census
 from actstore.bench.workloads.job import Job
-from actstore.units import format_nbytes
 
 SETTLED_STEPS = 6  # with a plan, before it is timed: time to notice that it is wrong
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import gpt, llama, lora, lstm, resnet, unet, user, vit
 from actstore.bench.workloads.job import Job, Kind, fix_seed
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 MODELS: dict[str, Kind] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 CLASSES = 10

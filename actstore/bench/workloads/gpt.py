@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import text
 from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.text import Batches, vocabulary
+from actstore.bench.workloads.workload import Workload
 
 
 class Attention(nn.Module):

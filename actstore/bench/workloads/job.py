@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from actstore.bench.workload import DTYPES, Workload
-from actstore.session import MIN_NBYTES
+from actstore.bench.workloads.workload import DTYPES, Workload
+from actstore.session.activation_store import MIN_NBYTES
 
 Batch = tuple[Tensor, ...]
 

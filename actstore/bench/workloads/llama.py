@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import text
 from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.text import Batches, vocabulary
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 GROUP = 4  # heads that share keys and values, where there are as many

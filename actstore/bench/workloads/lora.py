@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor, nn
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.llama import Llama, check
 from actstore.bench.workloads.text import Batches
+from actstore.bench.workloads.workload import Workload
 
 RANK = 8
 SCALE = 2.0

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import CLASSES, Digits
 from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.workload import Workload
 
 STAGES = 3
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from actstore.bench.workload import Workload
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 

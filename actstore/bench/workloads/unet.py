@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import NoisyDigits
 from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 GROUPS = 8

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads.job import Job, Kind
-from actstore.check.step import leaves_of, loss_of, takes_store
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ActstoreError, ConfigError
-from actstore.recompute import repeated_blocks
+from actstore.model.blocks import repeated_blocks
+from actstore.rerun.step import leaves_of, loss_of, takes_store
 
 
 class UserJob(Job):
@@ -23,7 +23,7 @@ class UserJob(Job):
 
     def __init__(self, work: Workload) -> None:
         with told(work.model):
-            from actstore.bench.target import load
+            from actstore.rerun.target import load
 
             target = load(work.model)
         devices = {parameter.device.type for parameter in target.model.parameters()}

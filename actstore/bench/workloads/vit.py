@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore.bench.workload import Workload
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import CLASSES, Digits
 from actstore.bench.workloads.gpt import Block
 from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 PATCH = 4  # pixels of a side

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from actstore.base.spec import Spec
 from actstore.codecs import Codec, Exact, check_buffers, check_dtype, storage_slice
 from actstore.errors import PayloadError, SpecError
-from actstore.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from actstore.base.ticket import DONE, Ticket
 from actstore.devices import Device
 from actstore.errors import StateError
-from actstore.ticket import DONE, Ticket
 from actstore.tiers import Slot, Tier, too_late
 
 

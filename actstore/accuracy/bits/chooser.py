@@ -1,0 +1,213 @@
+"""Finds a codec for each payload while training runs: measures in a pair of steps, chooses, and chooses again later.
+
+Every step on the way is a training step like any other, as lossy as it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.accuracy.bits.payloads import Choice, Payload, Sensitivity
+from actstore.accuracy.bits.solve import least_bytes, least_variance
+from actstore.accuracy.bits.trials import CANDIDATES, Trials
+from actstore.accuracy.influence.effect import GradientEffect
+from actstore.accuracy.influence.pairs import Pairs
+from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
+from actstore.base.units import format_nbytes, parse_budget
+from actstore.codecs import Codec, Int8
+from actstore.errors import CapacityError, StateError
+from actstore.plan.wish import check_noise
+from actstore.policy import Encode, Policy, parse_decision
+from actstore.store.tierset import TierSet
+
+log = logging.getLogger("actstore")
+
+BASE = Int8(affine=True, round="dither")  # before there is a choice
+LEVELS = (0.02, 0.08, 0.4)  # relative errors, about those of 6, 4 and 2 bits
+GAP = 2e-3  # a choice is as near to the best
+AGAIN = 128  # steps after which it is chosen anew; then after twice as many, and so on,
+WATCH = 16  # and after so many, twice as many ..., if by then errors do more than
+GROWN = 2.0  # times what was predicted
+MOST_IN_ATTENTION = 0.01  # squared relative error, about that of 4 bits: what errors of queries and keys do grows
+ATTENTION = "Attention"  # exponentially with them, and with the logits as training goes on. In the names of nodes
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a choice may cost: variance of the gradients, as a fraction of that from batch to batch, or bytes."""
+
+    max_noise: float | None
+    nbytes: int | None
+
+    @classmethod
+    def read(cls, budget: int | str | None, max_noise: float | None) -> Grant:
+        """From what users write.
+
+        Raises
+        ------
+        ConfigError : the budget does not parse, or `max_noise` is no such fraction
+        """
+        if max_noise is not None:
+            check_noise(max_noise)
+        return cls(max_noise, None if budget is None else parse_budget(budget, "budget"))
+
+
+class Chooser:
+    """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
+
+    It measures in pairs of steps. In the first every payload is taken through each candidate, and what errors of some
+    sizes would do is predicted; the second gives the noise from batch to batch. Payloads wait in 8 bits then; later in
+    the codecs of the choice that runs, and those that it keeps in 8 bits in the first step of the pair.
+
+    Attributes
+    ----------
+    choice : what runs; its variance is that of each weight's gradient by the square of its norm, averaged over
+        elements. None until it is known
+    noise : the same from batch to batch
+    """
+
+    def __init__(self, ledger: Ledger, grant: Grant, pairs: Pairs) -> None:
+        self.choice: Choice | None = None
+        self.noise = 0.0
+        self._ledger = ledger
+        self._grant = grant
+        self._pairs = pairs
+        self._codecs: dict[Site, Codec] = {}  # of the choice
+        self._ordinary: Policy = lambda _site, _spec: Encode(BASE)
+        self._tried: Trials | None = None  # of the pair that runs,
+        self._trials: Trials | None = None  # and of the step
+        self._steps = self._policies()
+
+    # -- the session's calls ------------------------------------------------------------------------------------------
+
+    def next(self, _place: TierSet, _modules: Iterable[tuple[str, Module]]) -> Policy:
+        """The policy of the step that begins now.
+
+        Raises
+        ------
+        CapacityError : no choice fits into the budget. Only before the first choice: later that goes on, with a warning
+        StateError : steps do not show what errors do to gradients. Only before the first choice, too
+        """
+        try:
+            return next(self._steps)
+        except BaseException:
+            self._steps = self._policies()  # what was measured is lost with the frame that failed
+            raise
+
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook for an entry, from that of the store."""
+        return pack if self._trials is None else self._trials.noting(pack)
+
+    def begin(self) -> None:
+        """The step begins."""
+
+    def end_forward(self, _error: BaseException | None) -> None:
+        """Forward has ended."""
+        self._trials = None
+
+    def close(self) -> None:
+        """The store is closed."""
+        self._steps = iter(())
+        self._tried = self._trials = None
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _policies(self) -> Iterator[Policy]:
+        """A policy for each step."""
+        interval = AGAIN
+        while True:
+            yield from self._measure()
+            steps, look_at = 0, WATCH
+            while steps < interval:
+                for _ in range(min(look_at, interval) - steps):
+                    yield self._ordinary
+                steps, look_at = min(look_at, interval), 2 * look_at
+                if (yield from self._has_grown()):
+                    break
+            else:
+                interval *= 2
+
+    def _has_grown(self) -> Generator[Policy, None, bool]:
+        """Whether errors do much more than was predicted. It takes a pair of steps to see that."""
+        choice = self.choice
+        if choice is None or not self._codecs or not self.noise:
+            return False
+        effect = yield from self._look(lambda: self._ordinary)
+        if effect is None:
+            return False
+        found, predicted = effect.by_weight / (effect.noise_by_weight or inf), choice.variance / self.noise
+        if found > GROWN * predicted:
+            log.info("bits: errors add %.2g to the noise, not %.2g: measured again", found, predicted)
+        return found > GROWN * predicted
+
+    def _look(
+        self, first: Callable[[], Policy], levels: tuple[float, ...] = ()
+    ) -> Generator[Policy, None, GradientEffect | None]:
+        """As `Pairs.look`; None, with a warning, where steps show nothing and there is a choice to go on with."""
+        try:
+            return (yield from self._pairs.look(first, self._ordinary, levels))
+        except StateError as error:
+            if self.choice is None:
+                raise
+            warnings.warn(f"{error}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            return None
+
+    def _measure(self) -> Iterator[Policy]:
+        """A pair of steps that leads to a choice."""
+        effect = yield from self._look(self._try, LEVELS)
+        trials, self._tried = self._tried, None
+        if effect is None or trials is None:
+            return
+        known = {site.site: Sensitivity(site.curve) for site in effect.sites if site.curve}
+        exponential = {site.site for site in effect.sites if any(ATTENTION in node for node in site.nodes)}
+        payloads = [
+            payload.up_to(MOST_IN_ATTENTION) if str(payload.site) in exponential else payload
+            for payload in trials.payloads(known)
+        ]
+        if payloads and not known:
+            why = "; ".join(sorted({site.reason for site in effect.missing}))
+            warnings.warn(f"nothing is lossy: what errors do is not predicted: {why}", RuntimeWarning, stacklevel=5)
+        self._choose(payloads, effect.noise_by_weight or 0.0)
+
+    def _try(self) -> Policy:
+        """What decides in a step in which each payload is taken through every candidate."""
+        codecs = self._codecs
+        self._trials = self._tried = trials = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
+        return trials
+
+    def _choose(self, payloads: list[Payload], noise: float) -> None:
+        """Choose from what is known now."""
+        budget, max_noise = self._grant.nbytes, self._grant.max_noise
+        try:
+            if max_noise is not None:
+                choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=GAP)
+            else:
+                assert budget is not None
+                accounts = self._ledger.accounts()
+                stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
+                others = max(0, sum(account.held_at_exit for account in accounts) - stored)
+                choice = least_variance(payloads, nbytes=max(0, budget - others), per="site", gap=GAP)
+        except CapacityError as refusal:
+            least = others + int(refusal.facts["least"])
+            why = (
+                f"budget={format_nbytes(budget or 0)} is too small: {format_nbytes(others)} are held beside what "
+                f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
+                '"auto", which recomputes'
+            )
+            if self.choice is None:
+                raise CapacityError(why, least=least, limit=budget) from None
+            warnings.warn(f"{why}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            return
+        self.choice, self.noise, self._ordinary = choice, noise, choice.policy
+        decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}
+        self._codecs = {site: decision.codec for site, decision in decisions.items() if isinstance(decision, Encode)}
+        log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)

@@ -1,0 +1,299 @@
+"""Which payload gets how many bits: the fewest bytes for a variance of the gradients, or the least variance for bytes.
+
+Payloads lose independently of each other, so that the variance of the weight gradients is, to first order,
+
+    sum over payloads of  V(e**2)
+
+with e the relative error of a payload and V its sensitivity, proportional for small errors. One candidate for each
+group of payloads, the least sum of one figure, a limit on the sum of the other: a multiple-choice knapsack. Its
+Lagrangian bound is computed here in floating point; what it leaves open goes to the mixed-integer program of the
+planner, where scipy is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from math import fsum, inf, isfinite
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from actstore.accuracy.bits.payloads import Choice, Payload, tied
+from actstore.base.units import format_nbytes
+from actstore.errors import CapacityError, ConfigError
+from actstore.plan.solver.program import Program, Terms
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+PROVEN = 1e-6  # of a bound: the solver's own tolerances, to which a proof of its can be wrong
+ROUNDING = 1e-12  # of a limit, for the rounding of sums
+HALVINGS = 200
+DOUBLINGS = 1100  # all of the exponents of a float
+
+
+def least_bytes(
+    payloads: Sequence[Payload],
+    *,
+    variance: float,
+    per: Literal["module", "site"] = "module",
+    gap: float = 1e-3,
+    time_limit: float = 10.0,
+) -> Choice:
+    """Choose so that payloads take the fewest bytes while the gradients' variance is at most `variance`.
+
+    Parameters
+    ----------
+    payloads : with their sensitivities and candidates
+    variance : most of the sum of the sensitivities at the payloads' errors, in their unit
+    per : "module": payloads of one module, and modules that read one payload, are decided alike, as the text of a
+        policy can say it; "site": only the readers of one payload are, and the policy is a function
+    gap : of the bytes; the search ends with a choice that is proven to be as near to the best
+    time_limit : s, for the solver
+
+    Raises
+    ------
+    CapacityError : no choice has so small a variance; `least` is the least that is possible
+    ConfigError : figures that are negative or not finite, or payloads to be decided alike without a common candidate
+
+    Notes
+    -----
+    A pure function. Deterministic as long as the time limit is not reached. Without scipy it is the choice at the best
+    Lagrangian price, filled up; its bound holds all the same.
+    """
+    return _choose(payloads, "bytes", variance, per, gap, time_limit)
+
+
+def least_variance(
+    payloads: Sequence[Payload],
+    *,
+    nbytes: float,
+    per: Literal["module", "site"] = "module",
+    gap: float = 1e-3,
+    time_limit: float = 10.0,
+) -> Choice:
+    """Choose so that the gradients' variance is least while payloads take at most `nbytes`; else as `least_bytes`.
+
+    Raises
+    ------
+    CapacityError : no choice takes so few bytes; `least` is the least that is possible
+    ConfigError : as `least_bytes`
+    """
+    return _choose(payloads, "variance", nbytes, per, gap, time_limit)
+
+
+class _Option(NamedTuple):
+    decision: str
+    nbytes: int
+    variance: float
+    ms: float
+
+
+def _nbytes(option: _Option) -> float:
+    return float(option.nbytes)
+
+
+def _variance(option: _Option) -> float:
+    return option.variance
+
+
+def _choose(
+    payloads: Sequence[Payload],
+    minimised: Literal["bytes", "variance"],
+    limit: float,
+    per: Literal["module", "site"],
+    gap: float,
+    time_limit: float,
+) -> Choice:
+    if not limit >= 0:
+        raise ConfigError(f"a limit of {limit!r} is none; give 0 or more")
+    groups = tied(payloads, per)
+    options = [_options([payloads[i] for i in group]) for group in groups]
+    cost, weight = (_nbytes, _variance) if minimised == "bytes" else (_variance, _nbytes)
+    least, most = fsum(min(map(weight, group)) for group in options), limit * (1 + ROUNDING)
+    if least > most:
+        raise _refusal(minimised, least, limit)
+    options = [[option for option in group if weight(option) <= most] for group in options]
+    costs, weights = ([[figure(option) for option in group] for group in options] for figure in (cost, weight))
+    problem = _Knapsack(costs, weights, most)
+    problem.relax()
+    if not problem.near(gap) and find_spec("scipy"):
+        problem.integral(gap, time_limit)
+    chosen = [group[o] for group, o in zip(options, problem.best, strict=True)]
+    decisions = {
+        site: option.decision
+        for group, option in zip(groups, chosen, strict=True)
+        for i in group
+        for site in (payloads[i].site, *payloads[i].readers)
+    }
+    return Choice(
+        decisions,
+        sum(option.nbytes for option in chosen),
+        fsum(option.variance for option in chosen),
+        fsum(option.ms for option in chosen),
+        sum(payload.numel for payload in payloads),
+        minimised,
+        problem.bound,
+        problem.price,
+        per,
+    )
+
+
+def _options(payloads: Sequence[Payload]) -> list[_Option]:
+    """What payloads that are decided alike can be, without what another option equals or betters."""
+    for payload in payloads:
+        _check(payload)
+    tables = [{candidate.decision: candidate for candidate in payload.candidates} for payload in payloads]
+    common = [decision for decision in tables[0] if all(decision in table for table in tables)]
+    if not common:
+        names = ", ".join(str(payload.site) for payload in payloads)
+        raise ConfigError(
+            f"{names} are to be decided alike and have no candidate in common; measure the same candidates for all of "
+            "them, or choose per='site'",
+            sites=tuple(payload.site for payload in payloads),
+        )
+    found: list[_Option] = []
+    for decision in common:
+        rows = [table[decision] for table in tables]
+        noise = fsum(payload.sensitivity.at(row.error) for payload, row in zip(payloads, rows, strict=True))
+        found.append(_Option(decision, sum(row.nbytes for row in rows), noise, fsum(row.ms for row in rows)))
+    found.sort(key=lambda option: option[1:])
+    useful: list[_Option] = []
+    for option in found:
+        if not useful or option.variance < useful[-1].variance:
+            useful.append(option)
+    return useful
+
+
+def _check(payload: Payload) -> None:
+    figures = [("variance", variance) for _, variance in payload.sensitivity.points]
+    figures += [(name, getattr(row, name)) for row in payload.candidates for name in ("nbytes", "error", "ms")]
+    for name, value in figures:
+        if not (isfinite(value) and value >= 0):
+            raise ConfigError(f"{name}={value!r} of {payload.site}: give a finite number, 0 or more", site=payload.site)
+
+
+class _Knapsack:
+    """One option of each group, the least sum of costs, and a limit on the sum of weights.
+
+    Attributes
+    ----------
+    best : index of the option of each group
+    bound : no choice within the limit costs less
+    price : of cost that one more unit of weight saves, by the relaxation
+    """
+
+    def __init__(self, costs: list[list[float]], weights: list[list[float]], limit: float) -> None:
+        self.costs, self.weights = costs, weights
+        self.limit = limit
+        lightest = [min(zip(row, costs[i], range(len(row)), strict=True)) for i, row in enumerate(weights)]
+        self.best = [option for _, _, option in lightest]
+        self.bound, self.price = fsum(map(min, costs)), 0.0
+        width = max(map(len, costs), default=1)
+        self._cost = np.array([[*row, *[inf] * (width - len(row))] for row in costs]).reshape(len(costs), width)
+        self._weight = np.array([[*row, *[0.0] * (width - len(row))] for row in weights]).reshape(len(costs), width)
+
+    @property
+    def value(self) -> float:
+        """What the best choice costs."""
+        return self._sum(self.costs, self.best)
+
+    def near(self, gap: float) -> bool:
+        """Whether the best choice is proven good enough."""
+        return self.value - self.bound <= gap * self.value
+
+    def relax(self) -> None:
+        """Find the price at which the limit is just kept, by halving; it gives the bound, and a choice to fill up."""
+        cheap = self._priced(0.0)
+        if self._offer(cheap):
+            return
+        low, high = 0.0, max(self.bound, 1e-300) / max(self.limit, 1e-300)
+        for _ in range(DOUBLINGS):
+            if self._offer(choice := self._priced(high)):
+                break
+            low, cheap, high = high, choice, 2 * high
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if not low < middle < high or self.near(0.0):
+                break
+            choice = self._priced(middle)
+            if self._offer(choice):
+                high = middle
+            else:
+                low, cheap = middle, choice
+        self._fill(cheap)
+
+    def integral(self, gap: float, time_limit: float) -> None:
+        """Look for a better choice among the options that the best price leaves open, and for a better bound."""
+        known = self.value
+        program, rows = Program(), []
+        priced = self._cost + self.price * self._weight
+        open_ = priced - priced.min(axis=1, keepdims=True) <= (known - self.bound) * (1 + PROVEN)
+        weights: Terms = []
+        for i, costs in enumerate(self.costs):
+            row = {o: program.variable(cost / known, integral=1) for o, cost in enumerate(costs) if open_[i, o]}
+            program.row([(v, 1.0) for v in row.values()], 1.0, 1.0)
+            weights += [(v, self.weights[i][o] / self.limit) for o, v in row.items()]
+            rows.append(row)
+        program.row(weights, -inf, 1.0)
+        answer = program.integral(time_limit=time_limit, gap=max(gap, PROVEN) / 2)
+        if answer.values is not None:
+            values = answer.values
+            self._offer([max(row, key=lambda o, row=row: values[row[o]]) for row in rows])  # type: ignore[misc]
+        self.bound = min(max(self.bound, min(answer.bound, 1.0) * known * (1 - PROVEN)), self.value)
+
+    def _priced(self, price: float) -> list[int]:
+        """The cheapest options where weight has this price; of equals the lightest."""
+        priced = self._cost + price * self._weight
+        lowest = priced.min(axis=1, keepdims=True)
+        bound = fsum(lowest[:, 0].tolist()) - price * self.limit
+        if bound > self.bound or not self.price:
+            self.bound, self.price = max(bound, self.bound), price
+        return [int(o) for o in np.where(priced == lowest, self._weight, inf).argmin(axis=1)]
+
+    def _offer(self, choice: list[int]) -> bool:
+        """Take a choice that keeps the limit and betters the best; whether it keeps it."""
+        if self._sum(self.weights, choice) > self.limit:
+            return False
+        if self._sum(self.costs, choice) < self.value:
+            self.best = choice
+        return True
+
+    def _fill(self, cheap: Sequence[int]) -> None:
+        """Use up the room that is left: first towards the choice that is too heavy, then with whatever saves most."""
+        choice = list(self.best)
+        room = self.limit - self._sum(self.weights, choice)
+        while True:
+            moves = [
+                (self.costs[i][old] - self.costs[i][new], i, new)
+                for i, old in enumerate(choice)
+                for new in {cheap[i], *range(len(self.costs[i]))}
+                if self.costs[i][new] < self.costs[i][old] and self.weights[i][new] - self.weights[i][old] <= room
+            ]
+            if not moves:
+                break
+            _, i, new = max(moves)
+            room -= self.weights[i][new] - self.weights[i][choice[i]]
+            choice[i] = new
+        self._offer(choice)
+
+    @staticmethod
+    def _sum(table: list[list[float]], choice: Sequence[int]) -> float:
+        return fsum(row[o] for row, o in zip(table, choice, strict=True))
+
+
+def _refusal(minimised: str, least: float, limit: float) -> CapacityError:
+    """Why no choice keeps the limit."""
+    if minimised == "bytes":
+        return CapacityError(
+            f"no choice of candidates has a variance of {limit:.3g} or less: {least:.3g} is the least that is "
+            "possible; raise the limit, or measure more exact candidates ('keep' has no error)",
+            least=least,
+            limit=limit,
+        )
+    return CapacityError(
+        f"no choice of candidates fits into {format_nbytes(limit)}: {format_nbytes(least)} are the least that is "
+        "possible; raise the limit, or measure smaller candidates such as 'int2(group=256)'",
+        least=least,
+        limit=limit,
+    )

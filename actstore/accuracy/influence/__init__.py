@@ -1,0 +1,1 @@
+"""The effect of payload errors on gradients: measured while training runs, compared with batch noise."""

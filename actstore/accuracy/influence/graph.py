@@ -1,0 +1,112 @@
+"""The autograd graph of a model, as numbers that do not keep it alive."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from actstore.autograd.protect import MOST_NODES, TRANSPARENT
+
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+BUILT_IN = re.compile(r"\w+Backward\d+")  # nodes of PyTorch's own operators; others may do more than compute
+WEIGHT = -1  # in place of a node's number
+
+# Number of the next node and which of its outputs, or WEIGHT and its identity; None: no gradient is asked.
+Edge = tuple[int, int] | None
+
+
+@dataclass
+class Point:
+    """An autograd node.
+
+    name : of its class
+    edges : where the gradients that it computes go
+    once : whether it must not run twice: a function of somebody else's, in Python or in C++
+    """
+
+    name: str
+    once: bool
+    edges: list[Edge] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[int]:
+        """Which of its edges lead to weights."""
+        return [k for k, edge in enumerate(self.edges) if edge is not None and edge[0] == WEIGHT]
+
+
+class Walk:
+    """The nodes between outputs of a model and its weights, by sequence number; of leaves only weights count.
+
+    Attributes
+    ----------
+    points : by the number of the node
+    full : whether there were more nodes than Python may look at
+    """
+
+    def __init__(self) -> None:
+        self.points: dict[int, Point] = {}
+        self.full = False
+
+    def add(self, roots: Iterable[Any], meet: Callable[[int, Any], None]) -> None:
+        """Walk from these nodes. `meet` is told each node that was not met before."""
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            number = node._sequence_nr()
+            if number in self.points or node.name() == ACCUMULATE:
+                continue
+            if len(self.points) == MOST_NODES:
+                self.full = True
+                return
+            point = self.points[number] = Point(node.name(), BUILT_IN.fullmatch(node.name()) is None)
+            for following, output in node.next_functions:
+                edge: Edge = None
+                if following is not None and (weight := weight_behind(following)) is not None:
+                    edge = (WEIGHT, id(weight))
+                elif following is not None and following.name() != ACCUMULATE:
+                    edge = (following._sequence_nr(), output)
+                    stack.append(following)
+                point.edges.append(edge)
+            meet(number, node)
+
+    def first_weights_first(self) -> list[int]:
+        """The numbers of all nodes, each after those that its edges lead to.
+
+        A number stands for one node of each thread that ran forward: what looks like a circle is cut.
+        """
+        entered, done = set[int](), dict[int, None]()
+        for root in self.points:
+            stack = [root]
+            while stack:
+                number = stack[-1]
+                if number in entered:
+                    done[stack.pop()] = None
+                    continue
+                entered.add(number)
+                ahead = (edge[0] for edge in self.points[number].edges if edge is not None)
+                stack += [n for n in ahead if n in self.points]
+        return list(done)
+
+
+def weight_behind(node: Any) -> Parameter | None:
+    """The parameter that a gradient goes to from here with nothing between that changes its values."""
+    while node is not None and node.name() in TRANSPARENT:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != ACCUMULATE or not isinstance(node.variable, Parameter):
+        return None
+    return node.variable
+
+
+def is_compiled(name: str) -> bool:
+    """Whether a node of this name is a region of torch.compile."""
+    return name.startswith("CompiledFunction")
+
+
+def roots_of(leaves: Iterable[Any]) -> list[Any]:
+    """The nodes that made these outputs."""
+    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]

@@ -1,0 +1,180 @@
+"""Looks at steps of a store from time to time, for what their lossy payloads do to their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from weakref import ref
+
+import torch
+
+from actstore.accuracy.influence.batch_noise import Minibatch
+from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
+from actstore.accuracy.influence.prediction import UNREACHED, Relative, Step, variances
+from actstore.base.ledger import Ledger
+
+REST = 100  # steps
+
+
+class Influence:
+    """Looks at steps of one store, one at a time: `begin`, `end_forward`, and when figures are asked for `read`.
+
+    What it holds is let go when the step after the next one begins, but for the figures.
+
+    Notes
+    -----
+    Not thread-safe: one thread enters the store while a step is looked at. Nobody waits for the device but `read`.
+    """
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger, relative: Relative) -> None:
+        self._model = ref(model)
+        self._ledger = ledger
+        self._relative = relative
+        self._look: _Look | None = None  # the last
+        self._before: _Look | None = None  # what is shown until the next backward
+        self._open: Step | None = None  # whose forward has yet to end
+        self._levels: tuple[float, ...] = ()  # of the next step
+        self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
+
+    def ask(self, levels: tuple[float, ...] = ()) -> None:
+        """Have the next step that is sampled looked at, although nothing was lossy in the last one.
+
+        levels : relative errors of payloads that are to be in `SiteEffect.curve`
+        """
+        self._rest, self._levels = 0, levels
+
+    def begin(self, *, sampled: bool) -> Step | None:
+        """A step begins. Returns what looks at it, if it is to be looked at."""
+        model, last = self._model(), self._look
+        self.end_forward()
+        if model is None:
+            return None
+        self._rest -= 1
+        if not sampled or self._rest > 0:
+            if last is not None:
+                last.follow(model)
+            self._settle()
+            return None
+        minibatch = Minibatch(self._ledger) if last is None or last.parts is None else last.parts[1].following()
+        self._settle()
+        if last is not None and last.came:
+            self._before = last
+        step = Step(self._ledger, self._relative, self._levels)
+        self._levels = ()
+        self._look, self._open = _Look(step, minibatch), step
+        minibatch.begin(model)
+        return step
+
+    def _settle(self) -> None:
+        """Let go of what no step needs any more."""
+        look, before = self._look, self._before
+        if before is not None:
+            before.settle()
+        if look is not None and look.came:
+            look.settle()
+        elif look is not None and look.gone:
+            look.close()
+            self._look = None
+
+    def end_forward(self) -> None:
+        """Forward has ended, or failed."""
+        step, self._open = self._open, None
+        if step is not None:
+            step.note()
+            self._rest = 0 if step.reasons else REST
+
+    def read(self) -> GradientEffect | None:
+        """The figures of the last step that was looked at and had a backward. The host waits for the device."""
+        found = None if (latest := self.latest()) is None else latest()
+        if found is None and self._before is not None:
+            found = self._before.effect()
+        return found
+
+    def latest(self) -> Callable[[], GradientEffect | None] | None:
+        """What reads the figures of the last step that was looked at, now or later; None if that had no backward."""
+        return self._look.effect if self._look is not None and self._look.came else None
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        self.end_forward()
+        if self._look is not None:
+            self._look.close()
+        self._look = self._before = None
+
+
+class _Look:
+    """What looks at a step, until its figures are on the host; then these alone.
+
+    Attributes
+    ----------
+    parts : None when the figures are final
+    """
+
+    def __init__(self, step: Step, minibatch: Minibatch) -> None:
+        self.parts: tuple[Step, Minibatch] | None = step, minibatch
+        self._effect: GradientEffect | None = None
+        self._made_of = (0, 0)  # numbers of figures
+
+    @property
+    def came(self) -> bool:
+        """Whether the step has had a backward."""
+        return self.parts is None or bool(self.parts[0].seen)
+
+    @property
+    def gone(self) -> bool:
+        """Whether no backward came, and none will."""
+        return not self.came and self.parts is not None and not self.parts[0].readers.alive
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """A step begins that is not looked at."""
+        if self.parts is not None:
+            self.parts[1].follow(model)
+
+    def settle(self) -> None:
+        """Another step begins: keep the figures only, once they are on the host."""
+        if self.parts is not None:
+            step, minibatch = self.parts
+            step.close()
+            if step.norms.ready() and minibatch.ready():
+                self.effect()
+                self.parts = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self.parts is not None:
+            self.parts[1].close()
+
+    def effect(self) -> GradientEffect | None:
+        """The figures so far. The host waits for the device."""
+        if self.parts is not None:
+            step, minibatch = self.parts
+            made_of = len(step.norms), minibatch.compared
+            if self._made_of != made_of:
+                self._made_of, self._effect = made_of, _figures(step, minibatch)
+        return self._effect
+
+
+def _figures(step: Step, minibatch: Minibatch) -> GradientEffect | None:
+    square, noise = minibatch.read()
+    if not square or not isfinite(square):  # an overflow of a loss scale
+        return None
+    norms = step.norms.read()
+    found = variances(step, norms)
+    shares, noise_by_weight = minibatch.shares()
+    by_weight = variances(step, norms, shares)
+    curves = [(level**2, variances(step, norms, shares, level)) for level in step.levels]
+    sites = []
+    for account, reason in step.reasons.items():
+        if step.walk.full:
+            reason = "the graph has more nodes than Python may look at"
+        elif step.trouble:
+            reason = step.trouble
+        if reason or account not in found:
+            sites.append(SiteEffect(str(account.site), None, None, reason or UNREACHED))
+            continue
+        variance, error = found[account] / square, norms[step.relatives[account]] ** 2
+        sensitivity = variance / error if error else None
+        nodes = tuple(sorted(step.nodes[account]))
+        curve = tuple((error, one[account]) for error, one in curves)
+        sites.append(SiteEffect(str(account.site), variance, sensitivity, "", by_weight[account], nodes, curve))
+    return GradientEffect(tuple(sites), square**0.5, None if noise is None else noise / square, noise_by_weight)

@@ -1,0 +1,179 @@
+"""What noise in the payloads of one autograd node does to the gradients that the node computes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actstore.base.ledger import Account, Ledger
+from actstore.base.reaper import Last
+from actstore.base.spec import Site
+
+BLOCK = 32  # contiguous elements that share one size of noise
+SEED = 0x5EED
+DRAWN = 2**16 + 1  # numbers: no power of two, so that rows of tensors do not all have the same
+STRIDE = 104_729  # a prime
+MATMULS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}  # where the input of a linear layer is
+CONVOLUTION = "ConvolutionBackward0"
+WEIGHTS = {"AddmmBackward0": 2, "MmBackward0": 1, CONVOLUTION: 1}  # which gradient of a layer is its weight's,
+BIASES = {"AddmmBackward0": 0, CONVOLUTION: 2}  # and which is a sum of what comes in
+
+# The gradient of a weight is a sum of what comes in, or of that times something of unit size.
+SUMS = frozenset(
+    {
+        "AddBackward0", "SubBackward0", "RsubBackward0", "EmbeddingBackward0", "NativeLayerNormBackward0",
+        "NativeGroupNormBackward0", "NativeBatchNormBackward0", "BatchNormWithUpdateBackward0",
+        "BatchNormNoUpdateBackward0", "CudnnBatchNormBackward0", "FusedRmsNormBackward0",
+    }
+)  # fmt: skip
+
+# These may write to what they saved unless the graph is retained: `retain_variables` in PyTorch's derivatives.yaml.
+OVERWRITING = frozenset(
+    {
+        "BatchNormWithUpdateBackward0", "BatchNormNoUpdateBackward0", "CudnnBatchNormBackward0", "CudnnRnnBackward0",
+        "MiopenRnnBackward0",
+    }
+)  # fmt: skip
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """The 2-norm: a float32 scalar on the tensor's device."""
+    double = tensor.dtype is torch.float64  # which vector_norm does not narrow
+    size: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64 if double else torch.float32)
+    return size.float()
+
+
+def book(ledger: Ledger, nbytes: int) -> Last:
+    """Book bytes that looking on takes as held, of no site, for as long as what this returns is there."""
+    return ledger.hold(Account(Site("", -1)), 0, 0, nbytes)
+
+
+class Noise:
+    """Standard normal numbers from generators of its own: torch's are not touched.
+
+    They are drawn once for each device, and repeated from another place on for each tensor: to draw anew for each takes
+    a CPU longer than all the rest of a prediction.
+    """
+
+    NBYTES = 4 * DRAWN  # on each device
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._drawn: dict[torch.device, tuple[Tensor, Last]] = {}
+        self._at = 0
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Noise of the shape of `tensor`: float32, in memory of its own."""
+        if tensor.device not in self._drawn:
+            generator = torch.Generator(tensor.device).manual_seed(SEED)
+            drawn = torch.randn(DRAWN, generator=generator, device=tensor.device)
+            self._drawn[tensor.device] = drawn, book(self._ledger, self.NBYTES)
+        drawn, _ = self._drawn[tensor.device]
+        self._at = (self._at + STRIDE) % DRAWN
+        noise = torch.empty(tensor.numel(), device=tensor.device)
+        first = min(DRAWN - self._at, noise.numel())
+        noise[:first] = drawn[self._at : self._at + first]
+        whole = (noise.numel() - first) // DRAWN * DRAWN
+        noise[first : first + whole].view(-1, DRAWN).copy_(drawn.expand(whole // DRAWN, DRAWN))
+        noise[first + whole :] = drawn[: noise.numel() - first - whole]
+        return noise.view(tensor.shape)
+
+    def perturb(self, tensor: Tensor, relative: Tensor) -> Tensor:
+        """`tensor` with noise of the size of `relative` times the root mean square of each block of 32 elements.
+
+        Parameters
+        ----------
+        tensor : any shape, a floating dtype
+        relative : scalar on the same device
+        """
+        flat = tensor.reshape(-1).float()
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK)
+        noise = self.like(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
+        return torch.empty_like(tensor).copy_(noise.add_(flat).view(tensor.shape))
+
+
+def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor]:
+    """The norms of the differences of gradients that a node computed twice, by edge.
+
+    Those of the first time have been summed to the shapes of the inputs, those of the second time not.
+    """
+    found = found if isinstance(found, tuple) else (found,)
+    sizes = {}
+    for k, (was, now) in enumerate(zip(expected, found, strict=True)):
+        if was is not None and now is not None:
+            sizes[k] = norm(now.sum_to_size(was.shape).float() - was.float())
+    return sizes
+
+
+def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tensor:
+    """How far the gradient x^T grad of a linear layer's weight goes with noise of `relative` size in each row of x.
+
+    The rows' errors e_n are independent of each other, so that E |sum_n e_n grad_n^T|^2 = sum_n |e_n|^2 |grad_n|^2.
+
+    Parameters
+    ----------
+    node : the autograd node, which may have a factor `alpha`
+    x : (rows, inputs)
+    grad : (rows, outputs)
+
+    Returns
+    -------
+    Tensor : root of the expected square, a float32 scalar
+    """
+    sizes = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+    sizes *= torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32)
+    return norm(sizes) * relative * scale(node, "alpha")
+
+
+def is_sum(name: str, edge: int) -> bool:
+    """Whether the gradient of a weight there is a sum of what comes in: white noise keeps its energy."""
+    return name in SUMS or edge == BIASES.get(name)
+
+
+def scale(node: Any, name: str) -> float:
+    """The size of the factor `alpha` of an addmm's product, or `beta` of what is added to it; 1 for other nodes."""
+    return float(abs(getattr(node, f"_saved_{name}", 1)))
+
+
+def fan_in(node: Any, name: str, edge: int, weight: Tensor) -> Tensor | None:
+    """How white noise in the gradient that comes to a layer grows on its way to a weight.
+
+    With x the input of a linear or convolutional layer, n its rows or pixels and k the taps of a kernel, the noise's
+    energy grows by k |x|^2 / n on its way to the weight, and not at all on its way to the bias.
+
+    Parameters
+    ----------
+    node : the autograd node, whose saved tensors can still be read
+    edge : where the gradient goes
+    weight : the gradient that it has computed there
+
+    Returns
+    -------
+    Tensor | None : root of that, a float32 scalar; None where the edge is none of these, or x was not saved
+    """
+    if is_sum(name, edge):
+        return torch.full((), scale(node, "beta"), dtype=torch.float32, device=weight.device)
+    if edge != WEIGHTS.get(name):
+        return None
+    if name in MATMULS:
+        x = getattr(node, MATMULS[name])
+        return None if x is None else norm(x) * (scale(node, "alpha") / math.sqrt(max(1, x.shape[0])))
+    if node._saved_transposed:
+        return None
+    x = node._saved_input
+    return norm(x) * math.sqrt(weight[0].numel() / max(1, x.numel()))
+
+
+def probe(node: Any, noise: Noise, incoming: tuple[Tensor | None, ...], edges: list[int]) -> dict[int, Tensor]:
+    """How white noise in the first of the incoming gradients grows on its way along these edges, as `fan_in`."""
+    first = next(k for k, grad in enumerate(incoming) if grad is not None)
+    white = [None if grad is None else torch.zeros_like(grad) for grad in incoming]
+    white[first] = torch.empty_like(incoming[first]).copy_(noise.like(incoming[first]))  # type: ignore[arg-type]
+    size = norm(white[first])  # type: ignore[arg-type]
+    found = node(*white)
+    found = found if isinstance(found, tuple) else (found,)
+    return {k: norm(found[k]) / size for k in edges if found[k] is not None}

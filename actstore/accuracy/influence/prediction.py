@@ -1,0 +1,326 @@
+"""How far the payloads' errors move the gradients of the weights, predicted in training without a backward more.
+
+An error in a payload changes the gradients that the nodes reading it compute. From there on it travels as the gradients
+themselves do, and so is taken to grow as they do: along an edge of the graph its energy grows by |g_out|^2 / |g_in|^2,
+and into the weight of a linear layer by |x|^2 / rows, the sum of what independent errors in each row give. Errors are
+taken for noise without a mean; what rounds to nearest has one, which `actstore.measure_gradient_error` shows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from actstore.accuracy.influence.batch_noise import odd
+from actstore.accuracy.influence.graph import Point, Walk, is_compiled, roots_of
+from actstore.accuracy.influence.node_error import (
+    MATMULS,
+    OVERWRITING,
+    Noise,
+    changes,
+    fan_in,
+    is_sum,
+    linear_change,
+    norm,
+    probe,
+)
+from actstore.accuracy.influence.scalars import Scalars
+from actstore.autograd.readers import Reader, Readers
+from actstore.base.ledger import Account, Ledger
+
+COPIES = 4  # of a payload that a second run of its node needs, in float32, at most,
+GRADIENTS = 3  # and of the gradients that come to the node and that it computes
+
+Relative = Callable[[Account], Tensor | None]  # the relative L2 error of an account's payloads, on their device
+
+UNREACHED = "no gradient came from the model's outputs to what read it"
+
+
+@dataclass
+class _Seen:
+    """Places of norms in `Step.norms`: of what came to a node and of what it computed, by edge.
+
+    white : of what white noise grows by on its way to weights
+    local : how far an account's errors moved what the node computed, of the measured size (None) or of a given one
+    """
+
+    incoming: list[int] = field(default_factory=list)
+    outgoing: dict[int, int] = field(default_factory=dict)
+    white: dict[int, int] = field(default_factory=dict)
+    local: list[tuple[Account, float | None, dict[int, int]]] = field(default_factory=list)
+
+
+class Step:
+    """One step that is looked at: its hooks are on nodes of its graph, and go with them. Holds no tensors of it.
+
+    Parameters
+    ----------
+    levels : relative errors whose effect is predicted, too
+    """
+
+    def __init__(self, ledger: Ledger, relative: Relative, levels: tuple[float, ...] = ()) -> None:
+        self.levels = levels
+        self.readers = Readers()
+        self.walk = Walk()
+        self.seen: dict[int, _Seen] = {}
+        self.trouble = ""  # why nothing can be predicted
+        self.reasons: dict[Account, str] = {}  # all lossy sites; "" until one is known
+        self.norms = Scalars()
+        self.relatives: dict[Account, int] = {}
+        self.nodes: dict[Account, set[str]] = {}  # that read its payloads
+        self._ledger = ledger
+        self._relative = relative
+        self._noise = Noise(ledger)
+        self._closed = False
+
+    def put_out(self, output: Any) -> None:
+        """The outermost module that runs has given this."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.walk.add(roots_of(tree_leaves(output)), self._meet)
+
+    def note(self) -> None:
+        """Forward is over: what was left open has been encoded."""
+        met = sorted(self.walk.points)
+
+        def why_not(number: int) -> str:
+            """Of what saved something: a node, or nodes that a function in Python with a number before has made."""
+            last = met[max(0, bisect_right(met, number) - 1)] if met else number + 1
+            point = self.walk.points[last] if last <= number else None
+            return _not_twice(point) if point is not None and (point.once or last == number) else ""
+
+        for account, reason in self.readers.lossy(why_not).items():
+            self.reasons[account] = self.reasons.get(account) or reason
+
+    def close(self) -> None:
+        """The next step begins: what is computed now does not count, and what was goes to the host."""
+        self._closed = True
+        self._noise = Noise(self._ledger)
+        self.norms.send()
+
+    def _meet(self, number: int, node: Any) -> None:
+        readers = self.readers.of(number)
+        point = self.walk.points[number]
+        for reader in [] if _not_twice(point) else readers:
+            reader.capture = True
+        node.register_hook(_Hook(self, number))
+
+    def ran(self, number: int, outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
+        """A node has run in backward, and its saved tensors can still be read."""
+        readers = self.readers.of(number)
+        try:
+            if self._closed:
+                return
+            if torch.is_grad_enabled():
+                self._refuse(readers, "its backward is itself differentiated")
+            elif number not in self.seen:
+                self._measure(number, readers, outgoing, incoming)
+        except Exception as error:  # who only looks on must not end the user's backward
+            self.trouble = f"a node could not be looked at: {error}"
+        finally:
+            for reader in readers:
+                reader.forget()
+
+    # -- in backward --------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        number: int,
+        readers: list[Reader],
+        outgoing: tuple[Tensor | None, ...],
+        incoming: tuple[Tensor | None, ...],
+    ) -> None:
+        gradients = [grad for grad in (*outgoing, *incoming) if grad is not None]
+        node: Any = torch._C._current_autograd_node()
+        self.trouble = self.trouble or next(filter(None, map(odd, gradients)), "")
+        if node is None:
+            self.trouble = "backward is compiled"
+        if self.trouble:
+            return
+        point, seen = self.walk.points[number], _Seen()
+        self.seen[number] = seen
+        put = self.norms.put
+        seen.incoming = [put(norm(grad)) for grad in incoming if grad is not None]
+        seen.outgoing = {k: put(norm(g)) for k, g in enumerate(outgoing) if g is not None and point.edges[k]}
+        why = self._why_not(number, point, readers)
+        if why or not seen.incoming:
+            self._refuse(readers, why or UNREACHED)
+            return
+        for reader in readers:
+            reader.shown = reader.captured
+        lossy: dict[Account, list[Reader]] = {}
+        for reader in readers:
+            if (account := reader.lossy) is not None:
+                lossy.setdefault(account, []).append(reader)
+        try:
+            seen.white = self._white(node, number, point, outgoing, incoming)
+            for account, its in lossy.items():
+                only = its[0] if len(readers) == 1 else None
+                self._local(node, point, seen, only, its, account, outgoing, incoming)
+        except torch.OutOfMemoryError:
+            self._refuse(readers, "no memory to run its reader once more")
+
+    def _why_not(self, number: int, point: Point, readers: list[Reader]) -> str:
+        """Why a node must not run again, and its saved tensors not be read again."""
+        if why := _not_twice(point):
+            return why
+        if number in self.readers.wrapped:
+            return "read with tensors that are made of others"
+        if any(reader.captured is None for reader in readers):
+            return "read by another backward, too"
+        return ""
+
+    def _white(
+        self,
+        node: Any,
+        number: int,
+        point: Point,
+        outgoing: tuple[Tensor | None, ...],
+        incoming: tuple[Tensor | None, ...],
+    ) -> dict[int, int]:
+        """What noise grows by on its way to weights, where that can be told."""
+        edges = [k for k in point.weights if outgoing[k] is not None]
+        if not edges or number not in self.readers.seen:
+            return {}
+        factors = {k: fan_in(node, point.name, k, weight) for k in edges if (weight := outgoing[k]) is not None}
+        found = {k: factor for k, factor in factors.items() if factor is not None}
+        edges = [k for k in edges if k not in found]
+        if edges and self._room(None, 0, *outgoing, *incoming):
+            found |= probe(node, self._noise, incoming, edges)
+        return {k: self.norms.put(factor) for k, factor in found.items()}
+
+    def _local(
+        self,
+        node: Any,
+        point: Point,
+        seen: _Seen,
+        only: Reader | None,
+        readers: list[Reader],
+        account: Account,
+        outgoing: tuple[Tensor | None, ...],
+        incoming: tuple[Tensor | None, ...],
+    ) -> None:
+        """How far the errors of a site's payloads move what a node computes that has these readers of them.
+
+        only : the reader, where the node has no other, also not of exact payloads
+        """
+        relative = self._relative(account)
+        tensors = [reader.captured for reader in readers if reader.captured is not None]
+        if relative is None:
+            self._refuse(readers, "its error was not measured")
+            return
+        grad, last = incoming[0], len(point.edges) - 1
+        nbytes = COPIES * 4 * sum(tensor.numel() for tensor in tensors)
+        linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
+        if not linear and not self._room(account, nbytes, *outgoing, *incoming):
+            self._refuse(readers, "no room to run its reader once more")
+            return
+        for level in (None, *self.levels):
+            size = relative if level is None else relative.new_full((), level)
+            if linear and grad is not None:
+                sizes = {last: linear_change(node, tensors[0], grad, size)} if outgoing[last] is not None else {}
+            else:
+                for reader, tensor in zip(readers, tensors, strict=True):
+                    reader.shown = self._noise.perturb(tensor, size)
+                sizes = changes(outgoing, node(*incoming))
+                for reader, tensor in zip(readers, tensors, strict=True):
+                    reader.shown = tensor
+            seen.local.append((account, level, {k: self.norms.put(size) for k, size in sizes.items()}))
+        if account not in self.relatives:
+            self.relatives[account] = self.norms.put(relative)
+        self.reasons.setdefault(account, "")
+        self.nodes.setdefault(account, set()).add(point.name)
+
+    def _room(self, account: Account | None, nbytes: int, *gradients: Tensor | None) -> bool:
+        """Whether there is room to run a node once more, with its gradients and these bytes. Then it is booked."""
+        nbytes += Noise.NBYTES + GRADIENTS * 4 * sum(grad.numel() for grad in gradients if grad is not None)
+        if room := self._ledger.fits(nbytes):
+            self._ledger.touch_peak(account, nbytes)
+        return room
+
+    def _refuse(self, readers: list[Reader], reason: str) -> None:
+        for reader in readers:
+            if (account := reader.lossy) is not None:
+                self.reasons[account] = self.reasons.get(account) or reason
+
+
+class _Hook:
+    """On a node: knows it by its number only, because who holds a node holds all that leads to it."""
+
+    __slots__ = ("_number", "_step")
+
+    def __init__(self, step: Step, number: int) -> None:
+        self._step, self._number = step, number
+
+    def __call__(self, outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
+        self._step.ran(self._number, outgoing, incoming)
+
+
+def _not_twice(point: Point) -> str:
+    """Why a node may not run twice; empty where it may."""
+    if is_compiled(point.name):
+        return "read by a compiled region"
+    if point.name in OVERWRITING:
+        return f"read by {point.name}, which may overwrite what it has saved"
+    return f"read by {point.name}, which may not run twice" if point.once else ""
+
+
+def growth(step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None) -> dict[int, float]:
+    """The energy that reaches all weights for each unit of the energy of noise that comes to a node, by its number.
+
+    norms : those of the step, on the host
+    shares : what it counts there, by the identity of a weight; by default 1
+    """
+    reach: dict[int, float] = {}
+    for number in step.walk.first_weights_first():
+        seen = step.seen.get(number)
+        came = sum(norms[i] ** 2 for i in seen.incoming) if seen is not None else 0.0
+        if seen is None or not came:
+            reach[number] = 0.0
+            continue
+        point, total = step.walk.points[number], 0.0
+        for k, i in seen.outgoing.items():
+            gain, edge = norms[i] ** 2 / came, point.edges[k]
+            if edge is None:
+                continue
+            if k not in point.weights:
+                total += gain * reach.get(edge[0], 0.0)
+                continue
+            share = 1.0 if shares is None else shares.get(edge[1], 0.0)
+            if k in seen.white:
+                gain = norms[seen.white[k]] ** 2
+            elif is_sum(point.name, k):
+                gain = 1.0
+            total += share * gain
+        reach[number] = total
+    return reach
+
+
+def variances(
+    step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None, level: float | None = None
+) -> dict[Account, float]:
+    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`.
+
+    level : relative error of payloads, one of the step's; by default what was measured
+    """
+    reach = growth(step, norms, shares)
+    found: dict[Account, float] = {}
+    for number, seen in step.seen.items():
+        point = step.walk.points[number]
+        for account, size, sizes in seen.local:
+            if size != level:
+                continue
+            for k, i in sizes.items():
+                edge = point.edges[k]
+                if edge is not None:
+                    further = reach.get(edge[0], 0.0)
+                    if k in point.weights:
+                        further = 1.0 if shares is None else shares.get(edge[1], 0.0)
+                    found[account] = found.get(account, 0.0) + norms[i] ** 2 * further
+            found.setdefault(account, 0.0)
+    return found

@@ -1,0 +1,1 @@
+"""The policy "auto": measures steps, plans, runs the plan, and watches it."""

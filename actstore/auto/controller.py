@@ -1,0 +1,468 @@
+"""Finds a policy for a budget while training runs: measures the first steps, plans, runs the plan, and plans again when
+steps turn out otherwise. Every step on the way is a training step like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.accuracy.influence.pairs import Pairs
+from actstore.auto.inputs import Inputs
+from actstore.auto.probes import ALIKE, Probes, machine_of
+from actstore.auto.profiler import Profiler, Sample
+from actstore.base.ledger import Ledger
+from actstore.base.units import format_nbytes
+from actstore.errors import ActstoreError, CapacityError, ConfigError, StateError
+from actstore.model.names import named_modules
+from actstore.model.units import device_of, digest_of
+from actstore.plan.build import chain_of, limits_of, rules_of
+from actstore.plan.plan import Plan
+from actstore.plan.profile import KEEP, Profile
+from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.timeline import evaluate
+from actstore.plan.wish import Wish
+from actstore.policy import Rules
+from actstore.store.tierset import TierSet
+
+if TYPE_CHECKING:
+    from actstore.plan.solver.solve import Solution
+
+log = logging.getLogger("actstore")
+
+CPU = torch.device("cpu")
+
+LOOK = 4  # steps of a plan that are measured, first at once, then after 64, 128, 256 ... steps
+LOOK_AGAIN = 64
+OFF = 0.1  # of the step: a plan is made again when steps take so much more or less than predicted,
+GAIN = 0.02  # and decides otherwise when that promises so much
+TIGHTER = 0.9  # of what was held when memory ran out
+LESS = 0.95  # of the budget when the allocator had to give memory back to the system to find some
+SHRUNK = 128  # steps in a row that save less than what is planned for: reason enough to plan for less
+GROWN = 1.1  # times what steps saved when they were measured: reason enough to measure again
+
+
+class Auto:
+    """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
+
+    Attributes
+    ----------
+    plan : the plan that runs; None while steps are measured
+
+    Parameters
+    ----------
+    switch : has a step that was just entered run other rules; whether it could
+    sets_window : whether the engine's window is the plan's to set
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        ledger: Ledger,
+        wish: Wish,
+        pairs: Pairs,
+        switch: Callable[[Rules], bool],
+        *,
+        sets_window: bool,
+    ) -> None:
+        self.plan: Plan | None = None
+        self._sets_window = sets_window
+        self.profiler = Profiler(model, ledger)
+        self.probes = Probes(self.profiler, model, wish)
+        self._ledger = ledger
+        self._wish = wish
+        self._pairs = pairs
+        self._rating = self._rate()  # decisions of steps that tell what errors do to gradients
+        self._rates = False  # in the step that runs
+        ledger.limit = wish.device
+        self._place: TierSet | None = None
+        self._decisions: dict[str, str] = {}
+        self._rules = Rules([])
+        self._shift = 0.0  # how far a measured peak lay above the predicted one at most
+        self._looked: list[Sample] = []  # at the steps of this plan
+        self._runs = 0  # steps with a plan,
+        self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
+        self._chase_at = 0  # from which on a step that takes another time than predicted is a reason to plan again
+        self._retries = alloc_retries(device_of(model) or CPU)
+        self._history: list[str] = []
+        self._why = ""  # memory ran out
+        self._news = ""  # to warn of
+        self._model = model
+        self._modules = named_modules(model)
+        self._measured = 0  # bytes of the largest step when it was planned first,
+        self._planned_for = 0  # and last
+        self._excess = False  # no plan holds the budget, and the one that needs least runs
+        self._switch = switch
+        self._inputs = Inputs(model, self._guard)
+        self._guarded = False  # the step that runs needs more than its plan: it recomputes all instead
+        self._small = 0  # steps in a row that are smaller than planned for,
+        self._recent = 0  # and bytes of the largest of them
+
+    # -- the session's calls ------------------------------------------------------------------------------------------
+
+    def next(self, place: TierSet, modules: Iterable[tuple[str, Module]]) -> Rules:
+        """The policy of the step that begins now.
+
+        Parameters
+        ----------
+        modules : what `named_modules` has found in the model just now
+
+        Raises
+        ------
+        CapacityError : no plan fits into the budget; it names the least that is possible, as far as that is known. Only
+            before the first plan: later the plan that needs least runs, and a warning tells
+        """
+        self._place = place
+        sample = self.profiler.finish()
+        if sample is not None and not sample.backward:  # an evaluation
+            sample = None
+        found = list(modules)
+        if found != self._modules:
+            self._modules = found
+            self.profiler.look()
+            self._start_again("the model's modules are others")
+        elif sample is not None:
+            self.probes.add(sample)
+            self._inputs.saved(sample.saved)
+        if self._guarded and self.plan is not None:
+            self._use(self.plan.decisions)
+        if self.plan is not None:
+            self._watch(sample)
+        self._guarded = False
+        if self.plan is None:
+            decisions = self.probes.propose(place)
+            self._rates = decisions is None and self._wish.max_noise > 0
+            if self._rates:
+                decisions = self._next_rated()
+            if decisions is None:
+                self._first_plan()
+            else:
+                self._refuse_hopeless(place)
+                self._use(decisions)
+        news, self._news = self._news, ""
+        if news:
+            warnings.warn(news, RuntimeWarning, stacklevel=3)
+        return self._rules
+
+    def close(self) -> None:
+        """The store is closed."""
+        self.probes.close()
+
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook for an entry, from that of the store."""
+        return pack
+
+    def begin(self) -> None:
+        """The step begins."""
+        if self.plan is not None:
+            self._runs += 1
+            if self._runs >= self._look_at:
+                self._look_at *= 2
+                self._looked = []
+        if torch.is_grad_enabled() and len(self._looked) < LOOK and not self._rates:
+            assert self._place is not None
+            self.profiler.begin(self._place.device, self._decisions)
+        if torch.is_grad_enabled():
+            self._inputs.begin()
+
+    def end_forward(self, error: BaseException | None) -> None:
+        """Forward has ended, or failed with `error`."""
+        self._inputs.end()
+        if error is None:
+            self.profiler.end_forward()
+        else:
+            self.profiler.cancel()
+            self.tightened(error)
+
+    def tightened(self, error: BaseException) -> bool:
+        """Plan for less where `error` says that memory ran out; False where there is nothing to plan for.
+
+        An error is looked at once: its second visitor gets the answer of the first.
+        """
+        if not ran_out(error):
+            return False
+        seen: bool | None = getattr(error, "actstore_tightened", None)
+        if seen is None:
+            seen = self._tighten()
+            error.actstore_tightened = seen  # type: ignore[attr-defined]
+            what = "the next step runs with less" if seen else "no plan needs so little"
+            error.add_note(f"actstore: {self._why}; {what}")
+        return seen
+
+    def _tighten(self) -> bool:
+        held = min(self._ledger.peak, self._wish.device)
+        self._why = f"memory ran out while activations held {format_nbytes(held)}"
+        if not held or not self._give_up(int(TIGHTER * held), self._why):
+            return False
+        warnings.warn(f"{self._history[-1]}; give a smaller budget= to begin with", RuntimeWarning, stacklevel=5)
+        return True
+
+    def _give_up(self, budget: int, why: str) -> bool:
+        """Go on with a smaller budget; False where no plan needs so little, and all is as before."""
+        before = self._wish
+        self._wish = replace(before, device=budget)
+        self._history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
+        try:
+            if self.plan is not None:
+                self._make_plan()
+        except CapacityError:
+            self._wish = before
+            self._history.pop()
+            log.warning("%s, and no plan needs less", why)
+            return False
+        log.warning("%s", self._history[-1])
+        self.probes.limit(self._wish)
+        self._ledger.limit = budget
+        return True
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def profile(self) -> Profile:
+        """What was measured so far."""
+        assert self._place is not None
+        return self.probes.profile(self._place.device.torch_device)
+
+    def _use(self, decisions: dict[str, str]) -> None:
+        self._decisions = decisions
+        lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
+        self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
+
+    def _next_rated(self) -> dict[str, str] | None:
+        """Decisions of a step that tells what errors do to gradients; None where enough is known."""
+        try:
+            decisions = next(self._rating, None)
+        except StateError as error:
+            self._history.append(f"nothing that loses is planned: {error}")
+            log.warning("%s", self._history[-1])
+            decisions = None
+        self._rates = decisions is not None
+        return decisions
+
+    def _rate(self) -> Iterator[dict[str, str]]:
+        while units := self.probes.lossy():
+            decisions = self.probes.least() | units
+            effect = yield from self._pairs.look(partial(dict, decisions), self.probes.least())
+            self.probes.rate(units, effect, {str(account.site): account.site for account in self._ledger.accounts()})
+
+    def _first_plan(self) -> None:
+        """Plan when enough was measured."""
+        self._measured = self.probes.largest
+        if self.probes.has_met:
+            self.probes.close()
+        try:
+            self._make_plan()
+        except CapacityError as error:
+            if not self._planned_for:  # no plan has run yet
+                for why in self._history:
+                    error.add_note(f"actstore: {why}")
+                raise
+            self._make_least(error)
+
+    def _refuse_hopeless(self, place: TierSet) -> None:
+        """Refuse a budget that is far too small as soon as a step has shown that.
+
+        Raises
+        ------
+        CapacityError : what is known by now needs more, and what is still to be tried can hardly change that
+        """
+        floor = self.probes.floor(on_host=place.device.on_host)
+        if self._planned_for or floor <= self._wish.device:
+            return
+        try:
+            self._solve(self._wish.device)
+        except CapacityError as error:
+            error.add_context(
+                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be (what was "
+                f"not tried may need less, but hardly less than {format_nbytes(floor)})"
+            )
+            raise
+
+    def _make_least(self, refusal: CapacityError) -> None:
+        """Run the plan that needs least memory, where none holds the budget any more."""
+        least = float(refusal.facts.get("least", 0)) + self._shift
+        self._excess = True
+        self._make_plan(int(least * (1 + 1e-6)) + 1)
+        self._news = (
+            f"steps hold more than before: no plan keeps the budget of {format_nbytes(self._wish.device)} now. The one "
+            f"that needs least runs, with about {format_nbytes(least)}; give a larger budget= or smaller batches"
+        )
+
+    def _solve(self, device: int) -> tuple[Profile, Chain, Limits, Solution]:
+        """The best choice within so many bytes, from what is known now."""
+        from actstore.plan.solver.solve import solve
+
+        profile, wish = self.profile(), self._wish
+        chain = chain_of(profile, wish.max_noise)
+        limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, wish.max_noise)
+        margin = self._inputs.spread  # a larger step than any so far is to be expected
+        if margin:
+            narrow = replace(limits, device=max(0.0, limits.device - margin))
+            with suppress(CapacityError):
+                return profile, chain, narrow, solve(chain, narrow)
+        return profile, chain, limits, solve(chain, limits)
+
+    def _make_plan(self, device: int | None = None) -> None:
+        """Plan from what is known now. The choice stays where another gains little.
+
+        Parameters
+        ----------
+        device : bytes to plan with; by default the budget
+        """
+        from actstore.plan.outcome import plan_of
+
+        assert self._place is not None
+        wish = self._wish
+        profile, chain, limits, solution = self._solve(wish.device if device is None else device)
+        if self.plan is not None:
+            solution = _or_as_before(self._decisions, chain, limits, solution)
+        self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
+        self._excess = device is not None
+        self._ledger.limit = wish.device if device is None else max(device, wish.device)
+        self._planned_for = self.probes.largest
+        self._use(self.plan.decisions)
+        if self.plan.window is not None and self._sets_window:
+            self._place.engine.resize(self.plan.window)
+        self._looked = []
+        log.info("plan: %s", self.plan.certificate)
+
+    # -- the closed loop ----------------------------------------------------------------------------------------------
+
+    def _watch(self, sample: Sample | None) -> None:
+        """Look at the step that has ended, and plan again where it was not as predicted."""
+        plan, peak, probes = self.plan, self._ledger.peak, self.probes
+        assert plan is not None
+        assert self._place is not None
+        saved = sum(account.saved for account in self._ledger.accounts())
+        if saved and sample is None:
+            self._inputs.saved(saved)
+        retries = alloc_retries(self._place.device.torch_device)
+        if retries > self._retries:
+            self._retries = retries
+            self._give_up(int(LESS * self._wish.device), "the device's allocator was short of memory")
+        elif peak > self._wish.device and self._is_news(saved):
+            self._too_much(peak)
+        elif self._guarded and self._is_news(saved) and self.probes.largest > self._planned_for / ALIKE:
+            self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
+        elif self._has_shrunk(saved):
+            self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
+        elif sample is not None:
+            self._looked.append(sample)
+            step = median(look.total * probes.scale(look.saved) for look in self._looked)
+            self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
+            off = abs(step - plan.predicted.step) > OFF * plan.predicted.step
+            if len(self._looked) == LOOK and off and self._runs >= self._chase_at and not self._excess:
+                self._chase_at = self._look_at  # nothing is gained by chasing noise
+                self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
+
+    def _guard(self, scale: float) -> None:
+        """The step's input is so many times as large as that of the step that was planned for."""
+        if self.plan is None or self._excess or scale * self.plan.predicted.peak <= self._wish.device:
+            return
+        before, rules = self._decisions, self._rules
+        self._use(self.probes.least())
+        self._guarded = self._switch(self._rules)
+        if self._guarded:
+            self.profiler.cancel()
+        else:
+            self._decisions, self._rules = before, rules
+
+    def _has_shrunk(self, saved: int) -> bool:
+        """Whether many steps in a row have saved less than what was planned for."""
+        if not saved or saved >= ALIKE * self.probes.largest:
+            self._small = self._recent = 0
+            return False
+        self._small, self._recent = self._small + 1, max(self._recent, saved)
+        if self._small < SHRUNK or not self._recent:
+            return False
+        self._inputs.shrink(self._recent / self.probes.largest)
+        self.probes.shrink(self._recent)
+        self._small = self._recent = 0
+        return True
+
+    def _is_news(self, saved: int) -> bool:
+        """Whether a step that held too much says something that the plan does not know."""
+        before = self.probes.largest
+        self.probes.grow(saved)
+        return not self._excess or self.probes.largest > before / ALIKE
+
+    def _too_much(self, peak: int) -> None:
+        """A step held more than the budget: the prediction is short, or steps have grown."""
+        assert self.plan is not None
+        if self.probes.largest <= self._planned_for / ALIKE:
+            self._shift += max(0.0, peak - self.plan.predicted.peak)
+        self._again(f"a step held {format_nbytes(peak)}, more than the budget")
+
+    def _again(self, why: str) -> None:
+        self._history.append(why)
+        log.info("plans again: %s", why)
+        try:
+            self._make_plan()
+        except CapacityError as refusal:
+            if self.probes.largest > GROWN * self._measured:
+                self._start_again("steps have grown")
+            else:
+                self._make_least(refusal)
+
+    def _start_again(self, why: str) -> None:
+        """Measure again, under decisions that need least memory first."""
+        self._history.append(f"{why}: measured again")
+        log.info("%s", self._history[-1])
+        self.plan, self._shift, self._looked = None, 0.0, []
+        self._inputs.forget()
+        self._ledger.limit = self._wish.device
+        self.probes.close()
+        self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
+        self._rating = self._rate()
+
+
+def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solution: Solution) -> Solution:
+    """The choice that runs, where it is still possible and `solution` hardly gains."""
+    indices = [
+        next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
+        for layer in chain.layers
+    ]
+    if any(index is None for index in indices):
+        return solution
+    choice = tuple(index for index in indices if index is not None)
+    found = evaluate(chain, choice, limits)
+    if not found.feasible or solution.evaluation.total < (1 - GAIN) * found.total:
+        return solution
+    return replace(solution, choice=choice, evaluation=found, how="as before")
+
+
+def alloc_retries(device: torch.device) -> int:
+    """How often the allocator of the device had to return what it had cached to find memory."""
+    # which `memory_stats` makes flat and sorts, for a hundred figures of which one is read at each step
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return int(stats.get("num_alloc_retries", 0))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out; an ActstoreError has its own advice."""
+    if isinstance(error, ActstoreError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def check_plan(plan: Plan, model: Module | None) -> None:
+    """Refuse a plan that was made for another model or machine.
+
+    Raises
+    ------
+    ConfigError : the differences, and what to do
+    """
+    if model is None:
+        raise ConfigError("a plan is for a model: ActivationStore(model, plan)")
+    plan.check(digest_of(model), machine_of(device_of(model) or CPU))

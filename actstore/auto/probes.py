@@ -1,0 +1,390 @@
+"""Which decisions to try on which units in the first steps, and what the tries have shown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from math import inf
+from statistics import median
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from actstore._version import __version__
+from actstore.accuracy.influence.batch_noise import samples_nbytes
+from actstore.accuracy.influence.effect import GradientEffect
+from actstore.auto.links import measure_links
+from actstore.auto.memory import memory_of
+from actstore.auto.profiler import FIRST, Profiler, Sample
+from actstore.base.spec import Site
+from actstore.model.units import Shape, digest_of, has_forward
+from actstore.plan.build import SHARE
+from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit, medians
+from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
+from actstore.plan.solver.chain import Links
+from actstore.plan.wish import Wish
+from actstore.store.tierset import TierSet
+
+SAMPLES = 3  # of each decision on each kind of unit
+LOSSY = "int4(round=dither)"
+DERIVE = "derive"
+MOST_STEPS = 40  # that are measured before the first plan
+ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
+
+FiguresByKind = dict[str, dict[str, Figures]]
+
+
+class Probes:
+    """Measures the steps of one store under decisions that it proposes.
+
+    The first step recomputes all that can be, and so needs least memory. Later ones try one decision on each unit, the
+    last units first, as far as the budget allows; equal units share what was found. Where steps are of different sizes,
+    all that was measured is scaled to the largest of them.
+
+    Parameters
+    ----------
+    before : measured the same model as it was before; what it knows of links and optimizers still holds
+
+    Attributes
+    ----------
+    largest : bytes that plain autograd would hold of the largest step
+    """
+
+    def __init__(self, profiler: Profiler, model: Module, wish: Wish, before: Probes | None = None) -> None:
+        self.steps = 0
+        self.largest = 0
+        self._profiler = profiler
+        self._model = model
+        self._wish = wish
+        self._shapes = {shape.name: shape for shape in profiler.shapes}
+        self._samples: dict[str, list[tuple[Figures, int]]] = {}  # by unit, with the bytes of the step
+        self._calls: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
+        self._ran: Counter[str] = Counter()  # in how many steps
+        self._rest: list[float] = []
+        self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
+        self._links: Links | None = None if before is None else before._links
+        self._optimizers: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers
+        self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
+
+    @property
+    def has_met(self) -> bool:
+        """Whether an optimizer of the model has stepped."""
+        return bool(self._optimizers)
+
+    def close(self) -> None:
+        """Stop to look at optimizers."""
+        self._hook.remove()
+
+    def grow(self, saved: int) -> None:
+        """A step saves as much as this."""
+        self.largest = max(self.largest, saved)
+
+    def shrink(self, saved: int) -> None:
+        """No step saves more than this any more."""
+        self.largest = saved
+
+    def least(self) -> dict[str, str]:
+        """The decisions that need least memory, as far as is known without a plan."""
+        return {name: "recompute" for name, shape in self._shapes.items() if self._recomputable(shape)}
+
+    def limit(self, wish: Wish) -> None:
+        """From now on propose what fits into this."""
+        self._wish = wish
+
+    def add(self, sample: Sample) -> None:
+        first = not self.steps
+        self.steps += 1
+        self._calls.update(sample.calls)
+        self.grow(sample.saved)
+        self._ran.update(sample.figures.keys())
+        for name, figures in sample.figures.items():
+            if name not in self._kinds:
+                self._kinds[name] = self._kind(name, figures[0].total("saved"))
+            self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
+        if not first:  # which paid for everything that is done once
+            self._rest.append(sample.rest)
+
+    def propose(self, place: TierSet) -> dict[str, str] | None:
+        """Decisions for the next step, by unit; None when enough is known."""
+        if self._links is None:
+            self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+        if not self.steps:
+            return self.least()
+        if self.steps >= MOST_STEPS:
+            return None
+        figures = self.figures()
+        counts = {kind: Counter({d: f.samples for d, f in of_kind.items()}) for kind, of_kind in figures.items()}
+        known = {name: self._shapes[name] for name in self._kinds}
+        if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
+            return None  # everything fits, whatever else there is
+        least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
+        chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
+        room = max(self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
+        wanted = False
+        for name, shape in reversed(known.items()):  # what comes last is needed first, and in nobody's way
+            if not name or self._saved(figures, name) < least:
+                continue
+            count = counts[self._kinds[name]]
+            for decision in self._candidates(shape, figures[self._kinds[name]], on_host=place.device.on_host):
+                fitting = (
+                    form
+                    for form in self._forms(name, decision)
+                    if self._peak(figures, {n: chosen[n] for n in known} | {name: form}) <= room
+                )
+                if count[decision] < SAMPLES and (proposed := next(fitting, None)) is not None:
+                    wanted = True
+                    chosen[name] = proposed
+                    count[decision] += 1
+                    break
+        return chosen if wanted else None
+
+    def lossy(self) -> dict[str, str]:
+        """Lossy decisions for units whose effect on gradients is not known yet, as many as fit."""
+        figures = self.figures()
+        least = {name: decision for name, decision in self.least().items() if name in self._kinds}
+        chosen = dict.fromkeys(self._kinds, KEEP) | least
+        room = self._wish.device - samples_nbytes(self._model)
+        found = {}
+        for name, kind in reversed(self._kinds.items()):
+            is_open = name not in self._noise and LOSSY in figures[kind]
+            if is_open and self._peak(figures, chosen | {name: LOSSY}) <= room:
+                chosen[name] = found[name] = LOSSY
+        return found
+
+    def rate(self, units: Iterable[str], effect: GradientEffect, sites: Mapping[str, Site]) -> None:
+        """Take in what the errors of units did in a step in which they were decided so.
+
+        Parameters
+        ----------
+        sites : by their names
+        """
+        figures = self.figures()
+        for name in units:
+            self._noise[name] = dict.fromkeys(["", *self._shapes[name].parts], 0.0)
+        for found in effect.sites:
+            name, part = self._profiler.find(sites[found.site].name)
+            if name in units:
+                unit = (effect.noise_by_weight or 0.0) * figures[self._kinds[name]][LOSSY].error
+                self._noise[name][part] += found.by_weight / unit if found.by_weight is not None and unit else inf
+
+    def floor(self, *, on_host: bool) -> float:
+        """Bytes that a step holds at its turn whatever is still tried, by a cautious guess; 0 before the first step.
+
+        A unit that can move or lose something is taken to hold nothing; one that can be recomputed half of what its
+        recomputation holds, since its parts may hold less; others half of what they save. 0 while replays of a unit
+        that saves much are to be tried: they may hold far less than its recomputation, and nobody knows the least.
+        """
+        wish, figures = self._wish, self.figures()
+        much = SHARE * sum(self._saved(figures, name) for name in self._kinds)
+        for name, kind in self._kinds.items():
+            untried = set(self._replays(name)) - figures[kind].keys()
+            if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
+                return 0.0
+        free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
+        floor = 0.0
+        for name, kind in self._kinds.items():
+            shape, saved = self._shapes[name], self._saved(figures, name)
+            if not shape.named or not name:
+                floor += saved
+            elif not free and self._calls.get(name, 1) == 1:
+                held = (f.total("held") for d, f in figures[kind].items() if "recompute" in d and ":" not in d)
+                floor += min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
+        return floor
+
+    def figures(self) -> FiguresByKind:
+        """The medians of what was measured."""
+        by_kind: dict[str, list[Figures]] = {}
+        shares = self._shares()
+        for name, samples in self._samples.items():
+            share = shares.get(name, 1.0)
+            scaled = [_times(f, self.scale(saved), share) for f, saved in samples]
+            by_kind.setdefault(self._kinds[name], []).extend(scaled)
+        return {kind: medians(samples) for kind, samples in by_kind.items()}
+
+    def profile(self, device: torch.device) -> Profile:
+        """What was measured so far."""
+        units = tuple(
+            Unit(
+                name,
+                kind,
+                self._calls.get(name, 1),
+                tuple(shape.parts),
+                self._recomputable(shape),
+                self._noise.get(name, {}),
+            )
+            for name, kind in self._kinds.items()
+            for shape in [self._shapes[name]]
+        )
+        return Profile(
+            units,
+            self.figures(),
+            self._links or Links(),
+            median(self._rest) if self._rest else 0.0,
+            memory_of(self._model, list(self._optimizers)),
+            digest_of(self._model),
+            machine_of(device),
+            self.steps,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Some optimizer has stepped, perhaps one of this model."""
+        if optimizer not in self._optimizers:
+            mine = {id(parameter) for parameter in self._model.parameters()}
+            if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+                self._optimizers.add(optimizer)
+
+    def _recomputable(self, shape: Shape) -> bool:
+        return shape.recomputable and shape.name not in self._profiler.writers
+
+    def scale(self, saved: int) -> float:
+        """How much more the largest step is than one that saves so many bytes; less than 1 since steps have shrunk."""
+        return self.largest / saved if saved and not ALIKE <= saved / max(1, self.largest) <= 1 / ALIKE else 1.0
+
+    def _shares(self) -> dict[str, float]:
+        """How much of a step the units are that do not run in each (experts), so that all make up the largest step."""
+        sizes = {name: self._size(name) for name in self._samples}
+        rare = [name for name in sizes if self._ran[name] < self.steps]
+        of_rare = sum(sizes[name] for name in rare)
+        if not of_rare:
+            return {}
+        share = (self.largest - (sum(sizes.values()) - of_rare)) / of_rare
+        return dict.fromkeys(rare, min(1.0, max(0.0, share)))
+
+    def _size(self, name: str) -> float:
+        """What a unit saves in the largest step."""
+        return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
+
+    def _kind(self, name: str, saved: int) -> str:
+        module = self._shapes[name].module
+        shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+        kind = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
+        if not self._shapes[name].named:  # and so has no choice
+            return f"{kind} {name}"
+        return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
+
+    def _replays(self, name: str) -> list[str]:
+        """Replays that are worth a try on a unit, which is called again and again."""
+        calls = self._calls.get(name, 1)
+        return [segments_of(SEGMENT)] * (calls > 1) + [revolve_of(SLOTS)] * (calls > 2 * SLOTS)
+
+    def _worth(self, name: str, part: Module) -> bool:
+        """Whether to try the recomputation of a part. PyTorch's activations and dropouts save no more than an input,
+        and there are models that change that input afterwards."""
+        simple = type(part).__module__.startswith("torch.nn.") and next(part.parameters(), None) is None
+        plain = Shape(name, part, {}, True).recomputable and has_forward(part)
+        return plain and not simple and name not in self._profiler.writers
+
+    def _forms(self, name: str, decision: str) -> list[str]:
+        """Ways to try a decision, first choice first. Where a unit is called again and again, some calls are kept."""
+        calls = self._calls.get(name, 1)
+        if decision not in (KEEP, "recompute") or calls == 1:
+            return [decision]
+        some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
+        return [decision, *some] if decision == KEEP else [*some, decision]
+
+    def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
+        """The most that a step will hold. What was never measured counts as kept, and a schedule as none."""
+        held = peak = most = 0.0
+        for name, decision in decisions.items():
+            of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
+            found, part = of_kind.get(decision), FIRST.fullmatch(decision)
+            share = int(part[1]) / self._calls[name] if part else 1.0  # of the calls that are recomputed
+            if found is None and decision.startswith("recompute("):
+                found = of_kind.get("recompute")
+            held += saved if found is None else share * found.total("held") + (1 - share) * saved
+            above = self._staged(figures, name, decision) if found is None else found.transient
+            most, peak = max(most, above), max(peak, held + above)
+        blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
+        always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
+        return peak if always else held + most  # units that run in some steps come in any order
+
+    def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
+        """What a payload may take beside its tensor, as far as is known before it is measured."""
+        if decision == KEEP or "recompute" in decision:
+            return 0
+        of_kind = figures[self._kinds[name]].values()
+        return max((part.saved for f in of_kind for part in f.parts.values()), default=0)
+
+    def _saved(self, figures: FiguresByKind, name: str) -> float:
+        return max(f.total("saved") for f in figures[self._kinds[name]].values())
+
+    def _candidates(self, shape: Shape, figures: dict[str, Figures], *, on_host: bool) -> list[str]:
+        """What is worth a try on a unit."""
+        wish = self._wish
+        tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
+        if on_host:
+            tiers = [tier for tier in tiers if tier != "host"]
+        codecs = ["expack", *(["int8", LOSSY] if wish.max_noise else [])]
+        found = [KEEP]
+        if not shape.named:
+            return found
+        if self._recomputable(shape):
+            found.append("recompute")
+            if replays := self._replays(shape.name):
+                return [*found, *replays]
+            found += [f"recompute(raw @ {tier})" for tier in tiers]
+            keep = figures.get(KEEP)
+            if keep is not None:
+                found += [
+                    f"{name} : recompute"
+                    for name, part in shape.parts.items()
+                    if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
+                    if of_part.saved > SHARE * keep.total("saved")
+                ]
+        return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
+
+
+def _times(f: Figures, scale: float, share: float) -> Figures:
+    """The figures of a step that is `scale` times as large, for a unit that runs in a `share` of steps."""
+    if scale == share == 1:
+        return f
+    transient = int(scale * f.transient)  # when it runs
+    scale *= share
+    parts = {
+        name: Part(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
+        for name, part in f.parts.items()
+    }
+    return replace(
+        f,
+        forward=scale * f.forward,
+        backward=scale * f.backward,
+        parts=parts,
+        transient=transient,
+        work_forward=scale * f.work_forward,
+        work_backward=scale * f.work_backward,
+    )
+
+
+def _telling(weak: ref[Probes]) -> Any:
+    """A hook of all optimizers, which outlives a store that nobody has closed, and holds nothing of it."""
+
+    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        probes = weak()
+        if probes is not None:
+            probes.meet(optimizer)
+
+    return met
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """What the times of a step depend on."""
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return {
+        "device": name,
+        "threads": str(torch.get_num_threads()) if device.type == "cpu" else str(os.cpu_count()),
+        "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
+        "actstore": __version__,
+    }

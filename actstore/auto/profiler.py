@@ -1,0 +1,259 @@
+"""Measures a training step as it runs: the time of each unit in forward and in backward, and the bytes it saves.
+
+Nothing is added to the graph but hooks on outputs of modules; a step that is measured has the gradients of any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from actstore.accuracy import Total, measure
+from actstore.auto.timing import BACKWARD, FORWARD, Moments
+from actstore.autograd.compiled import NamedCall
+from actstore.base.ledger import Account, Ledger
+from actstore.codecs.base import Bound, Codec
+from actstore.devices import Device
+from actstore.model.units import original, shapes_of
+from actstore.plan.profile import KEEP, Figures, Part
+
+FIRST = re.compile(r"recompute\(first=(\d+)\)")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step that was measured.
+
+    Attributes
+    ----------
+    figures : of the units that ran, in the order of forward; several where calls of one unit were decided differently
+    calls : of each unit
+    total : milliseconds from the entry of this step to that of the next
+    rest : the part of it that no unit takes
+    backward : whether there was one
+    """
+
+    figures: dict[str, list[Figures]]
+    calls: dict[str, int]
+    total: float
+    rest: float
+    backward: bool
+
+    @property
+    def saved(self) -> int:
+        """What plain autograd would hold of the step."""
+        return sum(figures[0].total("saved") for figures in self.figures.values())
+
+
+class Profiler:
+    """Measures the steps of one store, one at a time: `begin`, `end_forward`, and at the next entry `finish`.
+
+    Notes
+    -----
+    Not thread-safe: one thread enters the store while a step is measured. On an accelerator `finish` waits for the
+    device. Hooks are on the model's modules from `begin` to `end_forward` only.
+
+    Attributes
+    ----------
+    writers : names of units and parts that were seen to change their inputs in place: they cannot be run again
+    """
+
+    def __init__(self, model: Module, ledger: Ledger) -> None:
+        self.writers = set[str]()
+        self._model = model
+        self._ledger = ledger
+        self._hooks: list[Any] = []
+        self._step: Moments | None = None
+        self.look()
+
+    def look(self) -> None:
+        """Look at the model's modules again: some are others now."""
+        self.shapes = shapes_of(self._model)
+        outer = {inner: module for module in self._model.modules() if (inner := original(module)) is not None}
+        timed: dict[str, Module] = {}
+        for shape in self.shapes:
+            if shape.name:
+                timed |= {shape.name: shape.module, **shape.inner}
+        self._modules = {name: outer.get(module, module) for name, module in timed.items()}
+        self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *shape.inner)}
+
+    def begin(self, device: Device, decisions: dict[str, str]) -> None:
+        """A step begins, with these decisions for units, as policy text seen from each; others are kept."""
+        step = self._step = Moments(device, decisions, self.writers)
+        self._hooks.append(self._model.register_forward_hook(step.ending))
+        for name, module in self._modules.items():
+            enter, leave = step.entering(name), step.leaving(name)
+            call = module._compiled_call_impl
+            if isinstance(module, ScriptModule):  # takes no hooks: its time counts as that of the rest
+                continue
+            if call is None:
+                self._hooks.append(module.register_forward_pre_hook(enter))
+                self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            elif isinstance(call, NamedCall):  # its own hooks would be compiled with it, anew in each step
+                self._hooks.append(call.watch(enter, leave))
+
+    def end_forward(self) -> None:
+        """Forward has ended, or failed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def cancel(self) -> None:
+        """Forget the step."""
+        self.end_forward()
+        self._step = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether a step is measured now."""
+        return self._step is not None
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """The same codec; what it takes is measured, and what it loses."""
+        step = self._step
+        if step is None:
+            return bound
+
+        def encode(src: Tensor, out: Tensor, key: int) -> int | None:
+            done = step.work(account, FORWARD)
+            used = bound.encode(src, out, key)
+            done()
+            if not codec.lossless:
+                back = torch.empty_like(src)
+                bound.decode(out, back, key)
+                step.errors.append((account, measure(src, back)))
+            return used
+
+        def decode(buf: Tensor, out: Tensor, key: int) -> None:
+            done = step.work(account, BACKWARD)
+            bound.decode(buf, out, key)
+            done()
+
+        return bound._replace(encode=encode, decode=decode)
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """A recomputation begins; what this returns is called at its end."""
+        return _nothing if self._step is None else self._step.work(account, BACKWARD)
+
+    def finish(self) -> Sample | None:
+        """The figures of the step that began last; None where it was forgotten, or ran nothing of the model."""
+        step, self._step = self._step, None
+        self.end_forward()
+        if step is None:
+            return None
+        step.note("end", "")
+        forward = step.forward()
+        units = [name for name in forward if self._unit_of[name] == name]
+        if not units and not step.turned:
+            return None
+        backward = step.backward()
+        parts, transient = self._bytes()
+        errors, work = self._errors(step), self._work(step)
+        figures: dict[str, list[Figures]] = {}
+        for name in [*units, ""]:
+            inner = [other for other, unit in self._unit_of.items() if unit == name]
+            whole = Figures(
+                step.decisions.get(name, KEEP),
+                sum(forward.get(name, [])),
+                sum(ms for other in inner for ms in backward.get(other, {}).values()),
+                parts.get(name, {}),
+                transient.get(name, 0),
+                errors.get(name, 0.0),
+                work.get((name, FORWARD), 0.0),
+                work.get((name, BACKWARD), 0.0),
+            )
+            figures[name] = (
+                _split(whole, forward[name], backward.get(name, {})) if len(inner) == 1 and name else [whole]
+            )
+        busy = sum(sum(forward.get(name, [])) for name in units)
+        busy += sum(ms for calls in backward.values() for ms in calls.values())
+        calls = {name: len(forward.get(name, [0.0])) for name in figures}
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def find(self, site: str) -> tuple[str, str]:
+        """The unit of a site, and the part of it."""
+        name = site
+        while name not in self._unit_of:
+            if not name:
+                return "", ""
+            name = name.rpartition(".")[0]
+        unit = self._unit_of[name]
+        return unit, name[len(unit) + 1 :] if name != unit else ""
+
+    def _bytes(self) -> tuple[dict[str, dict[str, Part]], dict[str, int]]:
+        parts: dict[str, dict[str, Part]] = {}
+        transient: dict[str, int] = {}
+        for account in self._ledger.accounts():
+            held = account.held_at_exit
+            if not (account.saved or account.stored or held):
+                continue
+            unit, part = self.find(account.site.name)
+            moved = account.stored if "@" in account.where else 0
+            old = parts.setdefault(unit, {}).get(part, Part())
+            parts[unit][part] = Part(
+                old.saved + account.saved,
+                old.held + (0 if moved else held),
+                old.host + (moved if "host" in account.where else 0),
+                old.disk + (moved if "disk" in account.where else 0),
+            )
+            above = account.peak - held
+            transient[unit] = max(transient.get(unit, 0), above)
+        return parts, transient
+
+    def _work(self, step: Moments) -> dict[tuple[str, str], float]:
+        """Milliseconds of encoding, decoding and recomputation, by unit and direction."""
+        sums: dict[tuple[str, str], float] = {}
+        for account, direction, ms in step.worked():
+            key = self.find(account.site.name)[0], direction
+            sums[key] = sums.get(key, 0.0) + ms
+        return sums
+
+    def _errors(self, step: Moments) -> dict[str, float]:
+        totals: dict[str, Total] = {}
+        for account, row in step.errors:
+            totals.setdefault(self.find(account.site.name)[0], Total()).add(row.tolist())
+        squares = {unit: 1.0 if total.lost else total.relative**2 for unit, total in totals.items()}
+        return {unit: square if isfinite(square) else 1.0 for unit, square in squares.items()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _split(whole: Figures, forward: list[float], backward: dict[int, float]) -> list[Figures]:
+    """The figures of calls that are recomputed and of calls that are not, each as if all were like them."""
+    found = FIRST.fullmatch(whole.decision)
+    calls = len(forward)
+    if found is None or not 0 < (first := int(found[1])) < calls:
+        return [whole]
+    saved = whole.total("saved")
+    kept = round(saved * (calls - first) / calls)  # all calls are alike
+    held = max(0, whole.total("held") - kept) * calls // first
+    halves = []
+    for decision, chosen, nbytes in (
+        ("recompute", range(first), held),
+        (KEEP, range(first, calls), saved),
+    ):
+        scale = calls / len(chosen)
+        halves.append(
+            Figures(
+                decision,
+                scale * sum(forward[call] for call in chosen),
+                scale * sum(backward.get(call, 0.0) for call in chosen),
+                {"": Part(saved, nbytes)},
+                whole.transient if decision == "recompute" else 0,
+                work_forward=scale * whole.work_forward if decision == "recompute" else 0.0,
+                work_backward=scale * whole.work_backward if decision == "recompute" else 0.0,
+            )
+        )
+    return halves

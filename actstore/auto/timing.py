@@ -1,0 +1,175 @@
+"""When the modules of one step ran, and what the store itself took meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import inf
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from actstore.base.ledger import Account
+from actstore.base.ticket import Ticket
+from actstore.devices import Device
+
+END = "the end of backward"
+FORWARD, BACKWARD = "forward", "backward"
+
+Mark = tuple[Ticket, int]  # a moment, and how many full collections there were by then
+_Time = tuple[float, bool]  # milliseconds, and whether garbage was collected meanwhile
+
+
+class Moments:
+    """The moments of one step.
+
+    Where the device is the host, a full collection of Python's garbage counts for no call where others of the same
+    module tell what it takes: a collection comes once in a while, and may take longer than hundreds of calls.
+    """
+
+    def __init__(self, device: Device, decisions: dict[str, str], writers: set[str]) -> None:
+        self.decisions = decisions
+        self.turned = False  # backward has begun
+        self._writers = writers
+        self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
+        self.errors: list[tuple[Account, Tensor]] = []  # rows of `accuracy.measure`
+        self._works: list[tuple[Account, str, Mark, Mark]] = []  # of the store: encoding, decoding, recomputation
+        self._device = device
+        self._marks: list[tuple[str, str, Mark]] = []
+        self._calls: dict[str, int] = {}
+        self._grads: dict[int, list[tuple[str, int, Mark]]] = {}  # by backward: whose output's gradient came when
+        self.note("begin", "")
+
+    def note(self, kind: str, name: str) -> None:
+        self._marks.append((kind, name, self._mark()))
+
+    def _mark(self) -> Mark:
+        collections: int = gc.get_stats()[2]["collections"] if self._device.on_host else 0
+        return self._device.mark(self._device.current()), collections
+
+    def work(self, account: Account, direction: str) -> Callable[[], None]:
+        """Some work of the store begins; what this returns is called at its end."""
+        begin = self._mark()
+        return lambda: self._works.append((account, direction, begin, self._mark()))
+
+    def entering(self, name: str) -> Callable[..., None]:
+        def enter(_module: Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # otherwise it is recomputed
+                self._versions.setdefault(name, []).append(_versions(args))
+                self.note("enter", name)
+
+        return enter
+
+    def leaving(self, name: str) -> Callable[..., None]:
+        def leave(_module: Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            self.note("leave", name)
+            entered = self._versions.get(name)
+            if entered and entered.pop() != _versions(args):
+                self._writers.add(name)
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
+            for tensor in _leaves(output):
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    tensor.register_hook(self._arriving(name, call))
+
+        return leave
+
+    def ending(self, _module: Module, _args: Any, output: Any) -> None:
+        """The model has run; if it computes the loss, backward begins at its output."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def _begin(self, _grad: Tensor | None = None) -> None:
+        self.turned = True
+
+    def _arriving(self, name: str, call: int) -> Callable[[Tensor], None]:
+        def arrive(_grad: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            moments = self._grads.get(task)
+            if moments is None:
+                self._begin()
+                moments = self._grads[task] = []
+                engine: Any = Variable._execution_engine
+                engine.queue_callback(lambda: moments.append((END, 0, self._mark())))
+            moments.append((name, call, self._mark()))
+
+        return arrive
+
+    def worked(self) -> Iterator[tuple[Account, str, float]]:
+        """What the store did in this step: for whom, in which direction, and its milliseconds."""
+        times: dict[tuple[Account, str], list[_Time]] = {}
+        for account, direction, begin, end in self._works:
+            times.setdefault((account, direction), []).append(_between(begin, end))
+        for (account, direction), of_works in times.items():
+            yield account, direction, sum(_without_collections(of_works))
+
+    @property
+    def total(self) -> float:
+        """Milliseconds from the first mark to the last."""
+        return _between(self._marks[0][2], self._marks[-1][2])[0]
+
+    def forward(self) -> dict[str, list[float]]:
+        """Milliseconds of each call of each module, in the order of their first calls."""
+        times: dict[str, list[_Time]] = {}
+        entered: dict[str, list[Mark]] = {}
+        for kind, name, mark in self._marks:
+            if kind == "enter":
+                times.setdefault(name, [])
+                entered.setdefault(name, []).append(mark)
+            elif kind == "leave" and entered.get(name):
+                times[name].append(_between(entered[name].pop(), mark))
+        return {name: _without_collections(of_calls) for name, of_calls in times.items()}
+
+    def backward(self) -> dict[str, dict[int, float]]:
+        """Milliseconds from the moment when the gradient of a call's output is there to the next such moment."""
+        times: dict[str, dict[int, _Time]] = {}
+        for moments in self._grads.values():
+            ordered = sorted(moments, key=lambda moment: begin_ns(moment[2][0]))
+            for (name, call, begin), (_, _, end) in pairwise(ordered):
+                of_calls = times.setdefault(name, {})
+                ms, collected = _between(begin, end)
+                before, earlier = of_calls.get(call, (0.0, False))
+                of_calls[call] = before + ms, earlier or collected
+        return {
+            name: dict(zip(of_calls, _without_collections(list(of_calls.values())), strict=True))
+            for name, of_calls in times.items()
+        }
+
+
+def _between(begin: Mark, end: Mark) -> _Time:
+    return (begin_ns(end[0]) - begin_ns(begin[0])) / 1e6, begin[1] != end[1]
+
+
+def _without_collections(times: Sequence[_Time]) -> list[float]:
+    """Milliseconds; where garbage was collected meanwhile, no more than the others took."""
+    typical = median([ms for ms, collected in times if not collected] or [inf])
+    return [min(ms, typical) if collected else ms for ms, collected in times]
+
+
+def _versions(args: Any) -> list[int]:
+    return [leaf._version for leaf in _leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """`tree_leaves`, at once for a tensor or a tuple of tensors: recurrent cells are called a thousand times."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if type(value) is tuple and all(isinstance(leaf, Tensor) for leaf in value):
+        return value
+    return tree_leaves(value)
+
+
+def begin_ns(ticket: Ticket) -> int:
+    ticket.result()
+    span = ticket.span()
+    assert span is not None
+    return span[0]

@@ -1,0 +1,51 @@
+"""Which storages a forward has met, and which of them plain autograd would hold."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import UntypedStorage
+
+from actstore.base.reaper import Last
+from actstore.base.storage import expired, free_weak, hold_weak
+
+
+class Census:
+    """Counts each storage once. Until `clear`, no storage that was met shares its identity with another one."""
+
+    def __init__(self) -> None:
+        self.met: set[int] = set()
+        self.counted: set[int] = set()
+        self._held: list[int] = []
+        self._last = Last(deque(maxlen=0).extend, map(free_weak, self._held))  # of all that are there by then
+
+    def meet(self, key: int, storage: UntypedStorage) -> None:
+        """Keep the identity `key` of `storage` from being used again."""
+        if key not in self.met:
+            hold_weak(storage)  # first: what an interrupt leaves is a reference too many, never one too few
+            self._held.append(key)
+            self.met.add(key)
+
+    def count(self, key: int, storage: UntypedStorage) -> int:
+        """Bytes that plain autograd holds of `storage` because it is saved now: 0 when it was before."""
+        if key in self.counted:
+            return 0
+        self.counted.add(key)
+        self.meet(key, storage)
+        return storage.nbytes()
+
+    def prune(self) -> set[int]:
+        """Forget storages that are gone; returns their identities."""
+        gone = {key for key in self.met if expired(key)}
+        self.met -= gone
+        self.counted -= gone
+        self._held[:] = [key for key in self._held if key not in gone]
+        for key in gone:
+            free_weak(key)
+        return gone
+
+    def clear(self) -> None:
+        self.met.clear()
+        self.counted.clear()
+        while self._held:
+            free_weak(self._held.pop())

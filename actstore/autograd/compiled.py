@@ -1,0 +1,84 @@
+"""Names for modules that were compiled by ``module.compile()``.
+
+Their hooks are compiled with them, where none may tell the name of a module. While a store is active, the compiled
+call is therefore wrapped. A copy or a pickle of a module leaves its compiled call out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.autograd.tracker import after_call, before_call
+from actstore.base.compiler import tell_compiler
+
+_lock = Lock()
+
+
+class NamedCall:
+    """The compiled call of a module, which follows it like a hook of it. Shared by all stores that are active."""
+
+    def __init__(self, module: Module, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.module = module
+        self.users = set[object]()  # the stores that need the names
+        self.watches: list[Watch] = []
+
+    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> Watch:
+        """Have functions called like hooks of the module, which are not compiled with it."""
+        watch = Watch(self, before, after)
+        self.watches.append(watch)
+        return watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watches = self.watches[:]
+        for watch in watches:
+            watch.before(self.module, args)
+        before_call(self.module, args)
+        output = None
+        try:
+            output = self.call(*args, **kwargs)
+        finally:
+            after_call(self.module, args, output)
+            for watch in watches:
+                watch.after(self.module, args, output)
+        return output
+
+
+class Watch:
+    """Two functions around a compiled call, until `remove`."""
+
+    def __init__(self, named: NamedCall, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._named = named
+        self.before = before
+        self.after = after
+
+    def remove(self) -> None:
+        self._named.watches.remove(self)
+
+
+def wrap(modules: Iterable[Module], user: object, wrapped: list[NamedCall]) -> None:
+    """Wrap the calls of those modules that are compiled, and note them in `wrapped`; `unwrap` takes them away."""
+    with _lock:
+        tell_compiler()
+        for module in modules:
+            call: Any = module._compiled_call_impl
+            if call is None:
+                continue
+            named = call if isinstance(call, NamedCall) else NamedCall(module, call)
+            wrapped.append(named)
+            named.users.add(user)
+            module.__dict__["_compiled_call_impl"] = named
+
+
+def unwrap(wrapped: list[NamedCall], user: object) -> None:
+    """Give modules their own calls back, unless another store still needs the names or they were compiled anew."""
+    with _lock:
+        for named in wrapped:
+            named.users.discard(user)
+            if not named.users and named.module.__dict__.get("_compiled_call_impl") is named:
+                named.module.__dict__["_compiled_call_impl"] = named.call
+        wrapped.clear()

@@ -1,0 +1,315 @@
+"""Tensors that backward can make again, by one cheap operator, of others that it reads anyway.
+
+GELU's backward reads GELU's input. So the output, which the next linear layer saves, need not be held: it is what GELU
+makes of that input. Activations, products and normalisations are like that. The same operator runs again on the same
+bytes, and so gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _current_graph_task_id
+
+from actstore.autograd.handles import Kept, Stored, check_version
+from actstore.autograd.readers import Reader
+from actstore.autograd.tracker import NORM, SMALL, Frame
+from actstore.base.ledger import Account, Ledger
+from actstore.base.spec import Site, Spec
+from actstore.errors import ActstoreError, StateError
+
+MOST_DEEP = 4  # operators that are run one after the other for one tensor
+
+Function = Callable[..., Tensor]
+
+_aten = torch.ops.aten
+
+
+class Rule(NamedTuple):
+    """How to make the output of one autograd node again.
+
+    Attributes
+    ----------
+    inputs : the saved tensors that it is made of, as the node's attributes
+    optional : how many of them, the last ones, may be None
+    bind : the function of these tensors, for a node
+    norm : whether it needs what is known of the module: nodes keep neither eps nor the bias of GroupNorm
+    """
+
+    inputs: tuple[str, ...]
+    optional: int
+    bind: Callable[[Any], Function]
+    norm: bool = False
+
+    @classmethod
+    def of(cls, inputs: str, bind: Callable[[Any], Function], *, optional: int = 0, norm: bool = False) -> Rule:
+        return cls(tuple(f"_raw_saved_{name}" for name in inputs.split()), optional, bind, norm)
+
+
+def _unary(function: Function, *options: str) -> Rule:
+    """An operator on one tensor with options that its node keeps."""
+    names = [f"_saved_{name}" for name in options]
+
+    def bind(node: Any) -> Function:
+        values = [getattr(node, name) for name in names]
+        return (lambda x: function(x, *values)) if values else function
+
+    return Rule.of("self", bind)
+
+
+def _gelu(node: Any) -> Function:
+    return partial(_aten.gelu, approximate=node._saved_approximate)
+
+
+def _glu(node: Any) -> Function:
+    dim: int = node._saved_dim
+    return partial(_aten.glu, dim=dim - 2**64 if dim >= 2**63 else dim)  # nodes tell of -1 as an unsigned number
+
+
+def _layer_norm(node: Any) -> Function:
+    shape, eps = node._saved_normalized_shape, node.metadata[NORM].eps
+
+    def run(x: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        made, _, again = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return _proved(made, again, rstd, "LayerNorm", eps)
+
+    return run
+
+
+def _rms_norm(node: Any) -> Function:
+    shape, eps = node._saved_normalized_shape, node.metadata[NORM].eps
+
+    def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+        made, again = _aten._fused_rms_norm(x, shape, weight, eps)
+        return _proved(made, again, rstd, "RMSNorm", eps)
+
+    return run
+
+
+def _group_norm(node: Any) -> Function:
+    eps, bias, version, site = node.metadata[NORM]
+    options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, eps
+    pinned = None if bias is None else _Pinned.of(bias, version, site)
+
+    def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+        made, _, again = torch.native_group_norm(x, weight, pinned and pinned.get(), *options)
+        return _proved(made, again, rstd, "GroupNorm", eps)
+
+    return run
+
+
+def _proved(made: Tensor, again: Tensor, saved: Tensor, name: str, eps: float | None) -> Tensor:
+    """`made`, which depends on eps through the reciprocal deviations alone: the same as those saved, or an error.
+
+    Looked at on a CPU only: elsewhere the host would wait for the device.
+    """
+    if again.device.type == "cpu" and not torch.equal(_bits(again), _bits(saved)):
+        raise StateError(
+            f"{name} was run with another eps than the {eps} of its module, so that its output cannot be made again "
+            "bit for bit; write 'keep' or 'raw' in place of 'derive' for the module that reads it"
+        )
+    return made
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Integers, of which NaN equals itself."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+RULES: dict[str, Rule] = {
+    "GeluBackward0": Rule.of("self", _gelu),
+    "SiluBackward0": _unary(_aten.silu),
+    "MishBackward0": _unary(_aten.mish),
+    "HardswishBackward0": _unary(_aten.hardswish),
+    "HardtanhBackward0": _unary(_aten.hardtanh, "min_val", "max_val"),
+    "LeakyReluBackward0": _unary(_aten.leaky_relu, "negative_slope"),
+    "EluBackward0": _unary(_aten.elu, "alpha", "scale", "input_scale"),
+    "SoftplusBackward0": _unary(_aten.softplus, "beta", "threshold"),
+    "GluBackward0": Rule.of("self", _glu),
+    "PowBackward0": _unary(_aten.pow, "exponent"),
+    "MulBackward0": Rule.of("self other", lambda node: _aten.mul),
+    "NativeLayerNormBackward0": Rule.of("input result2 weight bias", _layer_norm, optional=2, norm=True),
+    "FusedRmsNormBackward0": Rule.of("input result1 weight", _rms_norm, optional=1, norm=True),
+    "NativeGroupNormBackward0": Rule.of("input result2 weight", _group_norm, optional=1, norm=True),
+}
+
+
+class Recipe(NamedTuple):
+    """A function, the handles of its arguments, and how many operators run one after the other to read them all."""
+
+    function: Function
+    inputs: list[Any]
+    deep: int
+
+
+def is_plain(tensor: Tensor, root: Tensor) -> bool:
+    """Whether `tensor` is `root` or a view of it that is told by shape, strides and offset alone."""
+    return (
+        type(tensor) is type(root) is Tensor
+        and tensor.layout is root.layout is torch.strided
+        and tensor.dtype is root.dtype
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
+        and not (tensor.is_conj() or tensor.is_neg() or root.is_conj() or root.is_neg())
+        and _current_graph_task_id() == -1
+    )
+
+
+def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
+    """How to make the output of an operator again of what its node has saved through a store; None where one cannot.
+
+    Parameters
+    ----------
+    unpack : the hook of what a store has saved
+    """
+    node: Any = tensor.grad_fn
+    rule = RULES.get(node.name())
+    if rule is None or tensor.output_nr or tensor.storage_offset():
+        return None
+    if rule.norm:
+        norm = node.metadata.get(NORM)
+        if norm is None or (norm.bias is not None and norm.bias._version != norm.version):
+            return None
+    inputs: list[Any] = []
+    needed = len(rule.inputs) - rule.optional
+    for index, name in enumerate(rule.inputs):
+        saved = getattr(node, name)
+        handle = saved.data
+        if handle is None:
+            if index < needed:
+                return None
+            inputs.append(None)
+            continue
+        if isinstance(handle, Reader):
+            handle = handle.handle
+        if saved.unpack_hook is not unpack or not _comes_back_exactly(handle):
+            return None
+        if rule.norm and not tensor.is_cpu and isinstance(handle, Stored) and handle.region is not None:
+            return None  # it may come back aligned in another way, and a GPU's kernel then adds in another order
+        inputs.append(handle)
+    deep = 1 + max(handle.deep if isinstance(handle, Derived) else 0 for handle in inputs)
+    if deep > MOST_DEEP:
+        return None
+    for index, handle in enumerate(inputs):
+        if type(handle) is tuple:
+            alias, version, frame = handle
+            inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL), frame)
+    return Recipe(rule.bind(node), inputs, deep)
+
+
+def _comes_back_exactly(handle: Any) -> bool:
+    """Whether a saved tensor will be there in backward, bit for bit, whenever it is asked for, as far as is known."""
+    if isinstance(handle, Stored):
+        if handle.alias is not None or handle.any_version or not (handle.owner or handle).codec.lossless:
+            return False
+        return handle.witness._version == handle.version
+    if type(handle) is tuple:  # DeepSpeed's ZeRO-3 gathers a weight for its own module only
+        return handle[0]._version == handle[1] and not hasattr(handle[0], "ds_id")
+    if isinstance(handle, Kept):
+        return handle.alias._version == handle.version
+    return isinstance(handle, Derived) and handle.witness._version == handle.version
+
+
+class _Pinned(NamedTuple):
+    """A small tensor or a weight, which must be in the same memory when it is read: a weight may have other data then.
+
+    Attributes
+    ----------
+    storage : the identity of its memory
+    frame : what accounts for a small tensor, as long as somebody holds it
+    """
+
+    alias: Tensor
+    version: int
+    site: Site
+    storage: int
+    frame: Frame | None
+
+    @classmethod
+    def of(cls, alias: Tensor, version: int, site: Site, frame: Frame | None = None) -> _Pinned:
+        return cls(alias, version, site, alias.untyped_storage()._cdata, frame)
+
+    def get(self) -> Tensor:
+        if self.alias._version != self.version:
+            check_version(self.alias, self.version, self.site)
+        storage = self.alias.untyped_storage()
+        if storage._cdata != self.storage or (self.alias.numel() and not storage.nbytes()):
+            raise StateError(
+                f"a weight that {self.site.name or 'the model'} saved has other memory now, or none: it was given new "
+                "data, or it is shared out over ranks and gathered for its own module only. A tensor cannot be made "
+                "again with it; write 'keep' or 'raw' in place of 'derive'"
+            )
+        return self.alias
+
+
+class Derived:
+    """A tensor that is made again when backward reads it. It holds the handles of what it is made of."""
+
+    __slots__ = (
+        "__weakref__", "account", "deep", "function", "inputs", "ledger", "made", "offset", "shape", "stride",
+        "threads", "version", "witness", "working",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        root: Tensor,
+        account: Account,
+        ledger: Ledger,
+        empty: Tensor,
+        recipe: Recipe,
+        working: Callable[[Account], Callable[[], None]] | None,
+    ) -> None:
+        self.account = account
+        self.ledger = ledger
+        self.function, self.inputs, self.deep = recipe
+        self.working = working  # is told when a tensor is made, and what it returns when that is done
+        self.threads = torch.get_num_threads()  # each rounds the ends of its share in another way
+        self.made = root.shape, root.stride()
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        self.version = tensor._version
+        self.witness = witness = tensor.detach()
+        witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
+        for handle in self.inputs:
+            if isinstance(handle, Stored) and (berth := (handle.owner or handle).berth) is not None:
+                berth.readers += 1
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(tuple(self.shape), self.stride, self.witness.dtype, self.witness.device)
+
+    def get(self) -> Tensor:
+        if self.witness._version != self.version:
+            check_version(self.witness, self.version, self.account.site, self.spec)
+        try:
+            inputs = [None if handle is None else handle.get() for handle in self.inputs]
+            with ExitStack() as stack:
+                if self.working is not None:
+                    stack.callback(self.working(self.account))
+                if torch.is_grad_enabled():
+                    stack.enter_context(torch.no_grad())
+                if torch._C._is_any_autocast_enabled():
+                    stack.enter_context(torch._C._DisableAutocast())
+                if torch.get_num_threads() != self.threads:
+                    stack.callback(torch.set_num_threads, torch.get_num_threads())
+                    torch.set_num_threads(self.threads)
+                made = self.function(*inputs)
+        except ActstoreError as error:
+            error.add_context(f"while making {self.account.site} ({self.spec}) again")
+            raise
+        shape, stride = self.made
+        if made.shape != shape or made.dtype != self.witness.dtype:
+            raise StateError(
+                f"{self.account.site} was {self.spec} and is {Spec.of(made)} when it is made again: its operator has "
+                "been given other tensors than it saved; write 'keep' in place of 'derive' for this module"
+            )
+        if made.stride() != stride:
+            made = made.new_empty_strided(shape, stride).copy_(made)
+        self.ledger.touch_peak(self.account, made.nbytes)
+        if self.shape == shape and self.stride == stride:
+            return made
+        return made.as_strided(self.shape, self.stride, self.offset)

@@ -1,0 +1,221 @@
+"""What autograd holds in place of a saved tensor. A handle dies exactly when the graph no longer needs it.
+
+Each keeps the version that its tensor had, beside something that shares the tensor's version counter, so that a
+change in place gets the verdict that autograd gives without a store. It is never the packed tensor itself, save for
+parameters, which are in no graph's output: an output in its own graph would be a cycle that no collector frees.
+
+* Small: a tuple (alias, version, frame) for parameters and small tensors; the frame accounts for them.
+* Kept: a tensor that waits as it is.
+* Stored: a tensor whose bytes wait in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo import guards
+
+from actstore.autograd.regions import Region
+from actstore.autograd.tracker import Frame
+from actstore.base.layout import layout_of
+from actstore.base.ledger import Account
+from actstore.base.reaper import Last
+from actstore.base.spec import Site, Spec
+from actstore.base.storage import free_weak, hold_weak, revive, whole_of
+from actstore.errors import ActstoreError, MutationError
+from actstore.store.payload import Entry
+
+Small = tuple[Tensor, int, Frame]
+
+_guards: Any = guards
+_empty_strided_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = _guards._empty_strided_cpu
+
+
+class Kept:
+    """A tensor that waits as it is.
+
+    Attributes
+    ----------
+    holds : what books its storage as held; or the first `Kept` of the same storage, which has that
+    """
+
+    __slots__ = ("__weakref__", "account", "alias", "holds", "version")
+
+    def __init__(self, tensor: Tensor, account: Account, holds: Last | Kept) -> None:
+        self.alias = tensor.detach()
+        self.version = tensor._version
+        self.account = account
+        self.holds = holds
+
+    def get(self) -> Tensor:
+        if self.alias._version != self.version:
+            check_version(self.alias, self.version, self.account.site)
+        return self.alias
+
+
+class Stored(Entry):
+    """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
+
+    __slots__ = (
+        "alias", "any_version", "conj", "fresh", "neg", "offset", "owner", "region", "root", "shape",
+        "snapshot", "stride", "version", "witness",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        account: Account,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        empty: Tensor,
+        any_version: bool,
+    ) -> None:
+        self.account = account
+        self.memory = self.slot = self.berth = self.last = None
+        self.shape = shape
+        self.stride = stride
+        self.offset = 0
+        self.conj = self.neg = False
+        base = tensor._base
+        self.root = ref(tensor if base is None else base)
+        self.version = tensor._version
+        self.any_version = any_version  # the tensor may change after it was saved
+        self.witness = witness = tensor.detach()
+        witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
+        self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
+        self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
+        self.owner: Stored | None = None  # who holds the payload, when it is another one's
+        self.fresh: _Fresh | None = None  # the last decoded copy that several views share
+        self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape, self.stride, self.witness.dtype, self.witness.device)
+
+    def get(self) -> Tensor:
+        changed = self.witness._version != self.version
+        if changed and not self.any_version:
+            check_version(self.witness, self.version, self.account.site, self.spec)
+        if self.alias is not None:
+            return self.snapshot if changed and self.snapshot is not None else self.alias.alias
+        try:
+            owner = self.owner
+            if owner is None and self.region is None:
+                return self._read(self.shape, self.stride)
+            return self._rebuild(self if owner is None else owner)
+        except ActstoreError as error:
+            error.add_context(f"while decoding {self.account.site} ({self.spec}, {self.account.where})")
+            raise
+
+    def covers(self, other: Stored) -> bool:
+        """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
+        if self.witness.dtype != other.witness.dtype or self.version != other.version or not same_root(self, other):
+            return False
+        region = self.region or Region(0, prod(self.shape))
+        return region.covers(other.offset, layout_of(other.shape, other.stride))
+
+    def _read(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """The payload as a dense tensor of its own."""
+        memory = None if self.berth is None else self.store.borrow(self, self.witness.dtype)
+        if memory is not None:
+            return memory.as_strided(shape, stride)
+        if self.memory is None or _len_torch_dispatch_stack():
+            tensor = self.witness.new_empty_strided(shape, stride)
+        else:  # in a pool, which is of host memory
+            tensor = _empty_strided_cpu(shape, stride, self.witness.dtype)
+        self.store.get(self, tensor)
+        return tensor
+
+    def _rebuild(self, owner: Stored) -> Tensor:
+        spec = self.spec
+        region = owner.region or Region(0, prod(owner.shape))
+        if region.compact is not None:
+            dense = torch.empty(region.compact[0], dtype=spec.dtype, device=spec.device)
+            owner.store.get(owner, dense)
+            tensor = spec.empty()
+            tensor.as_strided(*region.compact).copy_(dense)
+        elif region.numel == spec.numel and layout_of(spec.shape, spec.stride).dense:
+            tensor = owner._read(spec.shape, spec.stride)
+        else:
+            tensor = self._share(owner, region.numel).as_strided(spec.shape, spec.stride, self.offset - region.start)
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        spec.check(tensor)
+        return tensor
+
+    def _share(self, owner: Stored, numel: int) -> Tensor:
+        """The decoded region, in memory that the views of one backward node share as their originals did.
+
+        A copy is given to each handle once: whoever asks again gets a fresh one. So does everybody once a copy was
+        changed in place, or its memory is gone, or another stream is current.
+        """
+        device = self.witness.device
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        base = owner.fresh.take(self, stream) if owner.fresh is not None else None
+        if base is None:
+            base = owner._read((numel,), (1,))
+            owner.fresh = None if base.is_inference() else _Fresh(base, self, stream)
+        return base
+
+
+class _Fresh:
+    """A decoded copy that is used again while its memory lives, its version stands and its stream is current."""
+
+    __slots__ = ("key", "last", "served", "stream", "version", "witness")
+
+    def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
+        self.key = hold_weak(base.untyped_storage())
+        self.last = Last(free_weak, self.key)
+        self.witness = base.detach()
+        self.witness.data = base.new_empty(0)
+        self.version = base._version
+        self.stream = stream
+        self.served = {id(handle)}
+
+    def take(self, handle: Stored, stream: Any) -> Tensor | None:
+        if id(handle) in self.served or stream != self.stream or self.witness._version != self.version:
+            return None
+        storage = revive(self.key)
+        if storage is None:
+            return None
+        self.served.add(id(handle))
+        base = self.witness.detach()  # shares the version counter, so that a change is seen by all
+        base.data = whole_of(storage, self.witness.dtype)
+        return base
+
+
+def same_root(a: Stored, b: Stored) -> bool:
+    """Whether two tensors are views of one tensor, and so share its version counter: equal versions mean equal values.
+
+    Tensors over one storage need not: ``x.data``, `unsafe_chunk` and `set_` start counters of their own.
+    """
+    root = a.root()
+    return root is not None and root is b.root()
+
+
+def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:
+    """Give the verdict that autograd gives without a store, with the site named.
+
+    Raises
+    ------
+    MutationError : `tensor`, or what it is the witness of, is at another version than `expected`
+    """
+    found = tensor._version
+    if found != expected:
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{spec or Spec.of(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
+            "instead. Replace the in-place operation that follows in the model, or, where a copy is stored and the "
+            "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
+            site=site,
+            expected=expected,
+            found=found,
+        )

@@ -1,0 +1,92 @@
+"""Which bytes of a storage one payload holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from actstore.base.layout import Layout, layout_of, storage_view
+
+SPARE = 4  # a view takes its whole storage along when that is at most this many times its own bytes
+
+
+class Region(NamedTuple):
+    """The part of a storage that a payload holds, in elements.
+
+    Attributes
+    ----------
+    start, numel : the elements `start` to `start + numel` of the storage; or, where `compact` is given, just the
+        elements of one strided view from `start`
+    compact : (shape, stride) of unique elements in storage order
+    """
+
+    start: int
+    numel: int
+    compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def covers(self, offset: int, layout: Layout) -> bool:
+        """Whether a view of the same storage can be rebuilt from this region."""
+        if self.compact is not None:
+            return offset == self.start and layout.compact == self.compact
+        return self.start <= offset and offset + layout.span <= self.start + self.numel
+
+
+def is_whole(tensor: Tensor, total: int) -> bool:
+    """Whether `tensor` is all of a storage of `total` bytes, contiguous and without lazy bits."""
+    return tensor.nbytes == total and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
+    """What to encode so that `tensor` can be rebuilt: a dense source, and the region of the storage that it is.
+
+    * the whole storage, when it is little more than the view: all its views then share one payload, as q, k and v do.
+      A lossy codec must know that the rest of the storage means something, since it shares scales with the view: it
+      does when one differentiable operator wrote all of it;
+    * else the span of the view, where that is little more than the view;
+    * else just the elements of the view, gathered.
+    """
+    total, nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.nbytes, tensor.dtype.itemsize
+    layout = layout_of(tensor.shape, tensor.stride())
+    offset, base = int(tensor.storage_offset()), tensor._base
+    whole_is_meant = lossless or (base is not None and _written_at_once(base))
+    tensor = _stored_bits(tensor.detach())
+    if layout.dense and total == nbytes:
+        return tensor, Region(0, layout.span)
+    if whole_is_meant and total <= SPARE * nbytes and total % itemsize == 0:
+        count = total // itemsize
+        return storage_view(tensor, 0, count), Region(0, count)
+    if layout.dense:
+        return tensor, Region(offset, layout.span)
+    if layout.compact is None or (lossless and layout.span * itemsize <= SPARE * nbytes):
+        return storage_view(tensor, offset, layout.span), Region(offset, layout.span)
+    gathered = tensor.as_strided(*layout.compact).contiguous()
+    return gathered, Region(offset, gathered.numel(), layout.compact)
+
+
+def exact_copy(tensor: Tensor) -> Tensor:
+    """The same values with the same strides in memory of its own, at offset 0."""
+    bits = _stored_bits(tensor.detach())
+    span = layout_of(tensor.shape, tensor.stride()).span
+    copy = storage_view(bits, int(tensor.storage_offset()), span).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    if tensor.is_conj():
+        copy = copy.conj()
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+def can_be_lossy(layout: Layout) -> bool:
+    """Whether the unique elements of a view can be told: a lossy codec then encodes them and nothing else."""
+    return layout.dense or layout.compact is not None
+
+
+def _written_at_once(base: Tensor) -> bool:
+    """Whether all of `base`'s storage is the output of one differentiable operator, unchanged since."""
+    return not base.is_leaf and base._version == 0 and base.nbytes == base.untyped_storage().nbytes()
+
+
+def _stored_bits(tensor: Tensor) -> Tensor:
+    """The same memory without lazy conjugation or negation."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor

@@ -1,0 +1,356 @@
+"""The name of the module that is running, per thread, while some store is active.
+
+Two hooks common to all modules are registered while at least one store is active, and none otherwise; nothing is
+attached to a model, so that it can be copied and pickled at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from threading import Lock, local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import GroupNorm, LayerNorm, Module, Parameter, RMSNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
+
+from actstore.autograd.census import Census
+from actstore.base.compiler import tell_compiler
+from actstore.base.ledger import Account, Ledger
+from actstore.base.reaper import Last
+from actstore.base.spec import Site
+from actstore.base.storage import storages_of
+from actstore.codecs import Codec, Raw
+from actstore.policy import Decision, Derive, Encode, Offload
+from actstore.store.payload import Route
+
+SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
+GROUP = 64  # small tensors that share one frame at most
+
+
+Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
+
+
+class Precedent(NamedTuple):
+    """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
+
+    The next one like it goes the same way.
+    """
+
+    target: Target
+    producer: str  # the autograd node that had made it
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    empty: torch.Tensor  # of this dtype and device
+    route: Route
+
+
+class Deriving(NamedTuple):
+    """Where tensors go that can be made again of others; `rest` is where all others go, None where they stay."""
+
+    rest: Target | None
+    where: str
+
+
+DEVICE: tuple[str, ...] = ("device",)
+COMPUTED = "a weight that is computed from parameters"  # why what a call saves must be exact
+ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
+
+
+def target_of(decision: Decision) -> Target | Deriving | None:
+    """Where a decision sends a tensor; None where it stays as it is."""
+    if isinstance(decision, Derive):
+        rest = target_of(decision.rest)
+        assert not isinstance(rest, Deriving), "a Derive holds none"
+        return Deriving(rest, str(decision))
+    if isinstance(decision, Encode):
+        return decision.codec, DEVICE, decision.protected, str(decision)
+    if isinstance(decision, Offload):
+        return decision.codec, decision.tiers, decision.protected, str(decision)
+    return None
+
+
+class Place:
+    """What is remembered of one module name: its accounts in the order of its saves, and where they go."""
+
+    __slots__ = ("_ledger", "_small", "accounts", "keep_below", "name", "target")
+
+    def __init__(self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int) -> None:
+        self.name = name
+        self.accounts: list[Account] = []
+        self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
+        self.keep_below = keep_below  # storages below this many bytes are kept, and accounted for in groups
+        self._ledger = ledger
+        self._small: Account | None = None
+
+    def account(self, index: int) -> Account:
+        accounts = self.accounts
+        while index >= len(accounts):
+            accounts.append(self._ledger.account(Site(self.name, len(accounts))))
+        return accounts[index]
+
+    def book(self, nbytes: int, count: int) -> Last:
+        """Book a group of small tensors as saved, and as held until what this returns dies."""
+        if self._small is None:
+            self._small = self._ledger.account(Site(self.name, SMALL))
+        self._small.note = "" if self.target is None else "small"
+        self._small.count += count
+        return self._ledger.hold(self._small, nbytes, 0, nbytes)
+
+
+class Frame:
+    """One call of a module: its place, how many tensors it has saved, and the decision for a region's inputs.
+
+    Handles of small tensors hold their frame, and so it dies with the last of them: their bytes are booked once, when
+    the call ends, and released once. That is what makes a kept tensor cheap.
+
+    Attributes
+    ----------
+    exact : why all that it saves must be exact; empty where it need not
+    follows : the target for which tensors may follow precedents of their sites; None where each is looked at anew
+    """
+
+    __slots__ = (
+        "exact", "follows", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        module: Module | None,
+        place: Place,
+        owned: set[int],
+        inputs: Decision | None = None,
+        exact: str = "",
+    ) -> None:
+        self.module = module
+        self.exact = exact
+        self.place = place
+        self.inputs = inputs
+        self.target = place.target if inputs is None else target_of(inputs)
+        self.follows = self.target if inputs is None and not exact else None
+        self.keep_below = place.keep_below if inputs is None else 0
+        self.index = 0
+        self.small: dict[int, int] = {}  # bytes of small storages, by identity
+        self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
+        self.last: tuple[Last, Last] | None = None
+
+    def end(self, counted: set[int]) -> None:
+        """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
+        if self.small:
+            self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
+            self.owned.update(small)
+            release = self.place.book(sum(small.values()), len(small))
+            self.last = Last(self.owned.difference_update, small), release
+
+
+class Norm(NamedTuple):
+    """What no autograd node keeps of a normalisation that ran: it is put into the metadata of the node.
+
+    Attributes
+    ----------
+    bias : of a GroupNorm, with its version then; an alias, because a node must not hold itself
+    """
+
+    eps: Any
+    bias: Tensor | None
+    version: int
+    site: Site
+
+
+NORM = "actstore.norm"  # in the metadata of a node
+_NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
+
+
+def _note_norm(module: Module, output: Tensor, name: str) -> None:
+    """Have the node of a normalisation's output know what it was made with, where that is certain."""
+    if "forward" in module.__dict__ or output.grad_fn is None:
+        return
+    bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None
+    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: it would be computed anew
+        return
+    alias = None if bias is None else bias.detach()
+    version = 0 if bias is None else bias._version
+    metadata: Any = output.grad_fn.metadata
+    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL))
+
+
+class Tracker:
+    """The modules that are running on one thread under one entry of a store."""
+
+    __slots__ = ("census", "computed", "counted", "derives", "ended", "frame", "owned", "parameters", "places", "stack")
+
+    def __init__(
+        self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int], exact: str = ""
+    ) -> None:
+        self.places = places
+        self.census = census
+        self.counted = census.counted  # storages that are booked elsewhere
+        self.parameters = parameters  # storages of parameters
+        self.computed: set[int] = set()  # storages of weights that are computed from parameters
+        self.owned: set[int] = set()
+        self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
+        self.derives = False  # whether something may be made again of what normalisations were given
+        self.stack: list[Frame] = []
+        self.frame = Frame(None, top, self.owned, exact=exact)
+
+    def knows(self, key: int) -> bool:
+        """Whether a storage is small and saved."""
+        return key in self.owned or key in self.frame.small
+
+    def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
+        self.stack.append(self.frame)
+        computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
+        self.frame = Frame(module, place, self.owned, inputs, COMPUTED if computed else "")
+
+    def pop(self) -> None:
+        self.frame.end(self.counted)
+        self.frame = self.stack.pop()
+
+    def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
+        """Know a weight by its storage, which may die before the forward ends: ZeRO-3 gathers weights and frees them.
+
+        What is no Parameter was given to `functional_call`, or was `computed` from parameters.
+        """
+        known = self.computed if computed else self.parameters
+        for storage in storages_of(weight):
+            self.census.meet(storage._cdata, storage)
+            known.add(storage._cdata)
+
+    def forget(self, gone: set[int]) -> None:
+        """Forget weights whose storages are gone."""
+        self.parameters -= gone
+        self.computed -= gone
+
+    def leave(self, module: Module) -> None:
+        """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
+        if self.frame.module is not module and all(frame.module is not module for frame in self.stack):
+            return
+        while self.frame.module is not module:
+            self.pop()
+        self.pop()
+
+    def unwind(self, depth: int = 0) -> None:
+        """End all calls but the outermost `depth`."""
+        while len(self.stack) > depth:
+            self.pop()
+
+    def renew(self) -> None:
+        """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
+        old = self.frame
+        old.end(self.counted)
+        self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact)
+        self.frame.index = old.index
+
+    def end(self) -> None:
+        """Book what frames that are still open hold."""
+        self.unwind()
+        self.renew()  # from here on the last frame belongs to its handles alone
+
+
+class GlobalHook:
+    """A hook of all modules that comes and goes, always under the same id: compiled code runs again only where the ids
+    of such hooks are those that it was compiled with.
+
+    Parameters
+    ----------
+    register : registers the hook, such as `register_module_forward_hook`
+    """
+
+    def __init__(self, register: Callable[..., RemovableHandle], hook: Callable[..., None], **options: Any) -> None:
+        self._register = partial(register, hook, **options)
+        self._hook = hook
+        self._handle: RemovableHandle | None = None
+
+    def add(self) -> None:
+        if self._handle is None:
+            self._handle = self._register()
+            return
+        hooks: Any = self._handle.hooks_dict_ref()
+        hooks[self._handle.id] = self._hook
+        for marks in self._handle.extra_dict_ref:  # such as those that are always called
+            marks()[self._handle.id] = True
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+_active = local()
+_lock = Lock()
+_trackers = set[Tracker]()  # those that follow modules now, on all threads
+
+
+def before_call(module: Module, _: Any) -> None:
+    """A module starts to run on this thread."""
+    if is_dynamo_compiling():  # what is compiled has no modules
+        return
+    tracker: Tracker | None = getattr(_active, "tracker", None)
+    if tracker is not None:
+        weights: Iterable[Any] = module._parameters.values()
+        for weight in weights:
+            if type(weight) is not Parameter and weight is not None and not isinstance(weight, Parameter):
+                tracker.adopt(weight, computed=not weight.is_leaf)
+        place = tracker.places.get(module)
+        if place is None and "_orig_mod" in module._modules:  # the whole model is compiled: its own hooks may not run
+            tell_compiler()
+            original: Any = module._modules["_orig_mod"]
+            place = tracker.places.get(original)
+        if place is not None:
+            if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
+                tracker.unwind()
+            tracker.push(module, place)
+
+
+def after_call(module: Module, _args: Any, output: Any) -> None:
+    """A module has run, or failed."""
+    if is_dynamo_compiling():
+        return
+    tracker: Tracker | None = getattr(_active, "tracker", None)
+    if tracker is not None:
+        if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
+            tracker.adopt(output, computed=True)
+        elif tracker.derives and type(module).forward in _NORMS and type(output) is Tensor:
+            _note_norm(module, output, tracker.frame.place.name)
+        tracker.leave(module)
+        if tracker.ended is not None and not tracker.stack:
+            tracker.ended(output)
+
+
+_hooks = (
+    GlobalHook(register_module_forward_pre_hook, before_call),
+    GlobalHook(register_module_forward_hook, after_call, always_call=True),
+)
+
+
+def current() -> Tracker | None:
+    """What follows the modules of this thread."""
+    tracker: Tracker | None = getattr(_active, "tracker", None)
+    return tracker
+
+
+def start(tracker: Tracker) -> None:
+    """Follow modules of this thread with `tracker`."""
+    with _lock:
+        _trackers.add(tracker)
+        if len(_trackers) == 1:
+            for hook in _hooks:
+                hook.add()
+    _active.tracker = tracker
+
+
+def stop(tracker: Tracker, before: Tracker | None) -> None:
+    """End what `start` began, wherever that was interrupted, and go back to the tracker `before`."""
+    _active.tracker = before
+    with _lock:
+        _trackers.discard(tracker)
+        if not _trackers:
+            for hook in _hooks:
+                hook.remove()

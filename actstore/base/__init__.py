@@ -1,0 +1,1 @@
+"""Modules that depend on nothing but PyTorch and `actstore.errors`."""

@@ -1,0 +1,312 @@
+"""Byte accounting: what each site saved, stored and holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from threading import Lock
+from typing import Any
+from weakref import ref
+
+from actstore.base.reaper import Last
+from actstore.base.spec import Site
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the figures of a step depend on.
+
+    Attributes
+    ----------
+    min_nbytes : smaller tensors are kept
+    on_host : whether the memory of the compute device is host memory
+    step_ms : how long the last step took, or the first one so far
+    first_step : whether no step came before, to learn from
+    """
+
+    min_nbytes: int
+    on_host: bool
+    step_ms: float
+    first_step: bool
+
+
+class Account:
+    """The figures of one site, in bytes; `count` in tensors, times in ns. Changed by its ledger and its engine only."""
+
+    __slots__ = (
+        "alive",
+        "away",
+        "count",
+        "drawn",
+        "fetch_ns",
+        "held",
+        "held_at_exit",
+        "hits",
+        "late",
+        "misses",
+        "note",
+        "offload_ns",
+        "peak",
+        "precedent",
+        "route",
+        "saved",
+        "site",
+        "stall_ns",
+        "stored",
+        "where",
+    )
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.saved = 0  # new storages that plain autograd would hold
+        self.stored = 0  # payloads made
+        self.held = 0  # now on the compute device
+        self.away = 0  # now in host memory or on disk
+        self.peak = 0  # high-water of held since the last reset
+        self.held_at_exit = 0
+        self.count = 0  # tensors packed
+        self.drawn = 0  # random keys taken
+        self.alive = 0  # saved, stored, and yet held by somebody else at the end of forward
+        self.offload_ns = 0  # copies to a tier ran, and back
+        self.fetch_ns = 0
+        self.stall_ns = 0  # compute waited for them
+        self.hits = 0  # payloads that backward found on the device,
+        self.late = 0  # on their way to it,
+        self.misses = 0  # or not even that
+        self.where = ""  # the decision, as policy text
+        self.note = ""  # why the decision was not followed, where it was not
+        self.route: Any = None  # the store's own memory of where the last tensor of this site went,
+        self.precedent: Any = None  # and the hooks' of what it was
+
+
+Booking = list[Any]
+"""An account, the bytes that are held there, and those that are away: what is booked as gone when somebody dies."""
+
+
+class Claim(ref[Any]):
+    """Memory that its owner holds on the compute device. Made with `Ledger.release`, which it is given at their death.
+
+    A weak reference with a callback in C: no Python code runs when the owner dies, and no interrupt comes between. Who
+    makes one sets all attributes, and sees to it that somebody beside the owner holds it: where a cycle of both is
+    collected, Python calls no callback.
+
+    Attributes
+    ----------
+    booking : as `Ledger.add` marks it
+    memory : a buffer; None once it was given back
+    idle : the list of a pool that takes it back
+    """
+
+    __slots__ = ("booking", "idle", "memory")
+
+    booking: Booking
+    memory: Any
+    idle: list[Any]
+
+
+class Ledger:
+    """All accounts of one store. Thread-safe; `release` is safe in finalizers, and takes effect at the next booking.
+
+    Attributes
+    ----------
+    limit : most bytes that are to be held
+    relieve : called before a booking would pass the limit, with its bytes; what can leave the device then leaves
+    reserve : most bytes that something took beside what was held, in the last step or in this one
+    """
+
+    def __init__(self) -> None:
+        self.limit: float = inf
+        self.relieve: Callable[[int], None] = _nothing
+        self.reserve = self._transient = 0
+        self._lock = Lock()
+        self.gone: deque[Booking | Claim] = deque()  # appended to by finalizers at any moment
+        self.release = self.gone.append  # books a booking or a claim as gone: one call in C
+        self._accounts: dict[Site, Account] = {}
+        self._held = 0
+        self.peak = 0
+        self.held_at_exit = 0
+        self._turned = False  # backward has begun inside of the context
+        self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
+        self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
+
+    def account(self, site: Site) -> Account:
+        """The account of `site`, opened at its first use."""
+        account = self._accounts.get(site)
+        if account is None:
+            account = self._accounts.setdefault(site, Account(site))
+        return account
+
+    def settle(self) -> None:
+        """Book what is gone; the memory of claims can be used again."""
+        with self._lock:
+            self._book_gone()
+
+    def accounts(self) -> list[Account]:
+        """All accounts in the order of their first use, with everything booked."""
+        self.settle()
+        return list(self._accounts.values())
+
+    def hold(self, account: Account, saved: int, stored: int, held: int) -> Last:
+        """Book bytes of which the `held` ones are gone when what this returns dies."""
+        booking = [account, 0, 0]
+        last = Last(self.release, booking)
+        self.add(account, saved, stored, held, booking=booking)
+        return last
+
+    def add(
+        self,
+        account: Account,
+        saved: int,
+        stored: int,
+        held: int,
+        away: int = 0,
+        *,
+        has_room: bool = False,
+        booking: Booking | None = None,
+    ) -> None:
+        """Book bytes, after room was made for them unless they have it; a figure is negative where bytes leave.
+
+        A `booking` is marked with what is held. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
+        """
+        if held > 0 and self._held + held > self.limit and not has_room:
+            self.relieve(held)
+        with self._lock:
+            if self.gone:
+                self._book_gone()
+            account.saved += saved
+            account.stored += stored
+            if away:
+                account.away += away
+            account.held = now = account.held + held
+            if now > account.peak:
+                account.peak = now
+            self._held = now = self._held + held
+            if now > self.peak:
+                self.peak = now
+            if booking is not None:
+                booking[1] = held
+
+    def touch_peak(self, account: Account | None, transient: int) -> None:
+        """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment.
+
+        They are those of `account`, or of none.
+        """
+        most = self._held + transient  # or less: what is gone may not be booked yet
+        if (
+            most <= self.peak
+            and most <= self.limit
+            and transient <= self._transient
+            and (account is None or account.held + transient <= account.peak)
+        ):
+            return
+        if not self.fits(transient):
+            self.relieve(transient)
+        with self._lock:
+            if self.gone:
+                self._book_gone()
+            if transient > self._transient:
+                self._transient = transient
+                self.reserve = max(self.reserve, transient)
+            if account is not None and (now := account.held + transient) > account.peak:
+                account.peak = now
+            now = self._held + transient
+            if now > self.peak:
+                self.peak = now
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes more can be held within the limit."""
+        if self._held + nbytes <= self.limit:
+            return True
+        with self._lock:
+            self._book_gone()
+            return self._held + nbytes <= self.limit
+
+    def read_compiled(self, account: Account, node: tuple[int, int], nbytes: int) -> None:
+        """Book bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
+        with self._lock:
+            self.compiled[node] = total = self.compiled.get(node, 0) + nbytes
+        self.touch_peak(account, total)
+
+    def occupy(self, tier: str, nbytes: int) -> None:
+        """Book room in a tier as reserved, or as given back where negative."""
+        with self._lock:
+            medium = self.media.setdefault(tier, [0, 0])
+            medium[0] += nbytes
+            medium[1] = max(medium)
+
+    def time(self, account: Account, kind: str, ns: int) -> None:
+        """Book how long an "offload", a "fetch" or a "stall" took."""
+        with self._lock:
+            if kind == "offload":
+                account.offload_ns += ns
+            elif kind == "fetch":
+                account.fetch_ns += ns
+            else:
+                account.stall_ns += ns
+
+    def judge(self, account: Account, *, late: bool) -> None:
+        """Book a fetch that was begun before backward asked for it as late or in time."""
+        with self._lock:
+            if late:
+                account.late += 1
+            else:
+                account.hits += 1
+
+    def start(self) -> None:
+        """Forget the figures of the last forward; what is still held goes on being held."""
+        with self._lock:
+            self._book_gone()
+            for account in list(self._accounts.values()):
+                account.saved = account.stored = account.count = account.drawn = 0
+                account.peak = account.held
+                account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
+                account.misses = account.alive = 0
+                account.note = account.where = ""
+            self.compiled.clear()
+            self.reserve, self._transient = self._transient, 0
+            self.peak = self._held
+            for medium in self.media.values():
+                medium[1] = medium[0]
+
+    def mark_turn(self) -> None:
+        """Backward begins inside of the context: remember what is held now, the end of forward."""
+        with self._lock:
+            self._mark_locked()
+            self._turned = True
+
+    def mark_exit(self) -> None:
+        """Remember what is held now: the end of forward, unless less is held than when backward began."""
+        with self._lock:
+            self._book_gone()
+            if not self._turned or self._held > self.held_at_exit:
+                self._mark_locked()
+            self._turned = False
+
+    def _mark_locked(self) -> None:
+        self._book_gone()
+        for account in list(self._accounts.values()):
+            account.held_at_exit = account.held
+        self.held_at_exit = self._held
+
+    def _book_gone(self) -> None:
+        gone = self.gone
+        while gone:
+            item = gone[0]
+            if not isinstance(item, Claim):
+                account, held, away = item
+                account.held -= held
+                account.away -= away
+                self._held -= held
+            elif getattr(item, "memory", None) is not None:  # an interrupt may have come before it was given any
+                account, held, _ = item.booking
+                account.held -= held
+                self._held -= held
+                item.idle += [item.memory]
+                item.memory = None
+            gone.popleft()  # an interrupt comes after a call: all of an item is booked, or nothing
+
+
+def _nothing(_nbytes: int) -> None:
+    pass

@@ -1,0 +1,172 @@
+"""Promises about bytes in motion."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from actstore.base.job import Job
+from actstore.errors import ActstoreError, StateError, TransferError
+
+Span = tuple[int, int]  # begin and end of an operation, on the clock of time.perf_counter_ns
+
+
+class Ticket(ABC):
+    """The promise that an operation on bytes will be complete.
+
+    `on_stream` says whether `wait_on` makes just a stream wait, and never the host.
+    """
+
+    on_stream: ClassVar[bool] = False
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the operation is complete or has failed, without waiting."""
+
+    @abstractmethod
+    def wait_on(self, stream: Any) -> None:
+        """Order `stream` (None: the calling host thread) after the operation.
+
+        A device event makes the stream wait and returns at once; work on a host thread makes the caller wait, and
+        raises what `result` raises.
+        """
+
+    @abstractmethod
+    def result(self) -> None:
+        """Make the host wait until the operation has completed.
+
+        Raises
+        ------
+        TransferError, PayloadError, StateError : the operation failed
+        """
+
+    def span(self) -> Span | None:
+        """When the operation ran; None while it is not complete, and where it was not measured."""
+        return None
+
+
+class Done(Ticket):
+    """An operation that completed before its call returned."""
+
+    def __init__(self, span: Span | None = None) -> None:
+        self._span = span
+
+    def span(self) -> Span | None:
+        return self._span
+
+    def ready(self) -> bool:
+        return True
+
+    def wait_on(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def result(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = Done()
+
+
+class Clock(Protocol):
+    def ns(self, event: Any) -> int:
+        """When a timed event of the device happened, on the clock of time.perf_counter_ns."""
+
+
+class EventTicket(Ticket):
+    """An operation on a device that is complete when an event is."""
+
+    on_stream = True
+
+    def __init__(self, event: Any, begin: Any = None, clock: Clock | None = None) -> None:
+        self._event = event
+        self._begin = begin
+        self._clock = clock
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait_on(self, stream: Any) -> None:
+        if stream is None:
+            self._event.synchronize()
+        else:
+            stream.wait_event(self._event)
+
+    def result(self) -> None:
+        self._event.synchronize()
+
+    def span(self) -> Span | None:
+        if self._clock is None or not self.ready():
+            return None
+        end = self._clock.ns(self._event)
+        return end - int(self._begin.elapsed_time(self._event) * 1e6), end
+
+
+class JobTicket(Ticket):
+    """Work of host threads: of all `jobs`, each of which returns when it began and ended.
+
+    Where jobs put copies on a device's stream, `copies` holds their tickets once the jobs are done.
+    A forked child has no workers: nothing waits there for what the parent still does.
+    """
+
+    def __init__(self, jobs: Sequence[Job[Span]], copies: Sequence[Ticket] = ()) -> None:
+        self._jobs = jobs
+        self._copies = copies
+        self._pid = os.getpid()
+
+    def ready(self) -> bool:
+        if self._pid != os.getpid():
+            return True
+        return all(job.done() for job in self._jobs) and all(copy.ready() for copy in self._copies)
+
+    def wait_on(self, stream: Any) -> None:
+        self._finish_jobs()
+        for copy in self._copies:
+            copy.wait_on(stream)
+
+    def result(self) -> None:
+        self._finish_jobs()
+        for copy in self._copies:
+            copy.result()
+
+    def _finish_jobs(self) -> None:
+        if self._pid != os.getpid():
+            raise StateError("a forked child cannot wait for the work of its parent; run backward in the parent")
+        errors = [job.exception() for job in self._jobs]  # waits for all: until then some use the memory
+        for error in errors:
+            if error is not None:  # a new error for each caller, who will add where it happened
+                kind: type[ActstoreError] = TransferError
+                if isinstance(error, ActstoreError):
+                    kind = type(error)
+                    error.__traceback__ = None  # its frames hold the memory that the job worked on
+                raise kind(str(error) or repr(error), **getattr(error, "facts", {})) from error
+
+    def span(self) -> Span | None:
+        if self._pid != os.getpid() or not self.ready() or any(job.exception() for job in self._jobs):
+            return None
+        spans = [job.result() for job in self._jobs] + [span for copy in self._copies if (span := copy.span())]
+        return (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
+
+
+class Between(Ticket):
+    """What a stream did from one point to another."""
+
+    on_stream = True
+
+    def __init__(self, begin: Ticket, end: Ticket) -> None:
+        self._begin = begin
+        self._end = end
+
+    def ready(self) -> bool:
+        return self._end.ready()
+
+    def wait_on(self, stream: Any) -> None:
+        self._end.wait_on(stream)
+
+    def result(self) -> None:
+        self._end.result()
+
+    def span(self) -> Span | None:
+        begin, end = self._begin.span(), self._end.span()
+        return None if begin is None or end is None else (begin[1], end[0])

@@ -1,0 +1,144 @@
+"""The rows of the benchmark: their names, and what each needs to run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any
+
+from actstore.bench.workloads.workload import Workload
+from actstore.errors import ConfigError
+
+ALL = "all"
+ANSWER_LIMIT_S = 900.0
+COMPILE_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train the workload.
+
+    Attributes
+    ----------
+    name : as the table shows it
+    kind : plain | peer | ours
+    policy : text for ActivationStore; rows of ours only
+    package : a package that must be installed for it
+    made_by : module and class in actstore.bench.peers; peers only
+    share : of the bytes that plain autograd holds, the budget of a plan; rows of ours only, 0 for none
+    compiled : what the row of ours compiles: blocks | parts (of the blocks), or nothing
+    needs_gpu : what becomes of it without one; empty where it needs none
+    usual : whether it runs when no rows are chosen
+    limit_s : how long it may take to answer
+    """
+
+    name: str
+    kind: str
+    policy: str = ""
+    package: str = ""
+    made_by: str = ""
+    share: float = 0.0
+    compiled: str = ""
+    needs_gpu: str = ""
+    usual: bool = True
+    limit_s: float = ANSWER_LIMIT_S
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def missing(self, work: Workload) -> str:
+        """Why this row cannot run here; empty where it can."""
+        if self.package and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.needs_gpu and not work.on_cuda:
+            return f"it moves activations off a GPU; on a CPU {self.needs_gpu}"
+        return ""
+
+
+def _offload(name: str, package: str, made_by: str, without_gpu: str) -> Row:
+    return Row(name, "peer", package=package, made_by=made_by, needs_gpu=without_gpu, usual=False)
+
+
+PLAIN = Row("plain", "plain")
+CHECKPOINT = Row("torch checkpoint", "peer", made_by="checkpoints:Checkpoint")
+BITSANDBYTES = Row("bitsandbytes 8-bit", "peer", package="bitsandbytes", made_by="hooks:BitsAndBytes")
+_COMPILE = Row("compile", "peer", made_by="compiled:Compiled", usual=False, limit_s=COMPILE_LIMIT_S)
+PEERS = (
+    CHECKPOINT,
+    Row("checkpoint every k-th", "peer", made_by="checkpoints:EveryKth"),
+    Row("selective checkpoint", "peer", made_by="checkpoints:Selective"),
+    Row("checkpoint_sequential", "peer", made_by="checkpoints:Sequential"),
+    Row("save_on_cpu", "peer", made_by="hooks:SaveOnCpu"),
+    BITSANDBYTES,
+    _COMPILE,
+    replace(_COMPILE, name="compile, budget 0.5", made_by="compiled:CompiledBudget"),
+    Row("DeepSpeed checkpoint", "peer", package="deepspeed", made_by="checkpoints:DeepSpeed", usual=False),
+    _offload("DeepSpeed cpu_checkpointing", "deepspeed", "checkpoints:DeepSpeedCpu", "its backward fails"),
+    _offload("torchtune offload", "torchtune", "hooks:Torchtune", "it asks for a CUDA stream and raises"),
+    _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
+)
+_USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
+_OTHERS = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
+_AUTO = Row("auto 50 %", "ours", share=0.5)
+OURS = (
+    *(Row(text, "ours", text) for text in _USUAL),
+    _AUTO,
+    *(Row(text, "ours", text, usual=False) for text in _OTHERS),
+    replace(_AUTO, name="auto 75 %", share=0.75, usual=False),
+    replace(_AUTO, name="auto 25 %", share=0.25, usual=False),
+    Row("recompute, compiled", "ours", "recompute", compiled="parts", usual=False, limit_s=COMPILE_LIMIT_S),
+    Row("int8, compiled", "ours", "unprotected int8", compiled="blocks", usual=False, limit_s=COMPILE_LIMIT_S),
+)
+ROWS = (PLAIN, *PEERS, *OURS)
+
+
+def rows_for(policies: tuple[str, ...]) -> list[Row]:
+    """All rows of a model for whose parts a user would write these policies, of which the last is a usual one.
+
+    In names, rules stand between commas.
+    """
+    return [*ROWS, *(Row(text.replace(";", ","), "ours", text, usual=text == policies[-1]) for text in policies)]
+
+
+def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:
+    """Rows from ``NAME=TEXT`` options, to stand beside `rows`.
+
+    Raises
+    ------
+    ConfigError : no equals sign, an empty half, or a name that is taken
+    PolicyError : TEXT does not parse
+    """
+    from actstore.policy import parse
+
+    found: list[Row] = []
+    taken = {row.name for row in rows} | {ALL}
+    for option in options:
+        name, equals, text = (part.strip() for part in option.partition("="))
+        if not (equals and name and text):
+            raise ConfigError(f"--policy {option!r} is not NAME=TEXT; write for example --policy 'mine=int8 @ disk'")
+        if name in taken:
+            raise ConfigError(f"--policy {option!r}: a row is already called {name!r}; choose another name")
+        taken.add(name)
+        parse(text)
+        found.append(Row(name, "ours", text))
+    return found
+
+
+def select(rows: list[Row], names: list[str]) -> list[Row]:
+    """Those of `rows` that `names` lists, plain always first and included.
+
+    The usual ones where `names` is empty; every one where it holds "all".
+
+    Raises
+    ------
+    ConfigError : a name that no row has; near ones are listed
+    """
+    known = {row.name: row for row in rows}
+    for name in names:
+        if name not in known and name != ALL:
+            near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)
+            raise ConfigError(f"no row is called {name!r}; near ones: {', '.join(near)}")
+    if ALL in names:
+        return rows
+    return [row for row in rows if row == PLAIN or (row.name in names if names else row.usual)]

@@ -1,0 +1,1 @@
+"""Text, HTML and pictures. Pictures need matplotlib (the extra `bench`)."""

@@ -1,0 +1,80 @@
+"""Where the bytes of each part of a model wait, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+from typing import TYPE_CHECKING, NamedTuple
+
+from actstore.display import pictures as look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_NAMES = 48  # at the axis
+MOST_DECISIONS = 9  # that have a colour of their own
+COLORS = look.SERIES
+KEEP, KEPT, OTHERS = "keep", "#9aa5b1", "#444444"
+SCALES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+class Bar(NamedTuple):
+    """A part of a model; sizes in bytes: what plain training holds, and of that what is held and moved."""
+
+    name: str
+    decision: str
+    saved: float
+    held: float
+    moved: float
+
+    @property
+    def freed(self) -> float:
+        return max(0.0, self.saved - self.held - self.moved)
+
+
+def picture(bars: Sequence[Bar], title: str) -> Figure:
+    """Bars alone, at least one."""
+    figure = look.figure(height(len(bars)))
+    draw(figure.subplots(), bars, title)
+    return figure
+
+
+def height(count: int) -> float:
+    """Inches for so many bars."""
+    return 1.6 + 0.16 * max(8, min(count, MOST_NAMES))
+
+
+def scale(largest: float) -> tuple[int, str]:
+    """The unit for sizes up to `largest` bytes, and how many bytes it is."""
+    return next((scale, unit) for scale, unit in SCALES if max(largest, 1) >= scale)
+
+
+def draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
+    """A bar for each part: held solid, moved hatched, freed pale."""
+    largest = max(bar.saved for bar in bars)
+    nbytes, unit = scale(largest)
+    decisions = list(dict.fromkeys(bar.decision for bar in bars if bar.decision != KEEP))
+    colors = dict.fromkeys(decisions, OTHERS) | dict(zip(decisions[:MOST_DECISIONS], COLORS, strict=False))
+    colors[KEEP] = KEPT
+    at = range(len(bars))
+    color = [colors[bar.decision] for bar in bars]
+    held, moved, freed = ([getattr(bar, name) / nbytes for bar in bars] for name in ("held", "moved", "freed"))
+    axes.barh(at, held, color=color, height=0.8)
+    axes.barh(at, moved, left=held, color="white", edgecolor=color, hatch="////", height=0.8, linewidth=0.6)
+    start = [a + b for a, b in zip(held, moved, strict=True)]
+    axes.barh(at, freed, left=start, color=color, alpha=0.22, height=0.8)
+    every = -(-len(bars) // MOST_NAMES)  # names at the axis: one of so many
+    ticks = list(at)[::every]
+    axes.set_yticks(ticks, [bars[i].name for i in ticks], fontsize=look.SMALL)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, 1.04 * largest / nbytes or 1.0)
+    look.heading(axes, title)
+    look.clean(axes, "x")
+    axes.set_xlabel(f"activations, {unit}: held solid, moved hatched, freed pale")
+    for decision in dict.fromkeys(bar.decision for bar in bars):
+        if colors[decision] != OTHERS:
+            axes.barh([0], [0], color=colors[decision], label=fill(decision, 34))
+    if OTHERS in colors.values():
+        axes.barh([0], [0], color=OTHERS, label="other decisions")
+    look.legend(axes)

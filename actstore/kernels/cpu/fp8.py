@@ -1,0 +1,163 @@
+"""fp8 on the CPU. The bytes: csrc/fp8.md."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.kernels.base import Kernels
+from actstore.kernels.cpu.groups import largest_of
+from actstore.kernels.cpu.language import (
+    BF16,
+    F32,
+    INF_BF16,
+    INF_F16,
+    INF_F32,
+    KINDS,
+    Parallel,
+    as_f32,
+    as_u32,
+    f32,
+    f32_magnitude,
+    get,
+    in_units,
+    inline,
+    kernel,
+    load,
+    load_magnitude,
+    put,
+    store,
+    u8_at,
+    u16,
+    u16_at,
+    u32,
+)
+from actstore.kernels.cpu.philox import noise_stack, renew_noise
+
+FLUSH = u32(0x0E800000)  # 2^-98
+LEAST = u32(0x3C800000)  # 2^-6, the least normal e4m3
+
+
+@cache
+def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    unit_nbytes = group * dtype.itemsize
+    below = 0xFFFF if scale == "linear" else 0x7FFFFF
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
+    return in_units(run_encode, run_decode, group, below)
+
+
+@inline
+def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any) -> Any:
+    """The code of a finite element."""
+    bits = as_u32(load(source, i, kind) * reciprocal)
+    magnitude = u32(bits & u32(0x7FFFFFFF))
+    power = u32(max(u32(magnitude & u32(0x7F800000)), LEAST))
+    base = u32(power + u32((4 if noisy else 20) << 23))
+    steps = u32(as_u32(as_f32(magnitude) + as_f32(base)) - base)
+    if noisy:
+        random = u32(u32(u32(get(u8_at(noise), i)) << u32(8)) | u32(0x80))
+        steps = u32(u32(steps + random) >> u32(16))
+    code = u32(min(u32(steps + u32(u32(power - LEAST) >> u32(20))), u32(0x7E)))
+    return np.uint8(u32(code | u32(u32(bits >> u32(24)) & u32(0x80))))
+
+
+@inline
+def _top(source: Any, start: Any, count: Any, below: Any, kind: Any) -> Any:
+    """The largest magnitude less than `below`, as bits of its own width."""
+    top: Any = u32(0) if kind == F32 else u16(0)
+    for i in range(start, start + count):
+        magnitude = load_magnitude(source, i, kind)
+        top = magnitude if top < magnitude < below else top
+    return top
+
+
+@inline
+def _encode_group(
+    source: Any,
+    codes: Any,
+    scales: Any,
+    noise: Any,
+    below: Any,
+    top: Any,
+    index: Any,
+    start: Any,
+    count: Any,
+    kind: Any,
+    noisy: Any,
+) -> None:
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    finite = top < inf
+    if not finite:
+        top = _top(source, start, count, inf, kind)
+    bits = f32_magnitude(top, kind)
+    scale, reciprocal = u32(0), f32(0)
+    if bits >= FLUSH:
+        scale = u32(u32(as_u32(as_f32(bits) / f32(448)) + below) & u32(~below))
+        reciprocal = f32(1) / as_f32(scale)
+    put(u16_at(scales), index, u16(scale >> u32(16)))
+
+    if finite:
+        for i in range(start, start + count):
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy))
+    else:
+        for i in range(start, start + count):
+            code = _code(source, i, reciprocal, noise, kind, noisy)
+            put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(0x7F))
+
+
+@inline
+def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, count: Any, kind: Any) -> None:
+    scale = as_f32(u32(u32(get(u16_at(scales), index)) << u32(16)))
+    for i in range(start, start + count):
+        code = u32(get(u8_at(codes), i))
+        moved = u32(u32(code & u32(0x7F)) << u32(20))
+        small = moved < u32(0x00800000)
+        bias = LEAST if small else u32(120 << 23)
+        excess = f32(2.0**-6) if small else f32(0)
+        magnitude = as_u32(as_f32(u32(moved + bias)) - excess)
+        value = as_f32(u32(magnitude | u32(u32(code & u32(0x80)) << u32(24))))
+        store(target, i, value * scale, moved == u32(0x7F << 20), kind)
+
+
+def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
+    itemsize, most = (4, u32(0xFFFFFFFF)) if kind == F32 else (2, u16(0xFFFF))
+
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        below = u32(extra)
+        noise = noise_stack() if noisy else 0
+        full = min(last, numel // group)
+        for index in range(first, full):  # a constant count gives loops without remainder
+            start = index * group
+            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
+            top = largest_of(source + start * itemsize, group, kind)
+            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy)
+        if last > full:
+            start = full * group
+            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
+            top = _top(source, start, numel - start, most, kind)
+            _encode_group(source, payload, scales, drawn, below, top, full, start, numel - start, kind, noisy)
+        if last * group >= numel:
+            for i in range(numel, scales - payload):
+                put(u8_at(payload), i, np.uint8(0))
+
+    return encode
+
+
+def _compile_decode(kind: int, group: int) -> Any:
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        full = min(last, numel // group)
+        for index in range(first, full):
+            _decode_group(payload, scales, target, index, index * group, group, kind)
+        if last > full:
+            _decode_group(payload, scales, target, full, full * group, numel - full * group, kind)
+
+    return decode

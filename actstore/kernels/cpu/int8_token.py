@@ -1,0 +1,246 @@
+"""int8 by token axis on the CPU. The bytes: csrc/int8_token.md."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.kernels.base import Kernels, payload_pointer
+from actstore.kernels.cpu import int8 as int8_cpu
+from actstore.kernels.cpu.int8 import FLUSH, MAGIC
+from actstore.kernels.cpu.language import (
+    BF16,
+    F32,
+    INF_BF16,
+    INF_F16,
+    INF_F32,
+    KINDS,
+    Parallel,
+    as_f32,
+    as_u32,
+    f32,
+    f32_magnitude,
+    get,
+    i8_at,
+    inline,
+    kernel,
+    load,
+    load_magnitude,
+    put,
+    stack_of,
+    store,
+    u8_at,
+    u16,
+    u16_at,
+    u32,
+    u32_at,
+)
+from actstore.kernels.cpu.philox import offset, philox
+
+SEGMENT = 512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
+UNROLLED = 4  # rows of which the maximum is taken before it meets the stack; divides every group
+GROUP_BITS = 11  # of `extra`, which holds columns and group: a kernel for each group would not be faster
+tops_stack: Any = stack_of(4 * SEGMENT)
+scales_stack: Any = stack_of(4 * SEGMENT)
+noise_stack: Any = stack_of(SEGMENT + 16)
+
+
+@cache
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    unit_nbytes = group * SEGMENT * dtype.itemsize
+    run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither"), unit_nbytes)
+    along_elements = int8_cpu.kernels(dtype, device, group, round)
+
+    def units(numel: int, columns: int) -> int:
+        return -(-numel // (columns * group)) * -(-columns // SEGMENT)
+
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
+        if columns == 1:
+            along_elements.encode(src, out, numel, key)
+            return
+        run_encode(
+            src.data_ptr(), payload_pointer(out), numel, key, columns << GROUP_BITS | group, units(numel, columns)
+        )
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
+        if columns == 1:
+            along_elements.decode(buf, out, numel, key)
+            return
+        run_decode(
+            payload_pointer(buf), out.data_ptr(), numel, key, columns << GROUP_BITS | group, units(numel, columns)
+        )
+
+    return Kernels(encode, decode)
+
+
+@inline
+def _tile(unit: Any, numel: Any, columns: Any, group: Any) -> Any:
+    """What a unit is: first element, first scale, columns, rows, and how many rows make one segment.
+
+    Rows shorter than half a segment are taken several at once, as one row whose columns repeat.
+    """
+    parts = (columns + SEGMENT - 1) // SEGMENT
+    width = ((columns + parts - 1) // parts + 63) & -64
+    first, column = unit // parts, unit % parts * width
+    rows = min(group, numel // columns - first * group)
+    folds = 1
+    if rows == group:
+        while 2 * folds * columns <= SEGMENT and 2 * UNROLLED * folds <= group:
+            folds *= 2
+    return first * group * columns + column, first * columns + column, min(width, columns - column), rows, folds
+
+
+@inline
+def _clear(tops: Any, count: Any, kind: Any) -> None:
+    for c in range(count):
+        if kind == F32:
+            put(u32_at(tops), c, u32(0))
+        else:
+            put(u16_at(tops), c, u16(0))
+
+
+@inline
+def _raise_top(tops: Any, c: Any, magnitude: Any, kind: Any) -> None:
+    if kind == F32:
+        put(u32_at(tops), c, max(get(u32_at(tops), c), magnitude))
+    else:
+        put(u16_at(tops), c, max(get(u16_at(tops), c), magnitude))
+
+
+@inline
+def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any) -> Any:
+    """The largest finite magnitude of each column; whether all elements are finite."""
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    _clear(tops, count, kind)
+    unrolled = rows - rows % UNROLLED
+    for row in range(0, unrolled, UNROLLED):
+        at = start + row * stride
+        for c in range(count):
+            one = max(load_magnitude(source, at + c, kind), load_magnitude(source, at + stride + c, kind))
+            two = max(
+                load_magnitude(source, at + 2 * stride + c, kind), load_magnitude(source, at + 3 * stride + c, kind)
+            )
+            _raise_top(tops, c, max(one, two), kind)
+    for row in range(unrolled, rows):
+        for c in range(count):
+            _raise_top(tops, c, load_magnitude(source, start + row * stride + c, kind), kind)
+
+    top: Any = u32(0) if kind == F32 else u16(0)
+    for c in range(count):
+        top = max(top, get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c))
+    finite = top < inf
+    if not finite:
+        _clear(tops, count, kind)
+        for row in range(rows):
+            for c in range(count):
+                magnitude = load_magnitude(source, start + row * stride + c, kind)
+                zero: Any = u32(0) if kind == F32 else u16(0)
+                _raise_top(tops, c, magnitude if magnitude < inf else zero, kind)
+    return finite
+
+
+@inline
+def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: Any, kind: Any) -> None:
+    for c in range(count):
+        bits = f32_magnitude(get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c), kind)
+        scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) & u32(0xFFFF0000))
+        large = bits >= FLUSH
+        put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(0))
+        reciprocal = as_u32(f32(1) / as_f32(scale))
+        put(u32_at(reciprocals), c, reciprocal if large else u32(0))
+
+
+@inline
+def _repeat(values: Any, columns: Any, folds: Any) -> None:
+    for fold in range(1, folds):
+        for c in range(columns):
+            put(u32_at(values), fold * columns + c, get(u32_at(values), c))
+
+
+@inline
+def _draw(noise: Any, start: Any, count: Any, key: Any) -> Any:
+    """Have the noise of elements `start` to `start + count`; the address for `offset`."""
+    words, first = u32_at(noise), start // 16
+    for block in range((start + count + 15) // 16 - first):
+        a, b, c, d = philox(first + block, 0, key)
+        put(words, 4 * block, a)
+        put(words, 4 * block + 1, b)
+        put(words, 4 * block + 2, c)
+        put(words, 4 * block + 3, d)
+    return noise - 16 * first
+
+
+@inline
+def _code(source: Any, i: Any, reciprocals: Any, c: Any, noise: Any, kind: Any, noisy: Any) -> Any:
+    steps = load(source, i, kind) * as_f32(get(u32_at(reciprocals), c))
+    if noisy:
+        steps = steps + offset(noise, i)
+    return np.uint8(as_u32(steps + MAGIC))
+
+
+def _compile_encode(kind: int, noisy: bool) -> Any:
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        columns, group = extra >> GROUP_BITS, extra & ((1 << GROUP_BITS) - 1)
+        inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+        scales = payload + ((numel + 15) & -16)
+        tops, reciprocals = tops_stack(), scales_stack()
+        noise = noise_stack() if noisy else 0
+        for unit in range(first, last):
+            start, scale, width, rows, folds = _tile(unit, numel, columns, group)
+            count, stride = width * folds, columns * folds
+            rows = rows // folds
+            finite = _find_tops(source, tops, start, stride, rows, count, kind)
+            for fold in range(1, folds):
+                for c in range(width):
+                    at = fold * width + c
+                    _raise_top(tops, c, get(u32_at(tops), at) if kind == F32 else get(u16_at(tops), at), kind)
+            _find_scales(tops, reciprocals, scales, scale, width, kind)
+            _repeat(reciprocals, width, folds)
+            for row in range(rows):
+                at = start + row * stride
+                drawn = _draw(noise, at, count, key) if noisy else 0
+                if finite:
+                    for c in range(count):
+                        put(u8_at(payload), at + c, _code(source, at + c, reciprocals, c, drawn, kind, noisy))
+                else:
+                    for c in range(count):
+                        code = _code(source, at + c, reciprocals, c, drawn, kind, noisy)
+                        good = load_magnitude(source, at + c, kind) < inf
+                        put(u8_at(payload), at + c, code if good else np.uint8(128))
+        if first == 0:
+            for i in range(numel, scales - payload):
+                put(u8_at(payload), i, np.uint8(0))
+
+    return encode
+
+
+def _compile_decode(kind: int, dither: bool) -> Any:
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        columns, group = extra >> GROUP_BITS, extra & ((1 << GROUP_BITS) - 1)
+        scales = payload + ((numel + 15) & -16)
+        wide = scales_stack()
+        noise = noise_stack() if dither else 0
+        for unit in range(first, last):
+            start, scale, width, rows, folds = _tile(unit, numel, columns, group)
+            count, stride = width * folds, columns * folds
+            for c in range(width):
+                put(u32_at(wide), c, u32(u32(get(u16_at(scales), scale + c)) << u32(16)))
+            _repeat(wide, width, folds)
+            for row in range(rows // folds):
+                at = start + row * stride
+                drawn = _draw(noise, at, count, key) if dither else 0
+                for c in range(count):
+                    code = get(i8_at(payload), at + c)
+                    steps = f32(code)
+                    if dither:
+                        steps = steps - offset(drawn, at + c)
+                    store(target, at + c, steps * as_f32(get(u32_at(wide), c)), code == np.int8(-128), kind)
+
+    return decode

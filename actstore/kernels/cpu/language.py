@@ -1,0 +1,320 @@
+"""What numba kernels are made of: typed access to addresses, bit casts, the 16-bit floats that numba has no type for.
+
+Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 64 bits, which halves the vectors.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.errors import KernelUnavailable
+from actstore.kernels.base import Bound, Kernels
+from actstore.kernels.cpu.threads import SPLIT_NBYTES, TEAM_NBYTES, split, split_in_team
+
+try:
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils as _cgutils
+    from numba.extending import intrinsic as _intrinsic
+except ImportError as error:
+    raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
+
+u16 = np.uint16
+u32 = np.uint32
+f32 = np.float32
+
+F32, BF16, F16 = 0, 1, 2  # kinds: compile-time constants of a kernel
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+INF_F32 = u32(0x7F800000)
+INF_BF16 = u16(0x7F80)
+INF_F16 = u16(0x7C00)
+
+# Any: numba's own annotations describe the Python side of a compiled function, not what it compiles to
+types: Any = numba.types
+intrinsic: Any = _intrinsic
+constant_intrinsic: Any = _intrinsic(prefer_literal=True)  # for arguments that are constants of the kernel
+cgutils: Any = _cgutils
+llvm: Any = ir  # for intrinsics that stand elsewhere
+inline: Any = numba.njit(forceinline=True, error_model="numpy")
+_compiled: Any = numba.njit(
+    "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
+)
+
+
+def kernel(run: Any) -> Any:
+    """Compile ``run(source, target, numel, key, extra, first, last)``, or read it from numba's cache on disk.
+
+    It works on units `first` to `last` of `numel` elements; what `extra` is, and what a unit is, each kernel says.
+
+    Notes
+    -----
+    The name of a kernel is the name of its files on disk, and it says more than numba would:
+
+    * the constants that its factory closed over. numba keeps all functions of one factory in one index, without a lock:
+      when two processes save two of them at once, the code of one can end up under the key of the other, and that
+      kernel then runs in its place for ever;
+    * a digest of its source and of all kernel sources that this imports. numba itself looks only at the file that the
+      kernel stands in: with a newer version of another one, it would go on running the old code.
+    """
+    constants = (cell.cell_contents for cell in run.__closure__ or ())
+    parts = [run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)]
+    run.__qualname__ = "_".join([*parts, _digest(Path(run.__code__.co_filename))[:8]])
+    return _compiled(run)
+
+
+@cache
+def _digest(path: Path) -> str:
+    """The sha256 of a source and of the kernel sources that it imports."""
+    text = path.read_text(encoding="utf-8")
+    kernels = Path(__file__).parents[1]
+    imported = (_digest(kernels / f"{name.replace('.', '/')}.py") for name in _IMPORT.findall(text))
+    return sha256("".join([text, *imported]).encode()).hexdigest()
+
+
+_IMPORT = re.compile(r"^from actstore\.kernels\.([\w.]+) import", re.MULTILINE)
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def pointer(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+u8_at = _pointer_to(types.uint8)
+i8_at = _pointer_to(types.int8)
+u16_at = _pointer_to(types.uint16)
+u32_at = _pointer_to(types.uint32)
+u64_at = _pointer_to(types.uint64)
+i16_at = _pointer_to(types.int16)
+i32_at = _pointer_to(types.int32)
+i64_at = _pointer_to(types.int64)
+
+
+def stack_of(nbytes: int) -> Any:
+    """A function that gives the address of `nbytes` on the stack, a multiple of 64; one place for each call site."""
+
+    @intrinsic
+    def stack(_typing: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            # of words, not bytes: numba stores zeros in each element, and LLVM takes seconds over thousands of them
+            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(512), -(-nbytes // 64)))
+            memory.align = 64
+            return builder.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(), generate
+
+    return stack
+
+
+@intrinsic
+def _i64(_typing: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _fetch_add(_typing: Any, _address: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def team(run: Any) -> Any:
+    """A C function for the threads of a team: each runs ranges of `threads.Ranges` until none is left."""
+
+    @numba.cfunc("void(int64)", error_model="numpy")
+    def work(job: int) -> None:
+        units, step = _i64(job + 48), _i64(job + 56)
+        while True:
+            first = _fetch_add(job, step)
+            if first >= units:
+                return
+            last = min(first + step, units)
+            run(_i64(job + 8), _i64(job + 16), _i64(job + 24), _i64(job + 32), _i64(job + 40), first, last)
+
+    return work
+
+
+class Parallel:
+    """Runs a kernel on all units: on the calling thread, for a large tensor on torch's threads, else on our own.
+
+    Parameters
+    ----------
+    run : what `kernel` compiled
+    unit_nbytes : bytes of the tensor in one unit
+    """
+
+    def __init__(self, run: Any, unit_nbytes: int) -> None:
+        self._few, self._many = TEAM_NBYTES // unit_nbytes, SPLIT_NBYTES // unit_nbytes
+        self._run = run
+        self._team: Any = None  # compiled at first use
+        (compiled,) = run.overloads.values()
+        self._compiled = compiled.entry_point  # there is one signature: to look for it costs a quarter more
+
+    def __call__(self, source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
+        """Run ``kernel(source, target, numel, key, extra, first, last)`` for ranges that cover ``range(units)``."""
+        if units < self._few:
+            self._compiled(source, target, numel, key, extra, 0, units)
+            return
+        args = (source, target, numel, key, extra)
+        if self._team is None:
+            self._team = team(self._run)
+        if split_in_team(self._team.address, args, units):
+            return
+        if units < self._many:
+            self._run(*args, 0, units)
+        else:
+            split(self._run, args, units)
+
+    def bind(self, numel: int, extra: int, units: int) -> Bound:
+        """The same as ``(source, target, key)``, of tensors: one call in Python where a tensor is small."""
+        run: Any = self
+        if units < self._few:
+            run = self._compiled
+            return lambda source, target, key: run(source.data_ptr(), target.data_ptr(), numel, key, extra, 0, units)
+        return lambda source, target, key: run(source.data_ptr(), target.data_ptr(), numel, key, extra, units)
+
+
+def in_units(encode: Parallel, decode: Parallel, unit: int, extra: int = 0) -> Kernels:
+    """The two directions of a codec that works on units of `unit` elements; `extra` is for `encode`.
+
+    Addresses are not looked at: who calls checks them once, as `Codec.encode` does, or knows its memory.
+    """
+
+    def bind(numel: int) -> tuple[Bound, Bound]:
+        units = -(-numel // unit)
+        return encode.bind(numel, extra, units), decode.bind(numel, 0, units)
+
+    return Kernels(
+        lambda src, out, numel, key: bind(numel)[0](src, out, key),
+        lambda buf, out, numel, key: bind(numel)[1](buf, out, key),
+        bind,
+    )
+
+
+@intrinsic
+def get(_typing: Any, base: Any, _index: Any) -> Any:
+    """``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
+
+    return base.dtype(base, types.int64), generate
+
+
+@intrinsic
+def put(_typing: Any, base: Any, _index: Any, value: Any) -> Any:
+    """``base[index] = value``, cut to the width of the element."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.cast(builder, args[2], signature.args[2], base.dtype)
+        builder.store(element, builder.gep(args[0], [args[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return types.none(base, types.int64, value), generate
+
+
+@intrinsic
+def as_f32(_typing: Any, _bits: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def as_u32(_typing: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@inline
+def f16_to_f32(half: Any) -> Any:
+    """The float32 value of finite float16 bits; no float32 denormal appears on the way."""
+    moved = u32(u32(half & u32(0x7FFF)) << u32(13))
+    denormal = moved < u32(0x00800000)
+    bias = u32(0x38800000) if denormal else u32(0x38000000)
+    excess = f32(2.0**-14) if denormal else f32(0)
+    magnitude = as_u32(as_f32(u32(moved + bias)) - excess)
+    return as_f32(u32(magnitude | u32(u32(half & u32(0x8000)) << u32(16))))
+
+
+@inline
+def f32_to_f16(magnitude: Any) -> Any:
+    """The float16 bits nearest to a float32 magnitude of at most 65504, ties to even."""
+    denormal = u32(as_u32(as_f32(magnitude) + f32(0.5)) - u32(0x3F000000))
+    odd = u32(u32(magnitude >> u32(13)) & u32(1))
+    normal = u32(u32(u32(magnitude - u32(0x37FFF001)) + odd) >> u32(13))
+    return denormal if magnitude < u32(0x38800000) else normal
+
+
+@inline
+def f32_to_bf16(magnitude: Any) -> Any:
+    """The bfloat16 bits nearest to a finite float32 magnitude, ties to even."""
+    odd = u32(u32(magnitude >> u32(16)) & u32(1))
+    return u32(u32(u32(magnitude + u32(0x7FFF)) + odd) >> u32(16))
+
+
+@inline
+def f32_magnitude(bits: Any, kind: Any) -> Any:
+    """A finite magnitude of a kind, given as bits of its width, as the bits of a float32."""
+    if kind == F32:
+        return u32(bits)
+    if kind == BF16:
+        return u32(u32(bits) << u32(16))
+    return as_u32(f16_to_f32(u32(bits)))
+
+
+@inline
+def load(source: Any, index: Any, kind: Any) -> Any:
+    """Element `index` at the address `source` as float32; float16 must be finite."""
+    if kind == F32:
+        return as_f32(get(u32_at(source), index))
+    if kind == BF16:
+        return as_f32(u32(u32(get(u16_at(source), index)) << u32(16)))
+    return f16_to_f32(u32(get(u16_at(source), index)))
+
+
+@inline
+def load_magnitude(source: Any, index: Any, kind: Any) -> Any:
+    """Element `index` without its sign, as bits of its own width: finite < Inf < NaN."""
+    if kind == F32:
+        return u32(get(u32_at(source), index) & u32(0x7FFFFFFF))
+    return u16(get(u16_at(source), index) & u16(0x7FFF))
+
+
+@inline
+def store(target: Any, index: Any, value: Any, is_nan: Any, kind: Any) -> None:
+    """Write a float32, rounded to nearest even and clamped to the finite range of the kind, or NaN."""
+    bits = as_u32(value)
+    sign = u32(bits & u32(0x80000000))
+    magnitude = u32(bits & u32(0x7FFFFFFF))
+    if kind == F32:
+        magnitude = u32(min(magnitude, u32(0x7F7FFFFF)))
+        put(u32_at(target), index, u32(0x7FC00000) if is_nan else u32(sign | magnitude))
+    elif kind == BF16:
+        magnitude = u32(min(magnitude, u32(0x7F7F0000)))
+        element = u32(f32_to_bf16(magnitude) | u32(sign >> u32(16)))
+        put(u16_at(target), index, u16(u32(0x7FC0) if is_nan else element))
+    else:
+        magnitude = u32(min(magnitude, u32(0x477FE000)))
+        element = u32(f32_to_f16(magnitude) | u32(sign >> u32(16)))
+        put(u16_at(target), index, u16(u32(0x7E00) if is_nan else element))

@@ -1,0 +1,236 @@
+"""nf4 on the CPU. The bytes: csrc/nf4.md."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from actstore.kernels.base import Kernels
+from actstore.kernels.cpu.groups import largest_of
+from actstore.kernels.cpu.language import (
+    F16,
+    F32,
+    INF_F16,
+    INF_F32,
+    KINDS,
+    Parallel,
+    as_f32,
+    as_u32,
+    f32,
+    f32_magnitude,
+    get,
+    in_units,
+    inline,
+    kernel,
+    load,
+    put,
+    stack_of,
+    store,
+    u8_at,
+    u16,
+    u16_at,
+    u32,
+    u32_at,
+)
+from actstore.kernels.nf4 import BNB_LEAST, BOUNDS, FLUSH, LARGEST, NAN, VALUES, ZERO
+
+TILE = 1024  # elements worked on at once, a multiple of every group
+ZEROS = np.uint8(ZERO << 4 | ZERO)
+
+_B1 = tuple(f32(bound) for bound in BOUNDS)
+_B4 = tuple(f32(4 * bound) for bound in BOUNDS)
+_V = tuple(f32(value) for value in VALUES)
+
+_elements_stack: Any = stack_of(4 * TILE)
+_codes_stack: Any = stack_of(TILE)
+_packed_stack: Any = stack_of(TILE // 2)
+_groups_stack: Any = stack_of(4 * TILE // 32)
+
+
+@cache
+def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
+    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    unit_nbytes = TILE * dtype.itemsize
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
+    return in_units(run_encode, run_decode, TILE)
+
+
+@inline
+def _code(t: Any, bounds: Any) -> Any:
+    """How many boundaries are less, by bisection without branches."""
+    d = t > bounds[7]
+    c = t > (bounds[11] if d else bounds[3])
+    upper, lower = (bounds[13] if c else bounds[9]), (bounds[5] if c else bounds[1])
+    b = t > (upper if d else lower)
+    upper_upper, upper_lower = (bounds[14] if b else bounds[12]), (bounds[10] if b else bounds[8])
+    lower_upper, lower_lower = (bounds[6] if b else bounds[4]), (bounds[2] if b else bounds[0])
+    upper, lower = (upper_upper if c else upper_lower), (lower_upper if c else lower_lower)
+    a = t > (upper if d else lower)
+    high = u32((u32(8) if d else u32(0)) | (u32(4) if c else u32(0)))
+    return np.uint8(u32(high | u32((u32(2) if b else u32(0)) | (u32(1) if a else u32(0)))))
+
+
+@inline
+def _value(code: Any) -> Any:
+    """The value of a code, by choices without branches or a table."""
+    a, b, c, d = (code & u32(1)) != 0, (code & u32(2)) != 0, (code & u32(4)) != 0, (code & u32(8)) != 0
+    v0, v2 = (_V[1] if a else _V[0]), (_V[3] if a else _V[2])
+    v4, v6 = (_V[5] if a else _V[4]), (_V[7] if a else _V[6])
+    v8, v10 = (_V[9] if a else _V[8]), (_V[11] if a else _V[10])
+    v12, v14 = (_V[13] if a else _V[12]), (_V[15] if a else _V[14])
+    v0, v4 = (v2 if b else v0), (v6 if b else v4)
+    v8, v12 = (v10 if b else v8), (v14 if b else v12)
+    v0, v8 = (v4 if c else v0), (v12 if c else v8)
+    return v8 if d else v0
+
+
+@inline
+def _as_f32_bits(top: Any, kind: Any) -> Any:
+    """A magnitude as bits of a float32; Inf or more where it is NaN or Inf."""
+    return INF_F32 if kind == F16 and top >= INF_F16 else f32_magnitude(top, kind)
+
+
+@inline
+def _scale(top: Any, bnb: Any) -> Any:
+    """The bits of the absmax as it is stored, and what elements are multiplied with."""
+    if bnb:
+        absmax = u32(NAN) if top >= INF_F32 else top
+        return absmax, f32(1) / as_f32(u32(max(top, u32(BNB_LEAST))))
+    absmax = u32(min(u32(u32(top + u32(0xFFFF)) >> u32(16)), u32(LARGEST)))
+    factor = f32(4) / as_f32(u32(max(u32(absmax << u32(16)), u32(FLUSH))))
+    small = top < u32(FLUSH)
+    absmax = u32(NAN >> 16) if top >= INF_F32 else u32(0) if small else absmax
+    return absmax, f32(0) if small else factor
+
+
+@inline
+def _encode_tile(source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any) -> None:
+    factors, codes = _groups_stack(), _codes_stack()
+    largest = u32(0)
+    for index in range(TILE // group):
+        top = _as_f32_bits(u32(get(u32_at(tops), index)), kind)
+        largest = u32(max(largest, top))
+        put(u32_at(tops), index, top)
+        absmax, factor = _scale(top, bnb)
+        put(u32_at(factors), index, as_u32(factor))
+        if bnb:
+            put(u32_at(absmaxes), index, absmax)
+        else:
+            put(u16_at(absmaxes), index, u16(absmax))
+    for index in range(TILE // group):
+        factor = as_f32(u32(get(u32_at(factors), index)))
+        for i in range(index * group, index * group + group):
+            put(u8_at(codes), i, _code(load(source, i, kind) * factor, _B1 if bnb else _B4))
+    for i in range(TILE // 2):
+        pair = get(u16_at(codes), i)
+        first, second = (u16(pair >> u16(8)), u16(pair << u16(4))) if bnb else (pair, u16(pair >> u16(4)))
+        put(u8_at(packed), i, np.uint8(u16(first | second)))
+    if largest >= INF_F32:
+        for index in range(TILE // group):
+            if u32(get(u32_at(tops), index)) >= INF_F32:
+                for i in range(index * group // 2, (index + 1) * group // 2):
+                    put(u8_at(packed), i, ZEROS)
+
+
+@inline
+def _encode_short_bnb(source: Any, packed: Any, absmaxes: Any, start: Any, group: Any, kind: Any) -> None:
+    """The last group, where it is short, as bitsandbytes has it: it divides."""
+    top = u32(max(u32(get(u32_at(absmaxes), start // group)), u32(BNB_LEAST)))
+    if top < INF_F32:
+        put(u32_at(absmaxes), start // group, top)
+        for i in range(start, start + group, 2):  # zeros follow the elements
+            high = _code(load(source, i, kind) / as_f32(top), _B1)
+            low = _code(load(source, i + 1, kind) / as_f32(top), _B1)
+            put(u8_at(packed), i // 2, np.uint8(u32(low | u32(u32(high) << u32(4)))))
+
+
+@inline
+def _decode_tile(packed: Any, absmaxes: Any, target: Any, group: Any, kind: Any, bnb: Any) -> None:
+    codes = _codes_stack()
+    for i in range(TILE // 2):
+        pair = u16(get(u8_at(packed), i))
+        first, second = (
+            (u16(pair >> u16(4)), u16(pair & u16(15))) if bnb else (u16(pair & u16(15)), u16(pair >> u16(4)))
+        )
+        put(u16_at(codes), i, u16(first | u16(second << u16(8))))
+    for index in range(TILE // group):
+        bits = u32(get(u32_at(absmaxes), index)) if bnb else u32(u32(get(u16_at(absmaxes), index)) << u32(16))
+        missing = bits > INF_F32
+        absmax = f32(0) if bits < u32(FLUSH) else as_f32(bits)
+        for i in range(index * group, index * group + group):
+            store(target, i, _value(u32(get(u8_at(codes), i))) * absmax, missing, kind)
+
+
+@inline
+def _copy(source: Any, target: Any, nbytes: Any) -> None:
+    for i in range(nbytes):
+        put(u8_at(target), i, get(u8_at(source), i))
+
+
+@inline
+def _clear(target: Any, nbytes: Any) -> None:
+    for i in range(nbytes):
+        put(u8_at(target), i, np.uint8(0))
+
+
+def _compile_encode(kind: int, group: int, bnb: bool) -> Any:
+    itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
+
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        packed_nbytes = (numel + 1) // 2
+        absmaxes = payload + ((packed_nbytes + 15) & -16)
+        tops = _groups_stack()
+        full = min(last, numel // TILE)
+        for tile in range(first, full):
+            start = tile * TILE
+            scales, elements = absmaxes + start // group * width, source + start * itemsize
+            for index in range(TILE // group):
+                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
+            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb)
+        if last > full:  # the last tile, with zeros in place of what it lacks
+            start = full * TILE
+            count = numel - start
+            elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
+            _clear(elements, itemsize * TILE)
+            _copy(source + start * itemsize, elements, count * itemsize)
+            for index in range(TILE // group):
+                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
+            _encode_tile(elements, packed, scales, tops, group, kind, bnb)
+            if bnb and count % group:
+                _encode_short_bnb(elements, packed, scales, count // group * group, group, kind)
+            _copy(packed, payload + start // 2, packed_nbytes - start // 2)
+            _copy(scales, absmaxes + start // group * width, -(-count // group) * width)
+            _clear(payload + packed_nbytes, absmaxes - payload - packed_nbytes)
+
+    return encode
+
+
+def _compile_decode(kind: int, group: int, bnb: bool) -> Any:
+    itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
+
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        packed_nbytes = (numel + 1) // 2
+        absmaxes = payload + ((packed_nbytes + 15) & -16)
+        full = min(last, numel // TILE)
+        for tile in range(first, full):
+            start = tile * TILE
+            scales = absmaxes + start // group * width
+            _decode_tile(payload + start // 2, scales, target + start * itemsize, group, kind, bnb)
+        if last > full:
+            start = full * TILE
+            count = numel - start
+            elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
+            _clear(packed, TILE // 2)
+            _clear(scales, 4 * TILE // 32)
+            _copy(payload + start // 2, packed, packed_nbytes - start // 2)
+            _copy(absmaxes + start // group * width, scales, -(-count // group) * width)
+            _decode_tile(packed, scales, elements, group, kind, bnb)
+            _copy(elements, target + start * itemsize, count * itemsize)
+
+    return decode

@@ -1,0 +1,102 @@
+"""Runs one kernel over parts of a large tensor on several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from actstore.base.job import Job, finish
+from actstore.devices.workers import Threads
+from actstore.errors import StateError
+
+SPLIT_NBYTES = 8 << 20  # below, one thread is done before a second one has started: a hand-off costs about 100 us
+TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: about 20 us
+
+_pool: Threads | None = None
+_lock = threading.Lock()
+
+
+def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None:
+    """Call ``run(*args, first, last)`` for consecutive ranges that cover ``range(units)``, and wait for all of them.
+
+    Parameters
+    ----------
+    run : releases the GIL
+    args : what every call gets first
+    units : how many independent parts there are (groups of a codec, blocks of a copy)
+
+    Notes
+    -----
+    Thread-safe, also after a fork. One range per thread of `torch.get_num_threads()`, the last on the calling thread.
+    """
+    parts = min(torch.get_num_threads(), units)
+    edges = [units * part // parts for part in range(parts + 1)]
+    jobs = [Job(run, *args, first, last) for first, last in pairwise(edges[:-1])]
+    try:
+        for job in jobs:
+            _workers().begin(job)
+        run(*args, edges[-2], units)
+    except BaseException:
+        for job in jobs:
+            job.cancel(StateError("interrupted"))
+        raise
+    finally:
+        finish(jobs)  # an interrupt must not free the memory that a worker still uses
+    for job in jobs:
+        job.result()
+
+
+Ranges = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range
+
+
+def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -> bool:
+    """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; False where there are none to be had.
+
+    They are awake right after an operator of torch, and a thread of ours would have to share their cores.
+
+    Parameters
+    ----------
+    work : address of a C function ``void(Ranges *)``, which takes ranges until none is left (`cpu.team`)
+    """
+    threads = torch.get_num_threads()
+    if _openmp is None or threads == 1:
+        return False
+    step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less
+    _openmp.GOMP_parallel(work, Ranges(0, *args, units, step), threads, 0)
+    return True
+
+
+def _find_openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded."""
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.restype = None
+    except (OSError, AttributeError):  # another runtime, or another system
+        return None
+    return library
+
+
+_openmp = _find_openmp() if hasattr(os, "RTLD_NOLOAD") else None
+
+
+def _workers() -> Threads:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = Threads(os.cpu_count() or 1, "actstore-kernel")
+        return _pool
+
+
+def _forget_workers() -> None:
+    """A forked child has none of the threads, nor a usable lock; OpenMP would wait for its threads for ever."""
+    global _pool, _lock, _openmp
+    _pool, _lock, _openmp = None, threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_workers)

@@ -1,0 +1,20 @@
+"""Launch sizes of codecs of groups: csrc/groups.cuh."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.cuda.launch import THREADS
+
+OWNED = 32  # elements per thread, in csrc/groups.cuh
+SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def log2_lanes(group: int) -> int:
+    """Threads that share a group, as a power of two."""
+    return (group // OWNED).bit_length() - 1
+
+
+def group_blocks(numel: int, group: int) -> int:
+    """Blocks of a launch with a thread for each 32 elements of whole groups."""
+    return -(-(-(-numel // group) * group // OWNED) // THREADS)

@@ -1,0 +1,25 @@
+"""hadamard128 on CUDA devices: csrc/hadamard128.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.base import Inner, Kernels
+from actstore.kernels.cuda import launch
+from actstore.kernels.cuda.groups import SUFFIX, group_blocks
+from actstore.kernels.hadamard128 import ROTATED, around
+
+
+def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
+    """Kernels for one dtype on one device, around those of the inner codec."""
+    run_forward, run_inverse = (
+        launch.launcher("hadamard128", f"hadamard128_{way}_{SUFFIX[dtype]}", device) for way in ("forward", "inverse")
+    )
+
+    def forward(src: torch.Tensor, scratch: torch.Tensor, numel: int, key: int) -> None:
+        run_forward(group_blocks(numel, ROTATED), src, scratch, numel, key)
+
+    def inverse(scratch: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        run_inverse(group_blocks(numel, ROTATED), scratch, out, numel, key)
+
+    return around(inner.kernels("cuda", torch.float32, device), device, forward, inverse)

@@ -1,0 +1,25 @@
+"""int8 on CUDA devices: csrc/int8.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.base import Kernels, aligned
+from actstore.kernels.cuda import launch
+from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
+
+
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options on one device."""
+    noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
+    run_encode = launch.launcher("int8", f"int8_encode_{SUFFIX[dtype]}{noise}", device)
+    run_decode = launch.launcher("int8", f"int8_decode_{SUFFIX[dtype]}{dither}", device)
+    shift = log2_lanes(group)
+
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
+        run_encode(group_blocks(numel, group), src, aligned(out), numel, count, key, shift)
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
+        run_decode(group_blocks(numel, group), aligned(buf), out, numel, count, key, shift)
+
+    return Kernels(encode, decode)

@@ -1,0 +1,51 @@
+"""int8 by token axis on CUDA devices: csrc/int8_token.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.base import Kernels, aligned
+from actstore.kernels.cuda import int8 as int8_cuda
+from actstore.kernels.cuda import launch
+from actstore.kernels.cuda.groups import SUFFIX
+
+BLOCK_COLUMNS = 64  # of a block of threads, in csrc/int8_token.cu
+
+
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options on one device."""
+    noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
+    run_encode = launch.launcher("int8_token", f"int8_token_encode_{SUFFIX[dtype]}{noise}", device)
+    run_decode = launch.launcher("int8_token", f"int8_token_decode_{SUFFIX[dtype]}{dither}", device)
+    along_elements = int8_cuda.kernels(dtype, device, group, round)
+
+    def blocks(numel: int, columns: int) -> int:
+        return -(-numel // (columns * group)) * -(-columns // BLOCK_COLUMNS)
+
+    def encode(
+        src: torch.Tensor,
+        out: torch.Tensor,
+        numel: int,
+        key: int,
+        columns: int = 1,
+        count: torch.Tensor | None = None,
+    ) -> None:
+        if columns == 1:
+            along_elements.encode(src, out, numel, key, count=count)
+            return
+        run_encode(blocks(numel, columns), src, aligned(out), numel, key, group, columns)
+
+    def decode(
+        buf: torch.Tensor,
+        out: torch.Tensor,
+        numel: int,
+        key: int,
+        columns: int = 1,
+        count: torch.Tensor | None = None,
+    ) -> None:
+        if columns == 1:
+            along_elements.decode(buf, out, numel, key, count=count)
+            return
+        run_decode(blocks(numel, columns), aligned(buf), out, numel, key, group, columns)
+
+    return Kernels(encode, decode)

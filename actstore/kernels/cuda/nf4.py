@@ -1,0 +1,24 @@
+"""nf4 on CUDA devices: csrc/nf4.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.base import Kernels, aligned
+from actstore.kernels.cuda import launch
+from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
+
+
+def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
+    """Kernels for one dtype and set of options on one device."""
+    suffix = SUFFIX[dtype] + "_bnb" * (layout == "bnb")
+    run_encode, run_decode = (launch.launcher("nf4", f"nf4_{way}_{suffix}", device) for way in ("encode", "decode"))
+    shift = log2_lanes(group)
+
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
+        run_encode(group_blocks(numel, group), src, aligned(out), numel, count, shift)
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
+        run_decode(group_blocks(numel, group), aligned(buf), out, numel, count, shift)
+
+    return Kernels(encode, decode)

@@ -1,0 +1,57 @@
+"""CUDA sources: one text per codec, its includes written out, with a digest of all of it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from actstore.errors import KernelUnavailable
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+
+
+class Source(NamedTuple):
+    """One translation unit: its text and the sha256 of that text."""
+
+    text: str
+    digest: str
+
+
+@cache
+def folder() -> Path:
+    """Where the sources are: inside an installed wheel, else beside the package in a checkout.
+
+    Raises
+    ------
+    KernelUnavailable : in neither place
+    """
+    places = (_PACKAGE / "_csrc", _PACKAGE.parent / "csrc")
+    for place in places:
+        if (place / "common.cuh").is_file():
+            return place
+    raise KernelUnavailable(f"the CUDA sources are in none of {', '.join(map(str, places))}; reinstall actstore")
+
+
+@cache
+def read(name: str) -> Source:
+    """The source of `name`, such as ``"int8"``.
+
+    Notes
+    -----
+    CuPy's cache of compiled kernels does not see included files; written out, they are part of its key.
+    """
+    text = _inline(folder() / f"{name}.cu", set())
+    return Source(text, sha256(text.encode()).hexdigest())
+
+
+def _inline(path: Path, seen: set[Path]) -> str:
+    """The text of a file, each quoted include replaced by its file at the first time and by nothing afterwards."""
+    if path in seen:
+        return ""
+    seen.add(path)
+    text = path.read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return _INCLUDE.sub(lambda match: _inline(path.parent / match.group(1), seen), text)

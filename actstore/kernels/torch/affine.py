@@ -1,0 +1,134 @@
+"""Affine blocks as PyTorch operations, for devices without a kernel. The bytes: csrc/affine.md."""
+
+from __future__ import annotations
+
+import torch
+
+from actstore.kernels.affine import LEVELS, sections, widths
+from actstore.kernels.base import Kernels, payload_pointer, storage_slice
+from actstore.kernels.torch.groups import INF, chunks, grouped, store
+from actstore.kernels.torch.philox import offsets
+
+SMALLEST_MINIMUM = 0x08800000  # 2^-110
+SMALLEST_QUARTER = 2.0**-82
+LARGEST = 0x7F7F0000  # of bfloat16
+NAN = 0x7FC0
+
+
+def kernels(
+    dtype: torch.dtype,
+    device: torch.device,
+    bits: int,
+    group: int,
+    round: str,  # noqa: A002
+) -> Kernels:
+    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+
+    low, high = widths(bits)
+
+    def views(
+        payload: torch.Tensor, numel: int
+    ) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
+        """The planes of codes, each with its first bit of a code and how many; the scales, padded, and the minima."""
+        payload_pointer(payload)
+        at = sections(numel, bits, group)
+        planes = [(payload[: at.upper], 0, low), (payload[at.upper : at.scales], low, high)]
+        return (
+            planes if high else planes[:1],
+            payload[at.scales : at.minima].view(torch.int16),
+            payload[at.minima : at.nbytes].view(torch.int16),
+        )
+
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        planes, scales, minima = views(out, numel)
+        scales[len(minima) :].zero_()
+        for start, count in chunks(numel):
+            first, last = start // group, -(-(start + count) // group)
+            values = storage_slice(src, start, count).to(torch.float32)
+            values = torch.cat([values, values[-1:].expand(-count % group)]).view(-1, group)
+            noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
+            found, scales[first:last], minima[first:last] = _encode(values, noise, bits)
+            for plane, shift, width in planes:
+                packed = _pack(found.view(-1)[:count] >> shift, width)
+                plane[start * width // 8 :][: len(packed)] = packed
+        for plane, _, width in planes:
+            plane[-(-numel * width // 8) :].zero_()
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
+        planes, scales, minima = views(buf, numel)
+        for start, count in chunks(numel):
+            first, last = start // group, -(-(start + count) // group)
+            codes = torch.zeros(count, dtype=torch.uint8, device=buf.device)
+            for plane, shift, width in planes:
+                packed = plane[start * width // 8 : -(-(start + count) * width // 8)]
+                codes |= _unpack(packed, width)[:count] << shift
+            found = grouped(codes, group)
+            steps = found.to(torch.float32)
+            if bits == 8:
+                steps = torch.where(found < 128, steps + 127, steps - 129)
+            if round == "dither":
+                steps -= grouped(offsets(start, count, key, out.device), group)
+            minimum = minima[first:last].view(-1, 1)
+            quarters = _quarter(minimum) + steps * _quarter(scales[first:last].view(-1, 1))
+            missing = ((minimum & 0x7FFF) >= 0x7F80) | (found == 128)
+            store(quarters * 4, missing, storage_slice(out, start, count))
+
+    return Kernels(encode, decode)
+
+
+def _encode(
+    groups: torch.Tensor, noise: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""
+    finite = (groups.view(torch.int32) & 0x7FFFFFFF) < INF
+    low = torch.where(finite, groups, torch.inf).amin(1, keepdim=True)
+    high = torch.where(finite, groups, -torch.inf).amax(1, keepdim=True)
+    none = low > high
+    minimum = _floor(torch.where(none, 0, low))
+    quarter = _quarter(minimum)
+    # divides by a tensor: by a number, CUDA would multiply with its reciprocal and lose the last bit
+    spread = torch.where(none, 0, high) * 0.25 - quarter
+    step = spread / torch.full_like(spread, LEVELS[bits])
+    step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    constant = spread < SMALLEST_QUARTER
+    if bits < 8:
+        finite = finite.all(1, keepdim=True)
+        minimum = torch.where(finite, minimum, NAN)
+        constant = constant | ~finite
+    steps = (groups * 0.25 - quarter).clamp(min=0) * torch.where(constant, 0, step.reciprocal())
+    if noise is not None:
+        steps = steps + noise
+    codes = torch.where(finite, steps.round(), 255 if bits == 8 else 0).to(torch.uint8)
+    if bits == 8:
+        codes = codes + 129
+    scale = torch.where(constant, 0, (step * 4).view(torch.int32) >> 16)
+    return codes, scale.view(-1).to(torch.int16), minimum.view(-1).to(torch.int16)
+
+
+def _floor(values: torch.Tensor) -> torch.Tensor:
+    """The bits, int32, of the bfloat16 numbers below finite float32 ones; 0 for tiny ones, the lowest below it."""
+    word = values.view(torch.int32)
+    magnitude = word & 0x7FFFFFFF
+    down = torch.where(word < 0, (magnitude + 0xFFFF).clamp(max=LARGEST) | ~0x7FFFFFFF, word)
+    return torch.where(magnitude < SMALLEST_MINIMUM, 0, down) >> 16
+
+
+def _quarter(bits: torch.Tensor) -> torch.Tensor:
+    """A quarter of bfloat16 numbers given by their bits."""
+    return (bits.to(torch.int32) << 16).view(torch.float32) * 0.25
+
+
+def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """The low bits of 1-d uint8 side by side in bytes, the first ones lowest."""
+    if width == 8:
+        return codes
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+    return (grouped(codes & ((1 << width) - 1), 8 // width) << shifts).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The inverse of `_pack`."""
+    if width == 8:
+        return packed
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) >> shifts & ((1 << width) - 1)).view(-1)

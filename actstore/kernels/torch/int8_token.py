@@ -1,0 +1,65 @@
+"""int8 by token axis as PyTorch operations, for devices without a kernel. The bytes: csrc/int8_token.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import pad
+
+from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_slice
+from actstore.kernels.torch import int8 as int8_torch
+from actstore.kernels.torch.groups import CHUNK, store
+from actstore.kernels.torch.philox import offsets
+
+
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    along_elements = int8_torch.kernels(dtype, device, group, round)
+
+    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
+        if columns == 1:
+            along_elements.encode(src, out, numel, key)
+            return
+        codes, scales = _sections(out, numel, group, columns)
+        out[numel : round_up(numel)].zero_()
+        for start, count, first, last in _chunks(numel, group, columns):
+            values = _tiled(storage_slice(src, start, count).to(torch.float32), group, columns)
+            noise = None if round == "nearest" else _tiled(offsets(start, count, key, src.device), group, columns)
+            found, scales[first:last] = int8_torch.quantize(values, noise)
+            codes[start : start + count] = found.view(-1)[:count]
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
+        if columns == 1:
+            along_elements.decode(buf, out, numel, key)
+            return
+        codes, scales = _sections(buf, numel, group, columns)
+        for start, count, first, last in _chunks(numel, group, columns):
+            found = _tiled(codes[start : start + count], group, columns)
+            steps = found.to(torch.float32)
+            if round == "dither":
+                steps -= _tiled(offsets(start, count, key, out.device), group, columns)
+            values = steps * scales[first:last].to(torch.float32).view(-1, 1, columns)
+            store(values, found == -128, storage_slice(out, start, count))
+
+    return Kernels(encode, decode)
+
+
+def _sections(payload: torch.Tensor, numel: int, group: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    payload_pointer(payload)
+    scales = payload[round_up(numel) :][: 2 * columns * -(-numel // (columns * group))].view(torch.bfloat16)
+    return payload[:numel].view(torch.int8), scales
+
+
+def _chunks(numel: int, group: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Whole groups of rows that are worked on at once: first element, elements, first and last scale."""
+    tile = group * columns
+    step = max(1, CHUNK // tile) * tile
+    for start in range(0, numel, step):
+        count = min(step, numel - start)
+        yield start, count, start // group, columns * -(-(start + count) // tile)
+
+
+def _tiled(values: torch.Tensor, group: int, columns: int) -> torch.Tensor:
+    """A 1-d tensor as (groups of rows, group, columns), the last one filled with zeros."""
+    return pad(values, (0, -len(values) % (group * columns))).view(-1, group, columns)

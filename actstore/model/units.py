@@ -1,0 +1,122 @@
+"""The parts of a model that are planned as one, as its structure tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch.jit import ScriptModule
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+
+from actstore.model.blocks import repeated_blocks
+from actstore.model.names import named_modules
+
+PLAIN = re.compile(r"[\w.-]+")  # names that a rule can write
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A unit as the model's structure tells: its modules, and whether it is one of the model's repeated blocks."""
+
+    name: str
+    module: Module
+    parts: dict[str, Module]
+    repeated: bool
+
+    @property
+    def named(self) -> bool:
+        """Whether a rule can name it."""
+        return PLAIN.fullmatch(self.name) is not None
+
+    @property
+    def recomputable(self) -> bool:
+        return self.repeated and self.named and can_run_again(self.module)
+
+    @property
+    def inner(self) -> dict[str, Module]:
+        """Its parts by their full names."""
+        return {f"{self.name}.{name}": part for name, part in self.parts.items()}
+
+
+def shapes_of(model: Module) -> list[Shape]:
+    """The units of a model: its repeated blocks, the outermost modules that hold none of them, and the model itself.
+
+    What has no forward of its own (a list of lists, a dict) is no unit; what it holds are units. What is compiled is
+    one unit, without parts.
+    """
+    named = dict(named_modules(model))
+    names = {module: name for name, module in named.items()}
+    blocks = {named[name] for name in repeated_blocks(model)}
+    whole = set(_compiled(model))
+    found: list[Shape] = []
+
+    def visit(module: Module, repeated: bool) -> None:
+        for child in module.children():
+            block = child in blocks or (repeated and next(child.parameters(), None) is not None)
+            if not has_forward(child):
+                visit(child, block)
+            elif child in whole or block or not blocks.intersection(child.modules()):
+                if child in names:
+                    found.append(Shape(names[child], child, {} if child in whole else _parts(child), block))
+            else:
+                visit(child, False)
+
+    if model not in whole and original(model) is None:
+        visit(model, False)
+    return [*(shape for shape in found if shape.name), Shape("", model, {}, False)]
+
+
+def original(module: Module) -> Module | None:
+    """What `torch.compile(module)` was given; None for another module."""
+    inner: dict[str, Any] = dict(module._modules.items())  # which of TorchScript modules is no dict
+    return inner.get("_orig_mod")
+
+
+def _compiled(model: Module) -> Iterator[Module]:
+    for module in model.modules():
+        inner = original(module)
+        if inner is not None:
+            yield inner
+        elif module._compiled_call_impl is not None:
+            yield module
+
+
+def has_forward(module: Module) -> bool:
+    return isinstance(module, ScriptModule) or type(module).forward is not Module.forward
+
+
+def can_run_again(module: Module) -> bool:
+    """Whether its forward can be run once more, as far as its structure tells."""
+    if any(isinstance(inner, ScriptModule) for inner in module.modules()) or any(_compiled(module)):
+        return False  # PyTorch's checkpoint cannot run the one, and runs the other eagerly, which gives other last bits
+    while isinstance(module, Sequential) and len(module):
+        module = module[0]
+    return not getattr(module, "inplace", False)  # which changes the input that it would need again
+
+
+def _parts(module: Module) -> dict[str, Module]:
+    """The children of a unit that have a forward, also those in lists, by name as seen from the unit."""
+    found = {}
+    for name, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            found.update({f"{name}.{inner}": part for inner, part in _parts(child).items()})
+        elif has_forward(child) and PLAIN.fullmatch(name):
+            found[name] = child
+    return found
+
+
+def digest_of(model: Module) -> str:
+    """Names a model's structure: its modules, their classes, and the shapes and dtypes of its parameters."""
+    lines = [f"{name} {type(module).__qualname__}" for name, module in named_modules(model)]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def device_of(model: Module | None) -> torch.device | None:
+    """Where the parameters of a model are; None without a model or without any."""
+    first = next(model.parameters(), None) if model is not None else None
+    return first.device if first is not None else None

@@ -1,0 +1,232 @@
+"""The weights and buffers that a recomputed forward sees: those of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from threading import Lock
+from typing import Any, TypeGuard
+
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from actstore.base.storage import storages_of
+from actstore.errors import MutationError
+
+Entries = dict[str, Any]  # a module's parameters or its buffers by name; None is one that the module goes without
+
+
+class Weights:
+    """The parameters and buffers of modules before a forward, so that it can run with them again.
+
+    They are others than the modules' own where `torch.func.functional_call` runs the model, which takes its own away
+    before backward, and where a module replaces a buffer as it runs. Normalisations get copies of their buffers, so
+    that running statistics are updated once a step, and spectral norms the estimates that they had, each of whose runs
+    goes on from the last one's. What is sharded is left to those who gather it.
+
+    The values are not copied: who changes one in place before the forward has run again makes that impossible, and it
+    is refused. Of parameters all changes count, other than those by the forward itself; of buffers, where autograd
+    saved them, as it would raise an error itself.
+
+    Parameters
+    ----------
+    root : whose forward is to run again
+    modules : all that are in it, itself first
+
+    Attributes
+    ----------
+    buffers : by the identity of its storage each buffer that `saved` is to be told of
+
+    Notes
+    -----
+    Several threads may recompute the same normalisations at once. One forward with other weights than the modules' own
+    must run, and be recomputed, by itself, as for `functional_call`; so must spectral norms. Running statistics of a
+    forward that runs while another thread recomputes the same normalisation are lost, and rows are not limited there.
+    """
+
+    def __init__(self, root: Module, modules: Iterable[Module]) -> None:
+        self._root = root
+        self._seen: list[tuple[Entries, Entries]] = []
+        self._norms: list[tuple[_NormBase, Entries]] = []
+        self._estimates: list[tuple[Entries, Entries]] = []
+        self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
+        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # of the norms of rows, before they are used
+        self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
+        self._saved: list[tuple[Tensor, int]] = []
+        self.buffers: dict[int, Tensor] = {}
+        for module in modules:
+            buffers: Entries = module._buffers
+            parameters: Entries = module._parameters
+            if parameters:
+                self._seen.append((parameters, dict(parameters)))
+                self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
+            if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None:
+                self._limits.append((module, module.max_norm))
+            hooked = self._hooked(module) if module._forward_pre_hooks else False
+            if not buffers:
+                continue
+            if isinstance(module, _NormBase):
+                self._norms.append((module, dict(buffers)))
+                if module.training:
+                    continue
+                tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
+                self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
+            elif hooked or isinstance(module, _SpectralNorm):
+                self._estimates.append((buffers, _copies(buffers)))
+                continue
+            else:
+                self._seen.append((buffers, dict(buffers)))
+            known = [buffer for buffer in buffers.values() if _has_version(buffer)]
+            self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
+        self._meanwhile: list[tuple[Entries, Entries]] = []
+        self._borrowers: list[_NormBase] = []
+
+    def _hooked(self, module: Module) -> bool:
+        """Whether its weight is computed by a hook of `torch.nn.utils.spectral_norm`, or of `weight_norm` there."""
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm | WeightNorm)]
+        for hook in hooks:
+            entries = vars(module)
+            self._computed.append((entries, hook.name))
+            if module is self._root:  # the hook has run, and does not run again with the forward
+                self._seen.append((entries, {hook.name: entries[hook.name]}))
+        return any(isinstance(hook, SpectralNorm) for hook in hooks)
+
+    def saved(self, storage: int) -> None:
+        """Autograd has saved a tensor of this storage, that of one of the `buffers`, in the forward."""
+        buffer = self.buffers[storage]
+        self._saved.append((buffer, buffer._version))
+
+    def ended(self) -> None:
+        """The forward is over. What it has written to its own parameters is no change that matters."""
+        unchanged = [(each, version) for each, version in self._versions if each._version == version]
+        limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
+        self._versions = [*unchanged, *limited, *self._saved]
+
+    def again(self) -> Weights:
+        """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
+        twin = object.__new__(Weights)
+        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": []}
+        return twin
+
+    def rewind(self) -> None:
+        """Give the modules what they had before the forward, until `resume`. Nothing has changed where this fails.
+
+        Raises
+        ------
+        MutationError : a parameter or buffer that they had was changed in place
+        """
+        for each, version in self._versions:
+            if each._version != version:
+                self._refuse(each, version)
+        try:
+            self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
+            for entries, seen in self._seen:
+                _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
+            for module, limit in self._limits:  # the rows are limited; once more, rounding might make them differ
+                self._meanwhile.append((vars(module), {"max_norm": limit}))
+                vars(module)["max_norm"] = None
+            for buffers, estimates in self._estimates:
+                _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
+            for norm, seen in self._norms:
+                _lend(norm, seen)
+                self._borrowers.append(norm)
+        except BaseException:  # no memory for a copy
+            self.resume()
+            raise
+
+    def _refuse(self, tensor: Tensor, expected: int) -> None:
+        named = chain(self._root.named_parameters(), self._root.named_buffers())
+        name = next((name for name, each in named if each is tensor), "of a functional call")
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{'parameter' if tensor.requires_grad else 'weight or buffer'} {name} of a {type(self._root).__name__} "
+            f"that is recomputed is at version {tensor._version}; expected version {expected} instead. Recompute "
+            "would run with values that forward did not have: call backward before what changes them "
+            "(optimizer.step, load_state_dict), or give this module another policy, such as raw.",
+            name=name,
+            expected=expected,
+            found=tensor._version,
+        )
+
+    def resume(self) -> None:
+        """Give the modules what they had before `rewind`."""
+        for norm in self._borrowers:
+            _give_back(norm)
+        self._borrowers = []
+        for entries, before in reversed(self._meanwhile):
+            entries.update(before)
+        self._meanwhile = []
+        self._versions[:] = [(each, each._version) for each, _ in self._versions]  # what the second run has written
+
+
+def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a change of a parameter or buffer would show, and would not be the work of those who shard it."""
+    if tensor is None or tensor.is_inference():
+        return False
+    kind = tensor.__class__
+    return kind is Parameter or (kind is Tensor and not _is_flat(tensor))
+
+
+def _replace(entries: Entries, others: Entries, before: list[tuple[Entries, Entries]]) -> None:
+    if others:
+        before.append((entries, {name: entries[name] for name in others}))
+        entries.update(others)
+
+
+def _is_other(entries: Entries, name: str, was: Tensor | None) -> bool:
+    """Whether an entry is another tensor than it was, and not the same one gathered or sharded."""
+    if name not in entries or (now := entries[name]) is was:
+        return False
+    return now is None or was is None or not (_is_flat(now) or _is_flat(was) or _sharding(now) != _sharding(was))
+
+
+def _sharding(tensor: Tensor) -> tuple[Any, Any]:
+    """How a DTensor is spread; FSDP2's weights are DTensors, and others while they are gathered."""
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether FSDP1 has gathered a weight: it is part of one flat parameter."""
+    return bool(getattr(tensor._base, "_is_flat_param", False))
+
+
+def _copies(buffers: Entries) -> Entries:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+
+
+class _Loan:
+    """The buffers that a normalisation gets back when its last user is done."""
+
+    __slots__ = ("own", "users")
+
+    def __init__(self, own: Entries) -> None:
+        self.own = own
+        self.users = 0
+
+
+_lending = Lock()
+_loans: dict[Module, _Loan] = {}  # of the process, as modules are shared by stores and threads
+
+
+def _lend(norm: Module, seen: Entries) -> None:
+    """Give a normalisation copies of `seen` for its buffers, unless it has copies."""
+    with _lending:
+        loan = _loans.get(norm)
+        if loan is None:
+            copies = _copies(seen)
+            loan = _loans[norm] = _Loan(dict(norm._buffers))
+            norm._buffers.update(copies)
+        loan.users += 1
+
+
+def _give_back(norm: Module) -> None:
+    with _lending:
+        loan = _loans[norm]
+        loan.users -= 1
+        if not loan.users:
+            norm._buffers.update(loan.own)
+            del _loans[norm]

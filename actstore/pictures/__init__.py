@@ -1,1 +1,0 @@
-"""Pictures: what they have in common, and bars of where bytes wait. They need matplotlib (the extra `bench`)."""

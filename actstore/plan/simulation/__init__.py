@@ -1,1 +1,0 @@
-"""The parts of the simulator: events, what a device does in order, its copies."""

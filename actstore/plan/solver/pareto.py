@@ -1,0 +1,61 @@
+"""How the time of a step falls as memory is given to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from actstore.errors import ConfigError
+from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.least import least
+from actstore.plan.solver.search import fastest
+from actstore.plan.solver.solve import Solution, solve
+from actstore.plan.solver.tables import Tables
+from actstore.plan.solver.timeline import evaluated
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A device limit in bytes, and the plan under it."""
+
+    device: float
+    solution: Solution
+
+
+def pareto(
+    chain: Chain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
+) -> tuple[Point, ...]:
+    """Plans from the least device memory that is possible to the most that is of use, or to `limits.device`.
+
+    Limits are evenly spaced. Each point is faster than those before it: others are left out, and a plan that was found
+    with less memory stands wherever it is the better one.
+
+    Parameters
+    ----------
+    points : how many limits to try
+    time_limit : s for each of them
+
+    Raises
+    ------
+    CapacityError : not even the least memory is allowed, or another limit cannot be kept
+    ConfigError : as `Tables`; fewer than two points, or no layers
+    """
+    if points < 2:
+        raise ConfigError(f"{points} points are no front; ask for two or more")
+    low = least(chain, limits)
+    allowed = [useful(layer) for layer in chain.layers]
+    tables = Tables(chain, limits)
+    high = max(low.device, min(limits.device, evaluated(tables, fastest(tables, allowed)).device_peak))
+    if limits.device < low.device:
+        solve(chain, limits, time_limit=time_limit, gap=gap)  # says what is missing
+    front: list[Point] = []
+    start = low.evaluation.choice
+    for step in range(points):
+        device = low.device + (high - low.device) * step / (points - 1)
+        solution = solve(chain, replace(limits, device=device), time_limit=time_limit, gap=gap, start=start)
+        start = solution.choice
+        if not front or solution.evaluation.total < front[-1].solution.evaluation.total * (1 - 1e-9):
+            front.append(Point(device, solution))
+        if high == low.device:
+            break
+    return tuple(front)

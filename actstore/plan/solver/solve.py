@@ -1,0 +1,224 @@
+"""The best choice of options under limits, and how far from the best it can be at most.
+
+A ladder, which ends as soon as the plan is proven good enough: everything fits; the relaxation, whose value nothing
+betters; a local search; the mixed-integer program, on what the relaxation's prices leave open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf, isfinite
+from time import monotonic
+
+from actstore.base.units import format_nbytes
+from actstore.errors import CapacityError
+from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.least import check_totals, least
+from actstore.plan.solver.linear import Linear
+from actstore.plan.solver.program import Answer
+from actstore.plan.solver.search import Search, fastest, starts
+from actstore.plan.solver.tables import BACKWARD, FORWARD, Tables
+from actstore.plan.solver.timeline import Evaluation, evaluated
+
+MIB = 2**20
+TIGHT = 1e-5  # of the step: proofs go no further, since a row that the best plan breaks by less is lost in tolerances
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A plan.
+
+    Attributes
+    ----------
+    choice : index of the option of each layer
+    evaluation : the step that it gives
+    bound : no choice takes less, in ms; None where that is unknown
+    prices : ms that one more MiB saves, by limit: "device", "host", "disk"; for "error", one more unit of it
+    how : what found the choice: "everything fits", "local search", "mixed-integer program"
+    """
+
+    choice: tuple[int, ...]
+    evaluation: Evaluation
+    bound: float | None
+    prices: dict[str, float]
+    how: str
+
+    @property
+    def gap(self) -> float:
+        """What the plan can be over the best at most, as a fraction of its step; infinite without a bound."""
+        if self.bound is None:
+            return inf
+        return max(0.0, self.evaluation.total - self.bound) / self.evaluation.total if self.evaluation.total else 0.0
+
+    @property
+    def certificate(self) -> str:
+        """Prediction and bound in one line."""
+        predicted = f"predicted {self.evaluation.total:.1f} ms"
+        if self.bound is None:
+            return f"{predicted}, no bound: scipy is not installed (pip install 'actstore[plan]')"
+        return f"{predicted}, bound {self.bound:.1f} ms, within {100 * self.gap:.2f} % of optimal"
+
+
+def solve(
+    chain: Chain,
+    limits: Limits,
+    *,
+    time_limit: float = 30.0,
+    gap: float = 0.002,
+    start: Sequence[int] | None = None,
+) -> Solution:
+    """Choose an option for each layer so that a step takes the least time within `limits`.
+
+    Without scipy the choice comes from the local search alone, and has no bound. Deterministic as long as the time
+    limit is not reached. Thread-safe.
+
+    Parameters
+    ----------
+    time_limit : s, for search and solver together; the relaxation comes on top
+    gap : of the step; the ladder ends with a plan that is proven to be as near to the best
+    start : a choice to begin the search from, besides those it finds itself
+
+    Raises
+    ------
+    CapacityError : no choice keeps the limits; with the least device memory that is possible, and where that is needed
+    ConfigError : as `Tables`
+    """
+    tables = Tables(chain, limits)
+    check_totals(tables)
+    allowed = [useful(layer) for layer in chain.layers]
+    return _Ladder(tables, allowed, monotonic() + time_limit, gap).run(start)
+
+
+class _Ladder:
+    def __init__(self, tables: Tables, allowed: list[list[int]], deadline: float, gap: float) -> None:
+        self.tables, self.allowed, self.deadline, self.gap = tables, allowed, deadline, gap
+        self.bound: float | None = None
+        self.best: tuple[float, tuple[int, ...]] | None = None
+        self.prices: dict[str, float] = {}
+        self.how = ""
+
+    def run(self, start: Sequence[int] | None) -> Solution:
+        tables = self.tables
+        extra = tables.extra[FORWARD] + tables.extra[BACKWARD]
+        plain = fastest(tables, self.allowed)
+        floor = tables.plain + sum(float(extra[i, o]) for i, o in enumerate(plain))
+        if self._offer(plain, "everything fits") and self._total() <= floor * (1 + TIGHT):
+            self.bound, self.prices = floor, dict.fromkeys(self._limited(), 0.0)
+            return self._solution()
+        relaxation = self._relax(floor) if find_spec("scipy") else None
+        self._search(relaxation, start)
+        if relaxation is not None and not self._near():
+            self._integral(relaxation)
+        if self.best is None:
+            raise self._refusal()
+        return self._solution()
+
+    def _limited(self) -> list[str]:
+        return [name for name in ("device", "host", "disk", "error") if isfinite(getattr(self.tables.limits, name))]
+
+    def _total(self) -> float:
+        return inf if self.best is None else self.best[0]
+
+    def _near(self) -> bool:
+        if self.best is None or self.bound is None:
+            return False
+        return self._total() - self.bound <= max(self.gap, TIGHT) * self._total()
+
+    def _offer(self, choice: Sequence[int], how: str) -> bool:
+        """Take a choice that holds all limits and betters the best; whether it holds them."""
+        found = evaluated(self.tables, choice)
+        if found.feasible and found.total < self._total():
+            self.best, self.how = (found.total, tuple(choice)), how
+        return found.feasible
+
+    def _relax(self, floor: float) -> tuple[Linear, Answer] | None:
+        program = Linear(self.tables, self.allowed)
+        answer = program.relaxed()
+        if answer.bound == inf:
+            raise self._refusal()
+        if answer.values is None or answer.reduced is None:  # the solver gave up
+            self.bound = floor
+            return None
+        self.bound = max(floor, answer.bound + self.tables.plain)
+        for name, variable in program.limits.items():
+            unit = 1.0 if name == "error" else MIB / program.unit
+            self.prices[name] = max(0.0, -float(answer.reduced[variable])) * unit
+        return program, answer
+
+    def _search(self, relaxation: tuple[Linear, Answer] | None, start: Sequence[int] | None) -> None:
+        begin = monotonic()
+        share = 0.4 if relaxation is not None else 1.0  # of the time; the rest is the solver's
+        search = Search(self.tables, self.allowed, begin + share * (self.deadline - begin))
+        first = []
+        if relaxation is not None and relaxation[1].values is not None:
+            program, values = relaxation[0], relaxation[1].values
+            first = [program.spread(values), program.choose(values)]
+        first += [list(start)] if start is not None else []
+        for choice in (*first, *starts(self.tables, self.allowed)):
+            found = search.improve(choice)
+            if found is not None:
+                self._offer(found[0], "local search")
+            if self._near() or search.late:
+                return
+
+    def _integral(self, relaxation: tuple[Linear, Answer]) -> None:
+        """Look for a choice that betters the best by more than the gap; that there is none is a bound."""
+        program, answer = relaxation
+        plain, total = self.tables.plain, self._total()
+        open_ = self._open(program, answer, total)
+        smaller = Linear(self.tables, open_)
+        smaller.aggregate()
+        aim = inf if self.best is None else total - max(self.gap, TIGHT) * total
+        if aim < inf:
+            smaller.row(smaller.times(), -inf, aim - plain)
+        found = smaller.integral(time_limit=max(1.0, self.deadline - monotonic()), gap=self.gap, constant=plain)
+        assert self.bound is not None
+        # choices left out cost `total` at least, and those that the row forbids `aim`
+        self.bound = max(self.bound, min(found.bound, aim if aim < inf else total))
+        if found.values is not None:
+            self._offer(smaller.choose(found.values), "mixed-integer program")
+        self.bound = min(self.bound, self._total())
+
+    def _open(self, program: Linear, answer: Answer, total: float) -> list[list[int]]:
+        """The options that a choice faster than `total` can have, by their reduced costs."""
+        assert answer.reduced is not None
+        least_of = answer.bound + self.tables.plain
+        room = total - least_of + TIGHT * max(total, 1.0)
+        return [
+            [o for o, v in zip(options, row, strict=True) if answer.reduced[v] <= room] or list(options)
+            for options, row in zip(self.allowed, program.choice, strict=True)
+        ]
+
+    def _solution(self) -> Solution:
+        assert self.best is not None
+        evaluation = evaluated(self.tables, self.best[1])
+        return Solution(self.best[1], evaluation, self.bound, self.prices, self.how)
+
+    def _refusal(self) -> CapacityError:
+        """Why no choice keeps the limits."""
+        limits = self.tables.limits
+        needs = least(self.tables.chain, limits)
+        if needs.device <= limits.device:
+            return CapacityError(
+                f"no plan within {format_nbytes(limits.device)} of device memory was found in the time limit, and "
+                f"{format_nbytes(needs.device)} are enough; give more time",
+                least=needs.device,
+            )
+        where = needs.layer or "the model itself and the loss"
+        advice = (
+            f"or give {needs.layer} an option that needs less there" if needs.layer else "or compute the loss in parts"
+        )
+        words = "at least" if needs.device <= needs.bound * (1 + 1e-6) else "about"
+        missing = needs.device - limits.device
+        return CapacityError(
+            f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
+            f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed; raise the limit by "
+            f"{format_nbytes(missing)}, use a smaller batch, {advice}",
+            least=needs.device,
+            limit=limits.device,
+            direction=needs.direction,
+            layer=needs.layer,
+        )

@@ -1,0 +1,215 @@
+"""How long a step takes under one choice of options, and what it holds at every event: one exact pass.
+
+Compute runs F1..FN, then BN..B1. What leaves the device queues on the lane from it and flows while compute goes on; a
+layer's forward starts when what is held, what still queues and what the layer itself needs fit, and what is missing is
+a stall. Backward is the same in reversed time: what came back early is what "still queues". At the turn both queues
+are empty, and the time for that is the drain: one direction after the other, or both at once where each keeps less
+than half of its rate beside the other, as nobody makes the first wait until the second is done.
+
+Bytes for the disk cross the link first, before other bytes, and wait in host memory while there is room; without room
+they wait on the device. With L bytes queued on the device, C not yet on the disk, room R in host memory, link rate B
+and disk rate D <= B, the queues after t ms are
+
+    C' = max(0, C - D t)        L' = max(0, L - B t, C' - R)
+
+No order of transfers has less of either at any time, and a stall is best taken as late as possible, so that the pass
+gives the least time of this choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from actstore.base.units import format_nbytes
+from actstore.errors import ConfigError
+from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FAST, FORWARD, Tables, slack
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A limit that a choice breaks.
+
+    Attributes
+    ----------
+    limit : "device", "host", "disk" or "error"
+    needed, allowed : bytes, or error
+    direction, layer : the event where the most is needed; empty where the limit is one of a whole step
+    """
+
+    limit: str
+    needed: float
+    allowed: float
+    direction: str = ""
+    layer: str = ""
+
+    def __str__(self) -> str:
+        if self.limit == "error":
+            return f"error {self.needed:.4g} where {self.allowed:.4g} is allowed"
+        where = f" in {self.direction} of {self.layer}" if self.layer else ""
+        place = "on the disk" if self.limit == "disk" else f"of {self.limit} memory"
+        return f"{format_nbytes(self.needed)} {place}{where}, where {format_nbytes(self.allowed)} are allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a choice comes to. Times in ms, sizes in bytes; pairs are (forward, backward), lists go by layer.
+
+    Attributes
+    ----------
+    choice : index of the option of each layer
+    total : of a step; where `broken` is not empty, as if what breaks a limit had room
+    plain : of a step that keeps everything
+    added : compute, in all
+    stalls : compute waits right before a layer's forward, and right after its backward
+    drain : the wait at the turn, for what has to leave and for what has to come back
+    device, host : in use at each event
+    host_peak : room in host memory: all that waits there, at once, and the most that is on its way to the disk or back
+    disk, error : of the step
+    broken : every limit that does not hold
+    """
+
+    choice: tuple[int, ...]
+    total: float
+    plain: float
+    added: float
+    stalls: tuple[tuple[float, ...], tuple[float, ...]]
+    drain: tuple[float, float]
+    device: tuple[tuple[float, ...], tuple[float, ...]]
+    host: tuple[tuple[float, ...], tuple[float, ...]]
+    host_peak: float
+    disk: float
+    error: float
+    broken: tuple[Breach, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every limit holds."""
+        return not self.broken
+
+    @property
+    def overhead(self) -> float:
+        """What the step takes longer than one that keeps everything, in ms."""
+        return self.total - self.plain
+
+    @property
+    def device_peak(self) -> float:
+        """Most bytes on the device at any event."""
+        return max((max(events, default=0.0) for events in self.device), default=0.0)
+
+    def peak_event(self) -> tuple[int, int]:
+        """Direction and layer index of the event with the most bytes on the device; of equals the later in the step.
+
+        Raises
+        ------
+        ConfigError : the chain has no layers
+        """
+        if not self.choice:
+            raise ConfigError("a chain without layers has no events; give it at least one layer")
+        _, direction, _, layer = max(
+            (nbytes, direction, -layer if direction else layer, layer)
+            for direction, events in enumerate(self.device)
+            for layer, nbytes in enumerate(events)
+        )
+        return direction, layer
+
+
+def evaluate(chain: Chain, choice: Sequence[int], limits: Limits) -> Evaluation:
+    """The step that `choice` gives; O(layers). See the module for the model.
+
+    Parameters
+    ----------
+    choice : index of an option for each layer
+
+    Raises
+    ------
+    ConfigError : as `Tables`; or a choice that does not fit the chain
+    """
+    return evaluated(Tables(chain, limits), choice)
+
+
+def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
+    """As `evaluate`, from tables that exist."""
+    layers, limits = tables.chain.layers, tables.limits
+    if len(choice) != len(layers) or any(not 0 <= o < n for o, n in zip(choice, tables.counts, strict=True)):
+        raise ConfigError(f"{len(layers)} layers need the index of one of their options each, not {list(choice)}")
+    chosen = [layer.options[o] for layer, o in zip(layers, choice, strict=True)]
+    waiting = sum(option.host for option in chosen)
+    disk = sum(option.disk for option in chosen)
+    error = sum(option.error for option in chosen)
+    halves = [_half(tables, choice, direction, max(0.0, limits.host - waiting)) for direction in (FORWARD, BACKWARD)]
+    broken = [half.breach for half in halves if half.breach is not None]
+    broken = [max(broken, key=lambda breach: breach.needed)] if broken else []
+    for name, needed in (("host", waiting), ("disk", disk), ("error", error)):
+        allowed = getattr(limits, name)
+        if needed > allowed + slack(allowed):
+            broken.append(Breach(name, needed, allowed))
+    added = sum(option.forward + option.backward for option in chosen)
+    forward, backward = halves
+    crossing = tables.crossing * min(forward.drain, backward.drain) / 2
+    drain = forward.drain + crossing, backward.drain + crossing
+    waits = sum(forward.stalls) + sum(backward.stalls) + sum(drain)
+    return Evaluation(
+        tuple(choice),
+        tables.plain + added + waits,
+        tables.plain,
+        added,
+        (tuple(forward.stalls), tuple(backward.stalls)),
+        drain,
+        (tuple(forward.device), tuple(backward.device)),
+        (tuple(forward.host), tuple(backward.host)),
+        waiting + max(forward.staged, backward.staged),
+        disk,
+        error,
+        tuple(broken),
+    )
+
+
+@dataclass(slots=True)
+class _Half:
+    """Forward, or backward in reversed time."""
+
+    stalls: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    staged: float = 0.0
+    drain: float = 0.0
+    breach: Breach | None = None
+
+
+def _half(tables: Tables, choice: Sequence[int], direction: int, room: float) -> _Half:
+    near_rate, far_rate = tables.near_rate[direction], tables.far_rate[direction]
+    limit = tables.limits.device
+    half = _Half()
+    held = waiting = 0.0
+    queued = undelivered = bound = 0.0  # L and C of the module's text, and of L what is bound for the disk
+    for i, (layer, o) in enumerate(zip(tables.chain.layers, choice, strict=True)):
+        option = layer.options[o]
+        need = held + float(tables.peak[direction][i, o])
+        free = limit - need
+        if free < -slack(limit) and (half.breach is None or need > half.breach.needed):
+            half.breach = Breach("device", need, limit, DIRECTIONS[direction], layer.name)
+        free = max(0.0, free)
+        stall = 0.0
+        if free < inf:
+            stall = max(0.0, (queued - free) / near_rate, (undelivered - room - free) / far_rate)
+        time = tables.compute[direction][i] + float(tables.extra[direction][i, o])
+        for at, elapsed in enumerate((stall, time)):
+            crossed = inf if near_rate >= FAST else near_rate * elapsed
+            undelivered = max(0.0, undelivered - (inf if far_rate >= FAST else far_rate * elapsed))
+            queued = max(0.0, queued - crossed, undelivered - room)
+            bound = max(0.0, bound - crossed, undelivered - room)
+            half.staged = max(half.staged, undelivered - bound)
+            if at == 0:
+                half.stalls.append(stall)
+                half.device.append(need + queued)
+                half.host.append(waiting + undelivered - bound)
+        queued += float(tables.near[i, o])
+        undelivered += float(tables.far[i, o])
+        bound += float(tables.far[i, o])
+        held += option.held
+        waiting += option.host
+    half.drain = max(queued / near_rate, undelivered / far_rate)
+    return half

@@ -1,0 +1,107 @@
+"""The values of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actstore.errors import ConfigError
+from actstore.plan.profile import Profile
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one unit does; sizes in bytes, times in ms.
+
+    Attributes
+    ----------
+    unit : name of the module; "" is what the model itself and the loss save
+    decision : policy text, with names as seen from the unit
+    saved : what plain autograd would hold
+    held : what is held on the device between forward and backward
+    moved : what goes to host memory or to disk
+    extra : what the decision adds to the step's compute
+    stall : how long compute waits there
+    """
+
+    unit: str
+    decision: str
+    saved: float
+    held: float
+    moved: float
+    extra: float
+    stall: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take, or what it took.
+
+    Attributes
+    ----------
+    step : milliseconds
+    peak : bytes, of the device
+    noise : variance that payloads add to the gradients, as a fraction of that from batch to batch; not measured
+    """
+
+    step: float
+    peak: float
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanValues:
+    """What each unit of a model does under a budget. As `policy=` of an ActivationStore it is run as it stands.
+
+    Attributes
+    ----------
+    text : the policy, as text
+    budget : most bytes of activations on the compute device (`peak_held_bytes`)
+    limits : what was planned with: bytes on the "device" (less than the budget where steps held more than predicted),
+        in "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
+    plain : milliseconds of a step that keeps everything
+    predicted, measured : the step; `measured` is None before the plan has run
+    bound : no choice among the same options is faster than this, in ms; None where that was not computed
+    certificate : the same for people
+    prices : milliseconds that one more MiB saves, by what is limited: "device", "host", "disk"
+    window : most bytes that the plan has on their way at once; None where nothing moves
+    limit : what limits the step, in words
+    rows : by unit, in the order of forward
+    profile : what the plan was made from
+    """
+
+    text: str
+    budget: int
+    limits: dict[str, float | None]
+    plain: float
+    predicted: Prediction
+    bound: float | None
+    certificate: str
+    prices: dict[str, float]
+    window: int | None
+    limit: str
+    rows: tuple[Row, ...]
+    profile: Profile
+    measured: Prediction | None = None
+    history: tuple[str, ...] = field(default=())
+
+    @property
+    def decisions(self) -> dict[str, str]:
+        """What each unit does."""
+        return {row.unit: row.decision for row in self.rows}
+
+    def check(self, model: str, machine: dict[str, str]) -> None:
+        """Refuse a model or a machine that the plan was not made for.
+
+        Raises
+        ------
+        ConfigError : the differences, and what to do
+        """
+        found = {"model": model, **machine}
+        wanted = {"model": self.profile.model, **self.profile.machine}
+        different = [f"{key}: planned for {wanted.get(key)}, here {found.get(key)}" for key in wanted
+                     if wanted.get(key) != found.get(key)]  # fmt: skip
+        if different:
+            raise ConfigError(
+                "the plan was made for another model or machine (" + "; ".join(different) + "). Plan again with "
+                'ActivationStore(model, "auto", budget=...), or run its choices all the same: policy=plan.text'
+            )

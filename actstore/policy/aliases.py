@@ -1,0 +1,93 @@
+"""Names that stand for the parts of any model: ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` in a policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch.nn import Module
+
+from actstore.errors import PolicyError
+from actstore.model.blocks import repeated_blocks
+from actstore.model.names import named_modules
+from actstore.policy import Rules
+from actstore.policy.options import did_you_mean
+from actstore.policy.pattern import Pattern, ancestry, shapes
+
+ALIASES = ("@attention", "@blocks", "@mlp", "@norm")
+
+_ATTENTION = re.compile(r"(\w+_)?(attn|attention)|\w*Attention|cross_?attention", re.ASCII)
+_MLP = re.compile(
+    r"(\w+_)?mlp|ffn?|feed_?forward|DenseReluDense|(\w+_)?moe|intermediate|output|fc[12]|linear[12]", re.ASCII
+)
+
+
+def expand(rules: Rules, model: Module) -> Rules:
+    """The same rules with the names of `model` in the place of aliases.
+
+    ``@blocks`` are the modules that the model repeats; ``@attention`` and ``@mlp`` the outermost modules in them with a
+    name that models give to attention (``self_attn``, ``SelfAttention``) and to feed-forward networks and experts
+    (``mlp``, ``DenseReluDense``, ``block_sparse_moe``); ``@norm`` all normalisations outside of these two. What follows
+    an alias follows each of its names: ``@mlp.down_proj``.
+
+    Raises
+    ------
+    PolicyError : an unknown alias, or one that the model has nothing for; the message lists the names that there are
+    """
+    if not any(pattern.startswith("@") for pattern, _ in rules.rules):
+        return rules
+    named = dict(named_modules(model))
+    parts = _parts(named, repeated_blocks(model))
+    expanded = []
+    for text, decision in rules.rules:
+        pattern = Pattern.parse(text)
+        names = _names(pattern.module, parts, named) if text.startswith("@") else [pattern.module]
+        expanded += [(str(pattern._replace(module=name)), decision) for name in names]
+    return Rules(expanded, default=rules.default)
+
+
+def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[str]]:
+    around = set(blocks)
+    inner = [name for name in named if not around.isdisjoint(ancestry(name.rpartition(".")[0]))]
+    attention = _outermost(inner, _ATTENTION)
+    taken = set(attention)
+    inside = {name for name in inner if not taken.isdisjoint(ancestry(name))}
+    mlp = _outermost([name for name in inner if name not in inside], _MLP)
+    taken.update(mlp)
+    norm = [
+        name for name, module in named.items() if "Norm" in type(module).__name__ and taken.isdisjoint(ancestry(name))
+    ]
+    return {"@attention": attention, "@blocks": list(blocks), "@mlp": mlp, "@norm": norm}
+
+
+def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for name in names:
+        if words.fullmatch(name.rpartition(".")[2]) and not any(outer in found for outer in ancestry(name)):
+            found[name] = None
+    return list(found)
+
+
+def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -> list[str]:
+    """Patterns for what an alias and its rest mean: one for all layers where that covers nothing else."""
+    alias, dot, rest = module.partition(".")
+    if alias not in parts:
+        raise PolicyError(
+            f"'{alias}' is no alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}; other modules "
+            "go by their names",
+            alias=alias,
+        )
+    if not parts[alias]:
+        inner = shapes(name for name in named if any(block in parts["@blocks"] for block in ancestry(name)))
+        raise PolicyError(
+            f"'{alias}' finds nothing in this model; name the modules that you mean: it has "
+            f"{', '.join((inner or shapes(named))[:12])}",
+            alias=alias,
+        )
+    found = []
+    for pattern in map(Pattern, shapes(parts[alias])):
+        covered = {name for name in parts[alias] if pattern.matches(name)}
+        matched = (name for name in named if pattern.matches(name))
+        exact = not pattern.any_module and all(covered.intersection(ancestry(name)) for name in matched)
+        found += [pattern.module] if exact else sorted(covered)
+    return [name + dot + rest for name in dict.fromkeys(found)]

@@ -1,0 +1,1 @@
+"""Regions that run again in backward."""

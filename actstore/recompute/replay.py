@@ -1,0 +1,430 @@
+"""Chains of recomputed calls: an input that an earlier call of the chain has put out need not be stored.
+
+Such an input is a `Carry`. It is live from the call that takes it to the next call of the chain; then it is stored, as
+the chain's schedule has decided when the call came, or let go. Where backward asks for one that is gone, the calls that
+lead to it run once more, from inputs that there are. What they take on their way is kept where the schedule has use
+for it, until backward has passed it.
+
+    live -> stored | gone        forward
+    gone -> kept -> gone         backward
+
+References run from a call to its inputs and from those to the calls that put them out, never back: the graph of a call
+holds what its backward needs, and nothing holds the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from actstore.autograd.handles import Kept, check_version
+from actstore.base.ledger import Account, Ledger
+from actstore.base.reaper import Last
+from actstore.base.spec import Spec
+from actstore.base.trees import Form, unflatten
+from actstore.model.generators import Generators
+from actstore.model.surroundings import Surroundings
+from actstore.model.weights import Weights
+
+if TYPE_CHECKING:
+    from actstore.policy import Recompute
+    from actstore.recompute.schedule import Schedule
+
+Values = dict["Carry", Tensor]
+
+
+class Carry:
+    """A tensor that one call of a chain puts out and later ones take as input.
+
+    Attributes
+    ----------
+    producer, index : the call, and which leaf of its output
+    first : the number of the first call that takes it, the last one that backward comes to
+    handle : what the hooks have made of it while it is live or stored; None when it is gone
+    live : whether the handle is one for the time until the next call only
+    kept : the tensor itself, once replayed, with what books it as gone and the stream that it was computed on
+    """
+
+    __slots__ = (
+        "__weakref__", "account", "any_version", "first", "handle", "index", "kept", "live", "producer", "spec",
+        "version", "witness",
+    )  # fmt: skip
+
+    def __init__(self, producer: Call, index: int, first: int, tensor: Tensor, *, any_version: bool) -> None:
+        self.producer = producer
+        self.index = index
+        self.first = first
+        self.handle: Any = None
+        self.live = False
+        self.kept: tuple[Tensor, Last, Any] | None = None
+        self.account = producer.account
+        self.any_version = any_version  # the tensor may change after it was taken
+        self.version = tensor._version
+        self.spec = Spec.of(tensor)
+        self.witness = tensor.detach()
+        self.witness.data = tensor.new_empty(0)  # keeps the version counter and none of the memory
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor was written to after the call that put it out."""
+        return self.witness._version != self.version
+
+    def there(self) -> bool:
+        """Whether the values need no replay.
+
+        Raises
+        ------
+        MutationError : they may not be used, because the tensor has changed
+        """
+        changed = self.changed
+        if changed and not self.any_version:
+            check_version(self.witness, self.version, self.account.site, self.spec)
+        if self.kept is not None and self.kept[2] == _stream_of(self.witness):
+            return True
+        return self.handle is not None and not (changed and isinstance(self.handle, Kept))
+
+    def get(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """The values, where they are `there`."""
+        if self.kept is not None and self.kept[2] == _stream_of(self.witness):
+            return self.kept[0]
+        return unpack(self.handle)
+
+    def keep(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
+        """Keep what a replay has computed, which holds `nbytes` more, until `kept` is None again."""
+        self.kept = tensor, ledger.hold(self.account, 0, 0, nbytes), _stream_of(tensor)
+
+
+class Source(NamedTuple):
+    """An input of a call: a carry, or the hooks' handle of a tensor from outside of the chain."""
+
+    carry: Carry | None
+    handle: Any
+    requires_grad: bool
+
+
+class Call:
+    """One call of a recomputed module, and what it takes to run it again.
+
+    Parameters
+    ----------
+    region : the name of the module and its decision, for messages
+    account : where the bytes of its inputs are booked
+    leaves : its arguments, flat; tensors among them are forgotten once it has run
+    """
+
+    __slots__ = (
+        "__weakref__", "account", "chain", "form", "forward", "generators", "given", "made", "number", "region",
+        "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        region: str,
+        account: Account,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        form: Form,
+        unpack: Callable[[Any], Tensor],
+        weights: Weights,
+        generators: Generators,
+    ) -> None:
+        self.region = region
+        self.account = account
+        self.forward = forward
+        self.given: list[Any] | None = leaves
+        self.form = form
+        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.unpack = unpack
+        self.weights = weights
+        self.generators = generators
+        self.surroundings = Surroundings()
+        self.sources: dict[int, Source] = {}
+        self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` asks whether they are
+        self.chain: Chain | None = None  # where its decision replays inputs
+        self.number = 0  # within its chain
+        self.made: dict[int, ref[Carry]] = {}  # of its output, by leaf
+        self.saved_nbytes = 0  # that autograd saved in its first run, beside the inputs
+
+    def carries(self) -> Iterator[Carry]:
+        """The inputs that other calls of the chain have put out."""
+        for source in self.sources.values():
+            if source.carry is not None:
+                yield source.carry
+
+    def first_run(self) -> Any:
+        """Run forward on what the call was given."""
+        assert self.given is not None
+        args, kwargs = unflatten(self.given, self.form)
+        return self.forward(*args, **kwargs)
+
+    def again(self) -> tuple[Callable[[], Any], set[int]]:
+        """What runs forward on equal inputs, and the storages among them that are booked as held.
+
+        The caller has the rest rewound. Repeatable, and safe from any thread.
+        """
+        values = self.chain.values_for(self) if self.chain is not None else {}
+        leaves, booked = list(self.rest), set[int]()
+        for i, (carry, handle, requires_grad) in self.sources.items():
+            tensor = self.unpack(handle) if carry is None else values[carry]
+            if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
+                booked.add(tensor.untyped_storage()._cdata)
+            leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
+        for i, first in self.same.items():
+            leaves[i] = leaves[first]
+        args, kwargs = unflatten(leaves, self.form)
+        return lambda: self.forward(*args, **kwargs), booked
+
+    def replay(self, values: Values) -> list[Any]:
+        """Run forward for its output only, whose leaves are returned, on these values of its carries.
+
+        Gradients are enabled as in the first run: operators choose their kernels by it, and bits differ.
+        """
+        leaves = list(self.rest)
+        for i, (carry, handle, requires_grad) in self.sources.items():
+            tensor = self.unpack(handle) if carry is None else values[carry]
+            leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
+        for i, first in self.same.items():
+            leaves[i] = leaves[first]
+        args, kwargs = unflatten(leaves, self.form)
+        with self.surroundings.again(), _no_hooks(), self.rewound():
+            return tree_leaves(self.forward(*args, **kwargs))
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Meanwhile modules have the weights and buffers of the first run, and generators their states before it."""
+        weights, generators = self.weights.again(), self.generators.again()
+        weights.rewind()
+        try:
+            generators.rewind()
+            yield
+        finally:
+            generators.resume()
+            weights.resume()
+
+
+class Chain:
+    """Calls of which each takes what others before it have put out, in the order of forward.
+
+    Parameters
+    ----------
+    lengths, nth : where the length is noted for the next step, and under which key
+
+    Notes
+    -----
+    Thread-safe: a replay holds the chain's lock.
+    """
+
+    def __init__(
+        self, decision: Recompute, schedule: Schedule, ledger: Ledger, lengths: dict[int, int], nth: int
+    ) -> None:
+        self.decision = decision
+        self.length = 0
+        self._lengths = lengths
+        self._nth = nth
+        self._schedule = schedule
+        self._ledger = ledger
+        self._lock = RLock()  # a forward that is replayed may itself run a backward
+        self._live: list[ref[Carry]] = []
+        self._stored: dict[int, ref[Call]] = {}  # calls whose carries are stored, by number
+        self._kept: dict[int, list[ref[Carry]]] = {}  # what replays keep, by the number of the call that takes it
+
+    def arrive(self, call: Call) -> int:
+        """A call joins the chain, and what was live is let go.
+
+        Returns
+        -------
+        int : the number of the last call whose inputs are stored, its own where they are to be
+        """
+        with self._lock:
+            call.chain, call.number = self, self.length
+            self._lengths[self._nth] = self.length = self.length + 1
+            for live in self._live:
+                carry = live()
+                if carry is not None and carry.live:
+                    carry.handle = None
+            self._live.clear()
+            if call.number == 0:
+                return 0
+            wanted, given_up = self._schedule.arrive(call.number)
+            for number in given_up:
+                earlier = self._stored.pop(number)()
+                for carry in earlier.carries() if earlier is not None else ():
+                    carry.handle = None
+            if wanted:
+                self._stored[call.number] = ref(call)
+            return self._schedule.stored[-1]
+
+    def hold(self, carry: Carry) -> None:
+        """Let a carry go when the next call arrives."""
+        self._live.append(ref(carry))
+
+    def values_for(self, call: Call) -> Values:
+        """The carries of a call, for its recomputation.
+
+        Raises
+        ------
+        MutationError : one of them, or what they are replayed from, was written to after it was taken
+        """
+        with self._lock:
+            runs, needed = self._way_to(call)
+            values = self._replay(runs, needed, call) if runs else {}
+            found = {c: values[c] if c in values else c.get(call.unpack) for c in call.carries()}
+            self._kept.pop(call.number, None)
+            for carry in found:
+                if carry.first >= call.number:  # backward has passed all that take it
+                    carry.kept = None
+                elif carry in values:
+                    self._keep([carry], values)
+            return found
+
+    @staticmethod
+    def _way_to(call: Call) -> tuple[list[Call], dict[Carry, int]]:
+        """The calls that must run again, in their order, and the carries that they must bring, each with the number of
+        the last call that takes it on the way."""
+        runs: dict[int, Call] = {}
+        needed: dict[Carry, int] = {}
+        ahead = [call]
+        while ahead:
+            taker = ahead.pop()
+            for carry in taker.carries():
+                if carry in needed:
+                    needed[carry] = max(needed[carry], taker.number)
+                elif not carry.there():
+                    needed[carry] = taker.number
+                    if carry.producer.number not in runs:
+                        runs[carry.producer.number] = carry.producer
+                        ahead.append(carry.producer)
+        return [runs[number] for number in sorted(runs)], needed
+
+    def _replay(self, runs: Sequence[Call], needed: dict[Carry, int], call: Call) -> Values:
+        first = runs[0].number
+        self._forget(call.number)
+        keep_at = set(self._schedule.keep(len(runs), first, sum(number < first for number in self._kept)))
+        values: Values = {}
+        made: list[Carry] = []
+        try:
+            for i, run in enumerate(runs):
+                if i in keep_at:
+                    fresh = self._keep(values, values)
+                    made += fresh
+                    self._kept[run.number] = [ref(carry) for carry in fresh]
+                leaves = run.replay({c: values[c] if c in values else c.get(run.unpack) for c in run.carries()})
+                for index, weak in run.made.items():
+                    carry = weak()
+                    if carry is not None and carry in needed:
+                        values[carry] = leaves[index].detach()
+                transient = sum(tensor.nbytes for carry, tensor in values.items() if carry.kept is None)
+                self._ledger.touch_peak(run.account, transient + run.saved_nbytes)
+                values = {carry: tensor for carry, tensor in values.items() if needed[carry] > run.number}
+        except BaseException as error:
+            for carry in made:
+                carry.kept = None
+            if isinstance(error, Exception):
+                error.add_note(f"while replaying {run.region} for its output")
+            raise
+        return values
+
+    def _keep(self, carries: Iterable[Carry], values: Values) -> list[Carry]:
+        """Keep carries that are not kept yet, and return them; each storage is booked once."""
+        fresh = [carry for carry in carries if carry.kept is None]
+        booked = set[int]()
+        for carry in fresh:
+            storage = values[carry].untyped_storage()
+            carry.keep(values[carry], 0 if storage._cdata in booked else storage.nbytes(), self._ledger)
+            booked.add(storage._cdata)
+        return fresh
+
+    def _forget(self, number: int) -> None:
+        """Let go what is kept for calls after `number`: another backward has left it."""
+        for later in [position for position in self._kept if position > number]:
+            for weak in self._kept.pop(later):
+                carry = weak()
+                if carry is not None and carry.first > number:
+                    carry.kept = None
+
+
+class Made(NamedTuple):
+    """What a call has put out, for as long as nothing writes to it."""
+
+    root: ref[Tensor]
+    call: ref[Call]
+    leaf: int
+    version: int
+    dtype: torch.dtype
+
+
+class Calls:
+    """The recomputed calls of one entry of a store on one thread, and what they have put out."""
+
+    def __init__(self) -> None:
+        self.generators: Generators | None = None  # of the last call
+        self.begun: dict[object, int] = {}  # by module: calls, or chains that begin with it
+        self._made: dict[tuple[Any, ...], Made] = {}
+        self._prune_at = 1024
+
+    def begin(self, what: object) -> int:
+        """How often `what` has begun before."""
+        before = self.begun.get(what, 0)
+        self.begun[what] = before + 1
+        return before
+
+    def put_out(self, call: Call, leaves: Iterable[Any]) -> None:
+        """Know the tensors of a call's output when a later call takes them."""
+        for index, leaf in enumerate(leaves):
+            key = _key_of(leaf)
+            if key is not None:
+                self._made[key] = Made(ref(_root_of(leaf)), ref(call), index, leaf._version, leaf.dtype)
+        if len(self._made) > self._prune_at:
+            self._made = {key: made for key, made in self._made.items() if made.root() is not None}
+            self._prune_at = 1024 + 2 * len(self._made)
+
+    def find(self, leaf: Any, decision: Recompute) -> tuple[Call, int] | None:
+        """The call under this `decision` that has put out a tensor, unchanged, and which leaf of its output it is."""
+        key = _key_of(leaf)
+        made = self._made.get(key) if key is not None else None
+        if made is None or made.root() is not _root_of(leaf):
+            return None
+        call = made.call()
+        if call is None or call.chain is None or call.chain.decision != decision:
+            return None
+        return (call, made.leaf) if (made.version, made.dtype) == (leaf._version, leaf.dtype) else None
+
+
+def _root_of(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def _key_of(leaf: Any) -> tuple[Any, ...] | None:
+    """What tells a plain tensor from all others that live, but for those that equal it; None for other objects."""
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_inference():
+        return None
+    return id(_root_of(leaf)), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
+
+
+def _fresh(tensor: Tensor, *, requires_grad: bool, copy: bool) -> Tensor:
+    """An alias without history; a copy where the forward that takes it may write to it."""
+    alias = tensor.detach().clone() if copy else tensor.detach()
+    return alias.requires_grad_() if requires_grad else alias
+
+
+def _stream_of(tensor: Tensor) -> Any:
+    """What the memory of a tensor may be used on without waiting; None on a CPU."""
+    return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
+
+
+def _no_hooks() -> saved_tensors_hooks:
+    """What a replay saves is nobody's: neither that of the recomputation inside of which it runs, nor of a store's."""
+    return saved_tensors_hooks(Tensor.detach, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

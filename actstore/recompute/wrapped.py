@@ -1,0 +1,429 @@
+"""Runs the forward of chosen modules again in backward, with their inputs in the store."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import Lock, get_ident
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.jit import ScriptModule
+from torch.nn import Module, RReLU
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from actstore.autograd.composite import is_parameter
+from actstore.base.storage import storages_of
+from actstore.base.trees import Form, flatten
+from actstore.errors import PolicyError, StateError
+from actstore.model.generators import Generators
+from actstore.model.names import named_modules
+from actstore.model.weights import Weights
+from actstore.policy import Keep, Recompute
+from actstore.recompute.checkpoints import end_left, innermost_pack
+from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
+from actstore.recompute.schedule import schedule_of
+
+if TYPE_CHECKING:
+    from actstore.autograd.hooks import Scope
+    from actstore.base.ledger import Account
+
+
+_wrapping = Lock()
+_STATELESS = {torch.device("cpu"), torch.device("meta")}  # or with a generator that is always known
+
+
+class Entered(Protocol):
+    """An entry of a store on one thread."""
+
+    scope: Scope
+    calls: Calls
+
+
+class Wrapped:
+    """One module whose forward is wrapped while a store is active.
+
+    The wrapper is an attribute of the instance, put there at entry and taken away at exit, so that the model can be
+    copied and pickled in between. It acts on the threads that have entered the store, and calls through on others.
+
+    Parameters
+    ----------
+    entry_of : the entry of the store on this thread, if it is the innermost one
+    alike : modules that the same rule matches: the first guess at the length of a chain
+
+    Raises
+    ------
+    PolicyError : the module has no forward that could run again
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Module,
+        decision: Recompute,
+        entry_of: Callable[[], Entered | None],
+        alike: int = 1,
+    ) -> None:
+        scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
+        if scripted is not None:  # a recomputation is ended by an exception, and its interpreter makes another of that
+            where = ".".join(filter(None, (name, scripted)))
+            raise PolicyError(
+                f"'{name} : {decision}' recomputes {where!r}, which is TorchScript: PyTorch's checkpoint fails there. "
+                f"Put a rule such as '{name} : raw' before, or use the module from before torch.jit.script or trace",
+                module=where,
+            )
+        if type(module).forward is Module.forward:
+            raise PolicyError(
+                f"'{name} : {decision}' recomputes a {type(module).__name__}, which has no forward of its own; "
+                f"name what it holds: '{name}.* : {decision}'",
+                module=name,
+            )
+        self._name = name
+        self._region = f"{name} ({decision})"  # for messages
+        self._text = str(decision)
+        self._module = module
+        self._decision = decision
+        self._entry_of = entry_of
+        self._alike = alike
+        self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
+        self._lengths: dict[int, int] = {}
+        self.users = set[object]()  # the entries that need it
+
+    def enter(self, user: object) -> None:
+        """Wrap the module's forward, unless it is wrapped already."""
+        with _wrapping:
+            self.users.add(user)
+            own = forward = self._module.__dict__.get("forward")
+            while isinstance(forward, _Forward):
+                if forward.region is self:
+                    return
+                forward = forward.own
+            self._module.__dict__["forward"] = _Forward(self, self._module, self._module.forward, own)
+
+    def exit(self, user: object) -> None:
+        """Give the module its own forward back, as soon as no store that came later wraps it."""
+        with _wrapping:
+            self.users.discard(user)
+            attributes = self._module.__dict__
+            while isinstance(forward := attributes.get("forward"), _Forward) and not forward.region.users:
+                if forward.own is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward.own
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        entry = self._entry_of()
+        if entry is None or not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
+            return forward(*args, **kwargs)
+        first = self._decision.first
+        scope, calls = entry.scope, entry.calls
+        if first is not None and calls.begin(self) >= first:
+            return forward(*args, **kwargs)
+        tracker = scope.tracker
+        depth = len(tracker.stack)
+        call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
+        saved = _CountSaved(scope, call)
+        if call.chain is not None:
+            tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
+            saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
+        given = True
+
+        def run() -> Any:
+            nonlocal given
+            if given:
+                given = False
+                return call.first_run()
+            again, booked = call.again()
+            counter.ignore(booked)
+            return again()
+
+        try:
+            output = checkpoint(
+                run,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (saved, counter),
+                # Its noise is saved before it is drawn: a second run must not stop there, should nothing follow.
+                early_stop=not any(part.training for part in self._noisy),
+                **_RESPECT,
+            )
+        except BaseException as error:
+            end_left(error, pack)
+            raise
+        finally:
+            call.given = None
+            tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
+        call.generators.ended()
+        call.weights.ended()
+        if call.chain is not None:
+            call.saved_nbytes = saved.nbytes
+            calls.put_out(call, tree_leaves(output))
+        return output
+
+    def _take(
+        self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
+    ) -> tuple[Call, _CountRecomputed]:
+        """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
+        pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
+        tracker, place = scope.tracker, scope.tracker.frame.place
+        modules = [module for _, module in named_modules(self._module)]
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
+        generators = calls.generators = Generators(modules, devices, calls.generators, leaves)
+        call = Call(
+            self._region,
+            place.account(0),
+            forward,
+            leaves,
+            form,
+            unpack,
+            Weights(self._module, modules),
+            generators,
+        )
+        if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more
+            call.account.where = self._text
+        carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
+        tracker.push(None, place, self._decision.inputs)
+        try:
+            frame = tracker.frame
+            stored = frame.target
+            places: dict[int, int] = {}
+            for i, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor):
+                    if _is_cache(leaf.__class__):
+                        raise StateError(
+                            f"{call.region} is given a {type(leaf).__name__}: its second run would append to that once "
+                            "more, and what is in it keeps the graph of each step alive. Turn caches off in training: "
+                            "model.config.use_cache = False, or model(..., use_cache=False)",
+                            module=self._name,
+                        )
+                    continue
+                first = places.setdefault(id(leaf), i)
+                if first != i:
+                    call.same[i] = first
+                    continue
+                if leaf.is_inference():
+                    raise StateError(
+                        f"Inference tensors cannot be saved for backward: an input of {call.region} is one"
+                    )
+                carry = carries.get(i)
+                if carry is None:
+                    call.sources[i] = Source(None, pack(leaf), leaf.requires_grad)
+                    continue
+                if carry.handle is None or carry.live:
+                    frame.target = None if carry.live else stored
+                    carry.handle = pack(leaf)
+                    frame.target = stored
+                call.sources[i] = Source(carry, None, leaf.requires_grad)
+        finally:
+            tracker.pop()
+        return call, _CountRecomputed(scope, call)
+
+    def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
+        """Have a call take its place in a chain. Returns those of its inputs that the chain has put out, by leaf."""
+        decision = self._decision
+        found = {i: made for i, leaf in enumerate(leaves) if (made := calls.find(leaf, decision)) is not None}
+        chain = max(found.values(), key=lambda made: made[0].number)[0].chain if found else None
+        if chain is None:
+            nth = calls.begin((self, Chain))
+            expected = self._lengths.get(nth, self._alike)
+            chain = Chain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
+            if calls.begin(Chain):
+                call.account.note = "begins another chain: its inputs are no outputs of a recomputed call"
+        last = chain.arrive(call)
+        carries = {}
+        for i, (producer, index) in found.items():
+            if producer.chain is not chain:
+                continue
+            weak = producer.made.get(index)
+            carry = weak() if weak is not None else None
+            if carry is None:
+                carry = Carry(producer, index, call.number, leaves[i], any_version=scope.allows_mutation())
+                producer.made[index] = ref(carry)
+            if carry.handle is None:
+                carry.live = producer.number >= last  # otherwise what replays the calls after `last` needs it, too
+                if carry.live:
+                    chain.hold(carry)
+            carries[i] = carry
+        return carries
+
+
+class _Forward:
+    """A module's forward as its region runs it. A copy or a pickle of the module has the module's own forward."""
+
+    def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any], own: Any) -> None:
+        functools.update_wrapper(self, forward)
+        self.region = region
+        self.own = own  # the instance attribute that was there before, if any
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.region.run(self._forward, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward
+
+
+@functools.cache
+def _is_cache(kind: type) -> bool:
+    """Whether it is a cache of keys and values of Transformers."""
+    return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
+
+
+def _in_region(pack: Any) -> bool:
+    """Whether a checkpoint or another region is to run this again as a whole, then perhaps without a store."""
+    return getattr(pack, "__module__", "") in REGIONS
+
+
+REGIONS = (  # whose hooks save nothing
+    "torch.utils.checkpoint",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    __name__,
+)
+
+# Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
+_RESPECT: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+
+
+class _Delegating:
+    """Sees what the checkpoint's own hooks pack, and leaves it to them. Enters again for each recomputation."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._entered: dict[int, tuple[saved_tensors_hooks, _Seen]] = {}  # by thread
+
+    def __enter__(self) -> None:
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        seen = self.begin()
+
+        def counting(tensor: Tensor) -> Any:
+            if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
+                for storage in storages_of(tensor):
+                    self.see(storage, seen)
+            return pack(tensor)
+
+        hooks = saved_tensors_hooks(counting, self.reading(unpack))
+        hooks.__enter__()
+        self._entered[get_ident()] = hooks, seen
+
+    def __exit__(self, *exc: object) -> None:
+        hooks, seen = self._entered.pop(get_ident())
+        hooks.__exit__(*exc)
+        self.end(seen)
+
+    def begin(self) -> _Seen:
+        """The region starts to run."""
+        return _Seen()
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        """The region saved something in this storage."""
+        raise AssertionError
+
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """What reads back what the region saved."""
+        return unpack
+
+    def end(self, seen: _Seen) -> None:
+        """The region has run, or stopped early."""
+
+
+class _Seen:
+    """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
+
+    __slots__ = ("booked", "done", "last", "nbytes", "traced")
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.booked = set[int]()  # elsewhere
+        self.last: AbstractContextManager[None] | None = None
+        self.done: Callable[[], None] | None = None  # tells who measures
+        self.traced: Callable[[], None] | None = None  # tells the trace
+
+
+class _CountSaved(_Delegating):
+    """Books what plain autograd would have saved inside the region."""
+
+    def __init__(self, scope: Scope, call: Call) -> None:
+        super().__init__(call.account)
+        self._scope = scope
+        self._region = call.region
+        self._weights = call.weights
+        self.inputs = set[int]()  # storages that the region was given
+        self.nbytes = 0  # of all others
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        key = storage._cdata
+        self._scope.count(key, storage, self.account)
+        if key in self._weights.buffers:
+            self._weights.saved(key)
+        if key not in self._scope.parameters:
+            seen.nbytes[key] = storage.nbytes()
+
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        region = self._region
+
+        def naming(packed: Any) -> Tensor:
+            try:
+                return unpack(packed)
+            except Exception as error:
+                error.add_note(f"while recomputing {region}")
+                raise
+
+        return naming
+
+    def end(self, seen: _Seen) -> None:
+        self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
+
+
+class _CountRecomputed(_Delegating):
+    """Books the high-water of a recomputation: all that the region saved exists when it ends.
+
+    Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
+    """
+
+    def __init__(self, scope: Scope, call: Call) -> None:
+        super().__init__(call.account)
+        self._call = call
+        self._ledger = scope.ledger
+        self._parameters = scope.parameters
+        self._gauge = scope.gauge
+        self._recomputing = scope.recomputing
+
+    def begin(self) -> _Seen:
+        seen = _Seen()
+        if self._gauge is not None:
+            seen.done = self._gauge.recomputing(self.account)
+        seen.traced = self._recomputing(self.account)
+        seen.last = self._call.rewound()
+        seen.last.__enter__()
+        return seen
+
+    def ignore(self, booked: set[int]) -> None:
+        """Leave out these storages in the recomputation that runs on this thread."""
+        self._entered[get_ident()][1].booked = booked
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        key = storage._cdata
+        if key not in self._parameters and key not in seen.booked:
+            seen.nbytes[key] = storage.nbytes()
+
+    def end(self, seen: _Seen) -> None:
+        if seen.last is not None:
+            seen.last.__exit__(None, None, None)
+        if seen.done is not None:
+            seen.done()
+        if seen.traced is not None:
+            seen.traced()
+        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()))

@@ -1,0 +1,1 @@
+"""A user's training step, run again from one state."""

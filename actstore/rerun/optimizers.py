@@ -1,0 +1,49 @@
+"""What optimizers remember, and the parameters that only they know."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from actstore.rerun.leaves import Value
+
+
+def live_optimizers() -> list[Optimizer]:
+    """All optimizers of the process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]  # isinstance asks proxies
+
+
+def leaves_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class OptimizerState:
+    """What an optimizer remembers. `load_state_dict` would replace its tensors, and change the type of some."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._state = {leaf: tree_map(_itself, kept) for leaf, kept in optimizer.state.items()}
+        options = [value for group in self._groups for name, value in group.items() if name != "params"]
+        found = [x for x in tree_leaves([options, list(self._state.values())]) if isinstance(x, Tensor)]
+        self._values = [Value(tensor) for tensor in found]
+
+    def restore(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.state.update({leaf: tree_map(_itself, kept) for leaf, kept in self._state.items()})
+        for group, found in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(found)
+        for value in self._values:
+            value.restore()
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf

@@ -1,0 +1,177 @@
+"""Everything that a training step changes, to run it again from the same point."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from threading import get_ident
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._autograd import _unsafe_set_version_counter
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from actstore.errors import ConfigError
+from actstore.model.generators import owned
+from actstore.rerun.contents import Attributes, contents
+from actstore.rerun.leaves import Gradient, Value
+from actstore.rerun.optimizers import OptimizerState, leaves_of, live_optimizers
+
+
+class State:
+    """Parameters, buffers, gradients, attributes of modules, optimizers and random generators, as they were found.
+
+    A context manager: on exit all is put back, after an exception too. `restore` puts it back in between. Where
+    something cannot be put back the rest is, and the error raised; on exit it is a note to that of the step, if any.
+
+    Parameters
+    ----------
+    model : Module, or None
+    tensors : more leaves, whose values and gradients are put back
+    stateful : what else the step changes: objects with `state_dict` and `load_state_dict`
+
+    Notes
+    -----
+    Copies of values are in host memory. An optimizer is put back from its first step on, and by then backward has
+    added to the gradients: those of all optimizers that exist when a state is made are known before.
+    Known generators: Python's, NumPy's global one, torch's of the CPU and of the devices of the tensors, and those that
+    are attributes of modules.
+    Modules get their attributes back, what lists, sets, dicts and deques among them or in each other held, and the
+    values of plain tensors there; what other objects hold stays.
+    """
+
+    def __init__(self, model: Module | None, tensors: Iterable[Tensor], stateful: Iterable[Any]) -> None:
+        self._thread = get_ident()
+        self._values: dict[int, Value] = {}
+        self._grads: dict[int, Gradient] = {}
+        modules = list(model.modules()) if model is not None else []
+        self._modules = [Attributes(module) for module in modules]
+        self._contents, held = contents(modules)
+        self._stateful: list[tuple[Any, Any]] = []
+        self._optimizers: dict[int, OptimizerState] = {}
+        for leaf in [*(model.parameters() if model is not None else []), *tensors]:
+            self._keep_leaf(leaf)
+        for buffer in model.buffers() if model is not None else []:
+            self._keep(buffer)
+        for tensor in held:
+            self._keep_leaf(tensor)
+        for thing in stateful:
+            if isinstance(thing, Optimizer):
+                self._meet(thing)
+                for leaf in leaves_of(thing):
+                    self._keep_leaf(leaf)
+            else:
+                self._stateful.append((thing, deepcopy(thing.state_dict())))
+        self._outside = [(optimizer, list(self._unknown(optimizer))) for optimizer in live_optimizers()]
+        self._generators = _Generators({value.tensor.device for value in self._values.values()}, modules)
+
+    def __enter__(self) -> State:
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        try:
+            self.restore(fresh_grads=False)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"Afterwards not all could be put back as it was: {type(failure).__name__}: {failure}")
+        finally:
+            for value in self._values.values():  # they are those of that version again: older graphs stay valid
+                if value.version is not None and value.tensor._version != value.version:
+                    _unsafe_set_version_counter((value.tensor,), (value.version,))
+
+    def restore(self, *, fresh_grads: bool = True) -> None:
+        """Put everything back; gradients as copies (`fresh_grads`), which a run may change, or as the objects found."""
+        with ExitStack() as stack:  # what is pushed first is called last, and whatever the others raise
+            for undo in reversed(list(self._undoings(fresh_grads))):
+                stack.callback(undo)
+
+    def _undoings(self, fresh_grads: bool) -> Iterator[Callable[[], object]]:
+        kept = (self._modules, self._contents, self._values.values())
+        yield from (thing.restore for things in kept for thing in things)
+        yield from (partial(gradient.restore, fresh=fresh_grads) for gradient in self._grads.values())
+        yield from (optimizer.restore for optimizer in self._optimizers.values())
+        yield from (partial(_load, thing, found) for thing, found in self._stateful)
+        yield from self._generators.undoings()
+
+    def _keep(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._values:
+            self._values[id(tensor)] = Value(tensor)
+
+    def _keep_leaf(self, leaf: Tensor) -> None:
+        self._keep(leaf)
+        self._grads.setdefault(id(leaf), Gradient(leaf))
+
+    def _unknown(self, optimizer: Optimizer) -> Iterator[tuple[Gradient, Value | None]]:
+        """The gradients of an optimizer's parameters that are not put back so far."""
+        for leaf in leaves_of(optimizer):
+            if id(leaf) not in self._grads:
+                yield Gradient(leaf), None if leaf.grad is None else Value(leaf.grad)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() == self._thread and id(optimizer) not in self._optimizers:
+            self._meet(optimizer)
+            for gradient, value in (each for other, pairs in self._outside if other is optimizer for each in pairs):
+                self._grads.setdefault(id(gradient.leaf), gradient)
+                if value is not None:
+                    self._values.setdefault(id(value.tensor), value)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = OptimizerState(optimizer)
+        for leaf in leaves_of(optimizer):
+            self._keep(leaf)
+
+
+def _load(thing: Any, found: Any) -> None:
+    thing.load_state_dict(deepcopy(found))
+
+
+class _Generators:
+    """The states of the random generators that programs share, and of those that modules own."""
+
+    def __init__(self, devices: set[torch.device], modules: Iterable[Module]) -> None:
+        self._owned = [(source, source.read()) for source in owned(modules)]
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002  # what programs that use the global generator draw from
+        self._cpu = torch.get_rng_state()
+        self._devices = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in devices
+            if device.type not in ("cpu", "meta")
+        }
+
+    def undoings(self) -> Iterator[Callable[[], object]]:
+        yield from (partial(source.set, state) for source, state in self._owned)
+        yield partial(random.setstate, self._python)
+        yield partial(np.random.set_state, self._numpy)
+        yield partial(torch.set_rng_state, self._cpu)
+        for device, state in self._devices.items():
+            yield partial(torch.get_device_module(device).set_rng_state, state, device)
+
+
+def require_initialized(model: Module | None) -> None:
+    """Refuse parameters and buffers that have no values yet.
+
+    Raises
+    ------
+    ConfigError : one is lazy
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} is not initialized, as in LazyLinear before its first forward, and so cannot be put back; "
+                "run one forward first: model(batch)"
+            )

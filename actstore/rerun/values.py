@@ -1,0 +1,126 @@
+"""The bits of tensors of every kind: their digests, copies of them, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from actstore.base.checksum import checksum
+
+CHUNK = 2**22  # elements whose difference is taken at a time, in double precision
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far two tensors are apart.
+
+    norm : of the expected values that are finite
+    off : norm of the difference; infinite where only one of two elements is finite
+    max_abs : the largest difference of two elements
+    """
+
+    equal: bool  # bit for bit
+    norm: float
+    off: float = 0.0
+    max_abs: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        return relative(self.off, self.norm)
+
+
+def relative(off: float, norm: float) -> float:
+    """`off` by `norm`; 0 where there is no difference, infinite where there is one from nothing."""
+    if not off:
+        return 0.0
+    return off / norm if norm else math.inf
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold the bytes of `tensor`; none where there are no bytes to read.
+
+    Notes
+    -----
+    A strided tensor is its own part, so that writing to the part writes to it. Sparse ones are given densely.
+    """
+    tensor = tensor.detach()
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    inner: Any = tensor
+    if is_traceable_wrapper_subclass(inner):
+        return [part for name in inner.__tensor_flatten__()[0] for part in parts(getattr(inner, name))]
+    if tensor.is_nested:
+        return [part for inner in tensor.unbind() for part in parts(inner)]
+    if tensor.layout is not torch.strided:
+        return [tensor.to_dense()]
+    return [tensor]
+
+
+def components(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a sparse tensor, not copied; none of another one."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a strided tensor in the order of its elements: 1-d uint8, 8-byte aligned. May share its memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.data_ptr() % 8 or flat.stride(0) != 1:
+        flat = torch.empty(flat.numel(), dtype=flat.dtype, device=flat.device).copy_(flat)
+    return flat.view(torch.uint8)
+
+
+def digest(tensor: Tensor) -> list[Tensor]:
+    """Checksums of the parts of `tensor`, on its device; the host does not wait."""
+    with torch.no_grad():
+        return [checksum(bytes_of(part)) for part in parts(tensor)]
+
+
+def copies(tensor: Tensor) -> list[Tensor]:
+    """Copies of the parts of `tensor` in host memory. The host waits."""
+    with torch.no_grad():
+        return [part.to("cpu", copy=True) for part in parts(tensor)]
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit: NaN and the sign of zero count, strides do not."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return torch.equal(bytes_of(found), bytes_of(expected.to(found.device)))
+
+
+def compare(found: list[Tensor], expected: list[Tensor]) -> Error:
+    """How far the parts of one tensor are from those of another."""
+    if [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in expected]:
+        return Error(False, _norm(expected), math.inf, math.inf)
+    if all(same_bits(a, b) for a, b in zip(found, expected, strict=True)):
+        return Error(True, _norm(expected))
+    off = largest = 0.0
+    for a, b in zip(found, expected, strict=True):
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        pairs = zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True)
+        for x, y in ((x.to(wide), y.to(wide)) for x, y in pairs):
+            away = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+            if away.numel():
+                away = away.nan_to_num(math.inf, math.inf)
+                off += float(away.square().sum())
+                largest = max(largest, float(away.max()))
+    return Error(False, _norm(expected), math.sqrt(off), largest)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    chunks = (chunk for tensor in tensors for chunk in tensor.reshape(-1).split(CHUNK))
+    wide = (x.to(torch.complex128 if x.is_complex() else torch.float64).abs() for x in chunks)
+    return math.sqrt(sum(float(x.nan_to_num(0.0, 0.0).square().sum()) for x in wide))

@@ -1,0 +1,1 @@
+"""`ActivationStore`: its arguments, its report, its advice, and `make_plan`."""

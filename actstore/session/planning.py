@@ -1,0 +1,173 @@
+"""make_plan: runs a user's own step until its plan is there and has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from os import PathLike
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from actstore.errors import StateError
+from actstore.plan.build import chain_of, limits_of
+from actstore.plan.outcome import plan_of
+from actstore.plan.plan import Plan
+from actstore.plan.profile import Profile
+from actstore.plan.solver.solve import solve
+from actstore.plan.wish import Wish
+from actstore.rerun.state import State, require_initialized
+from actstore.rerun.step import leaves_of, run_backward, takes_store
+from actstore.session.activation_store import MIN_NBYTES, ActivationStore, is_active
+
+LOOKS = 4  # measured steps of one plan that are enough
+MOST = 96  # steps in all; plans that go on changing are returned as they are by then
+
+
+def make_plan(
+    model: Module,
+    step: Callable[..., Any],
+    budget: int | str,
+    *,
+    max_noise: float = 0.0,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    disk_path: str | PathLike[str] | None = None,
+    min_bytes: int | str = MIN_NBYTES,
+    stateful: Iterable[Any] = (),
+) -> Plan:
+    """Find the fastest policy under a budget, by running a training step some twenty to sixty times.
+
+    Parameters
+    ----------
+    model : whose modules the plan names
+    step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. With
+        one argument it is given the store and enters it itself
+    budget : most bytes of activations on the compute device, as an int or text such as ``"20GiB"``
+    max_noise, host_budget, disk_budget, disk_path, min_bytes : as of ActivationStore with "auto"
+    stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
+        Optimizers are found by themselves
+
+    Returns
+    -------
+    Plan : with what it took and held when it ran; `plan.write(path)` keeps it, ``ActivationStore(model, plan)`` runs it
+
+    Raises
+    ------
+    CapacityError : no plan fits into the budget; it names the least that is possible
+    ConfigError : an option that cannot be; a step that does not fit, or computes no gradient
+    StateError : a store is active here, or the step never ran the model
+    Whatever the step raises
+
+    Notes
+    -----
+    Afterwards the model, gradients, optimizers and random generators are as they were found; until then their copies
+    are in host memory. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
+    """
+    if is_active():
+        raise StateError("make_plan was called inside a store's context; call it outside, it enters a store of its own")
+    store = ActivationStore(
+        model,
+        "auto",
+        budget=budget,
+        max_noise=max_noise,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        disk_path=disk_path,
+        min_bytes=min_bytes,
+    )
+    run = _Run(model, step)
+    with closing(store):
+        require_initialized(model)
+        with State(model, (), stateful):
+            return _settled(store, run)
+
+
+def replan(
+    profile: Profile,
+    budget: int | str,
+    *,
+    max_noise: float = 0.0,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+) -> Plan:
+    """Plan for another budget from what was measured before; nothing is run.
+
+    Parameters
+    ----------
+    budget, max_noise, host_budget, disk_budget : as of `make_plan`. What was not measured is no option: codecs that
+        lose something, and tiers, need a profile that was measured with such a limit
+
+    Raises
+    ------
+    CapacityError : no plan fits into the budget; it names the least that is possible
+    ConfigError : an option that cannot be
+    """
+    wish = Wish.read(budget, max_noise, host_budget, disk_budget)
+    chain = chain_of(profile, wish.max_noise)
+    limits = limits_of(wish.device, wish.host, wish.disk, wish.max_noise)
+    return plan_of(profile, chain, solve(chain, limits), wish, 0.0, ())
+
+
+def _settled(store: ActivationStore, run: _Run) -> Plan:
+    """The plan of a store after enough steps."""
+    looks = 0
+    for _ in range(MOST):
+        run(store)
+        plan = store.plan
+        looks = looks + 1 if plan is not None and plan.measured is not None else 0  # a new plan is not yet measured
+        if plan is not None and looks == LOOKS:
+            return plan
+    if store.plan is None:
+        raise StateError(
+            f"{MOST} steps ran, and none could be measured: no backward came through the model that was given. "
+            "Give the model that the step calls, not one around or beside it",
+            steps=MOST,
+        )
+    return store.plan
+
+
+class _Run:
+    """Runs a step with a store, and its backward where the step leaves that out, as its first run tells."""
+
+    def __init__(self, model: Module, step: Callable[..., Any]) -> None:
+        self._model, self._step = model, step
+        self._takes_store = takes_store(step)
+        self._runs_backward: bool | None = None
+        self._seen = False
+
+    def __call__(self, store: ActivationStore) -> None:
+        if self._runs_backward is None:
+            self._runs_backward = self._first(store)
+        else:
+            self._finish(self._forward(store), backward=not self._runs_backward)
+
+    def _first(self, store: ActivationStore) -> bool:
+        """Run with hooks on whatever a backward of the model reaches; whether there was one."""
+        hooks: list[Any] = [p.register_hook(self._note) for p in self._model.parameters() if p.requires_grad]
+        hooks.append(self._model.register_forward_hook(self._watch_output))
+        try:
+            returned = self._forward(store)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seen = self._seen
+        self._finish(returned, backward=not seen)
+        return seen
+
+    def _forward(self, store: ActivationStore) -> Any:
+        return self._step(store) if self._takes_store else store(self._step)()
+
+    def _finish(self, returned: Any, *, backward: bool) -> None:
+        if backward:
+            run_backward(dict(leaves_of(returned)))
+
+    def _watch_output(self, _module: Module, _args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._note)
+
+    def _note(self, _grad: Tensor) -> None:
+        self._seen = True

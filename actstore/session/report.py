@@ -1,0 +1,360 @@
+"""What a store did with the last forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from actstore.accuracy.figures import ErrorFigures, format_error
+from actstore.accuracy.influence.effect import GradientEffect
+from actstore.base.units import format_nbytes
+from actstore.display import html
+from actstore.errors import StateError
+from actstore.session.advice import Figures, why
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from actstore.base.ledger import Account, Circumstances, Ledger
+
+HEAD = ("site", "tensors", "saved", "stored", "held", "live", "decision")
+ERROR = "error"  # a column before the decision, where something is lossy
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """The figures of one site; all sizes in bytes, times in ms, meanings as in `Report`.
+
+    `error` is what its lossy payloads lost in the last step that was sampled; None where nothing was lossy.
+    """
+
+    site: str
+    decision: str
+    note: str
+    tensors: int
+    saved_bytes: int
+    stored_bytes: int
+    held_bytes: int
+    peak_held_bytes: int
+    live_bytes: int
+    offload_ms: float
+    fetch_ms: float
+    stall_ms: float
+    hits: int
+    late: int
+    misses: int
+    error: ErrorFigures | None = None
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """The sites of one module that decide alike, added up; sizes in bytes, meanings as in `Report`.
+
+    `error` is the largest relative error of these sites; None where none was measured.
+    """
+
+    module: str
+    decision: str
+    tensors: int
+    saved: int
+    stored: int
+    held: int
+    live: int
+    error: float | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Saved, stored, held and live bytes."""
+        return self.saved, self.stored, self.held, self.live
+
+
+@dataclass(frozen=True)
+class MediumReport:
+    """A tier beside the compute device: bytes reserved there now, and the most since the last forward began."""
+
+    tier: str
+    used_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of one store; all sizes in bytes, times in ms.
+
+    Attributes
+    ----------
+    saved_bytes : what plain autograd would hold for the last forward: each storage once, parameters excluded
+    stored_bytes : payloads made in the last forward, in any medium
+    held_bytes : held on the compute device when the last forward ended: at the exit of the context, or when a backward
+        inside of it began
+    peak_held_bytes : high-water of that since the last forward began, with what recomputation and decoding add
+    live_bytes : held now, in any medium. Small tensors that are kept are accounted for by calls of their module: they
+        count as held until the last of one call is gone, and a storage that two modules save belongs to the first.
+    offload_ms, fetch_ms : how long copies to other tiers and back ran since the last forward began, mostly beside
+        compute
+    stall_ms : how long compute waited for them
+    hits, late, misses : payloads of other tiers that backward found on the device, on their way, or not even that
+    advice : what saved little or cost time, why, and what to do about it; at most three sentences
+    media : the tiers that have been in use
+    sites : the same for each site that saved something, in the order of first use
+    gradients : what the lossy payloads of the last sampled step do to its gradients, predicted; None where nothing is
+        lossy, or no backward has come since
+    """
+
+    saved_bytes: int
+    stored_bytes: int
+    held_bytes: int
+    peak_held_bytes: int
+    live_bytes: int
+    offload_ms: float
+    fetch_ms: float
+    stall_ms: float
+    hits: int
+    late: int
+    misses: int
+    advice: tuple[str, ...]
+    media: tuple[MediumReport, ...]
+    sites: tuple[SiteReport, ...]
+    gradients: GradientEffect | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        circumstances: Circumstances,
+        errors: Mapping[Account, ErrorFigures] | None = None,
+        gradients: GradientEffect | None = None,
+    ) -> Report:
+        """The figures of `ledger` as they are now, the `errors` that were measured, and what they do to gradients."""
+        advice = tuple(why(_figures(ledger, circumstances)))
+        sites = tuple(
+            SiteReport(
+                site=str(account.site),
+                decision=account.where,
+                note=account.note,
+                tensors=account.count,
+                saved_bytes=account.saved,
+                stored_bytes=account.stored,
+                held_bytes=account.held_at_exit,
+                peak_held_bytes=account.peak,
+                live_bytes=account.held + account.away,
+                offload_ms=account.offload_ns / 1e6,
+                fetch_ms=account.fetch_ns / 1e6,
+                stall_ms=account.stall_ns / 1e6,
+                hits=account.hits,
+                late=account.late,
+                misses=account.misses,
+                error=None if errors is None else errors.get(account),
+            )
+            for account in ledger.accounts()
+            if account.count or account.saved or account.held or account.away
+        )
+        return cls(
+            saved_bytes=sum(site.saved_bytes for site in sites),
+            stored_bytes=sum(site.stored_bytes for site in sites),
+            held_bytes=ledger.held_at_exit,
+            peak_held_bytes=ledger.peak,
+            live_bytes=sum(site.live_bytes for site in sites),
+            offload_ms=sum(site.offload_ms for site in sites),
+            fetch_ms=sum(site.fetch_ms for site in sites),
+            stall_ms=sum(site.stall_ms for site in sites),
+            hits=sum(site.hits for site in sites),
+            late=sum(site.late for site in sites),
+            misses=sum(site.misses for site in sites),
+            advice=advice,
+            media=tuple(MediumReport(tier, now, peak) for tier, (now, peak) in sorted(ledger.media.items())),
+            sites=sites,
+            gradients=gradients,
+        )
+
+    def to_json(self) -> str:
+        """All figures as one JSON object, under the names of the attributes; null for what is no finite number."""
+        return json.dumps(_finite(asdict(self)), indent=1)
+
+    def __str__(self) -> str:
+        """A table of the modules, with the sites of each added up, and the totals."""
+        cells = [self._head, *self._cells()]
+        last = len(self._head) - 1
+        widths = [max(len(line[i]) for line in cells) for i in range(last)]
+        table = "\n".join(
+            "  ".join(
+                [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, last)), line[last]]
+            ).rstrip()
+            for line in cells
+        )
+        return "\n".join([table, *self._lines(), *self.advice])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, with a bar for what each module holds."""
+        most = max((module.held for module in self.modules), default=0) or 1
+        bars = [module.held / most for module in self.modules]
+        return html.section(
+            f"{format_nbytes(self.held_bytes)} held of {format_nbytes(self.saved_bytes)} saved",
+            html.table(
+                self._head,
+                self._cells(),
+                words=(0, len(self._head) - 1),
+                bar=4,
+                bars=bars,
+                total=True,
+            ),
+            *map(html.line, self._lines()),
+            html.items(self.advice),
+        )
+
+    def plot(self) -> Figure:
+        """A picture of where the bytes of each module wait.
+
+        Raises
+        ------
+        ConfigError : matplotlib is not installed (the extra `bench`)
+        StateError : nothing was saved yet
+        """
+        if not self.modules:
+            raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
+        from actstore.display.bars import Bar, picture
+
+        def moved(module: ModuleReport) -> int:
+            return max(0, module.stored - module.held) if "@" in module.decision else 0
+
+        bars = [Bar(m.module, m.decision, max(m.saved, m.held), m.held, moved(m)) for m in self.modules]
+        return picture(bars, "Where activations wait at the end of forward")
+
+    @property
+    def modules(self) -> tuple[ModuleReport, ...]:
+        """The sites of each module added up where they decide alike, in the order of first use."""
+        rows: dict[tuple[str, str], list[int]] = {}
+        errors: dict[tuple[str, str], float] = {}
+        for site in self.sites:
+            text = f"{site.decision or 'keep'}{f' ({site.note})' if site.note else ''}"
+            key = site.site.split("[")[0], text
+            row = rows.setdefault(key, [0] * 5)
+            figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
+            row[:] = [a + b for a, b in zip(row, figures, strict=True)]
+            if site.error is not None and site.error.measured:
+                errors[key] = max(errors.get(key, 0.0), site.error.relative)
+        return tuple(
+            ModuleReport(module, decision, tensors, saved, stored, held, live, errors.get((module, decision)))
+            for (module, decision), (tensors, saved, stored, held, live) in rows.items()
+            if saved or stored or held or live
+        )
+
+    @property
+    def lossy(self) -> tuple[SiteReport, ...]:
+        """The sites whose errors were measured, the largest first."""
+        sites = [site for site in self.sites if site.error is not None and site.error.measured]
+        return tuple(sorted(sites, key=_relative, reverse=True))
+
+    @property
+    def _head(self) -> tuple[str, ...]:
+        return (*HEAD[:-1], ERROR, HEAD[-1]) if self._has_errors else HEAD
+
+    @property
+    def _has_errors(self) -> bool:
+        return any(site.error is not None for site in self.sites)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        has_errors = self._has_errors
+
+        def row(name: str, tensors: int, sizes: tuple[int, ...], error: float | None, words: str) -> tuple[str, ...]:
+            errors = ["" if error is None else format_error(error)] if has_errors else []
+            return (name, str(tensors), *map(format_nbytes, sizes), *errors, words)
+
+        cells = [row(m.module, m.tensors, m.sizes, m.error, m.decision) for m in self.modules]
+        totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
+        return [*cells, row("total", sum(s.tensors for s in self.sites), totals, None, "")]
+
+    def _lines(self) -> list[str]:
+        """What holds for the whole model, in words."""
+        held = (
+            f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
+        )
+        lines = [f"held at the end of forward: {held}; peak over the step {format_nbytes(self.peak_held_bytes)}"]
+        lines += [
+            f"{medium.tier}: {format_nbytes(medium.used_bytes)} now, peak {format_nbytes(medium.peak_bytes)}"
+            for medium in self.media
+        ]
+        if self.media:
+            lines.append(
+                f"copies out {self.offload_ms:.1f} ms, back {self.fetch_ms:.1f} ms, compute waited "
+                f"{self.stall_ms:.1f} ms; {self.hits} payloads in time, {self.late} late, {self.misses} not foreseen"
+            )
+        lines += self._error_lines()
+        return [*lines, str(self.gradients)] if self.gradients is not None and self.gradients.sites else lines
+
+    def _error_lines(self) -> list[str]:
+        """What was lost, in words."""
+        found = [site.error for site in self.sites if site.error is not None]
+        lines = []
+        for worst in self.lossy[:1]:
+            error = worst.error
+            assert error is not None
+            lines.append(
+                f"largest error: {worst.site} {format_error(error.relative)} ({error.decision}), "
+                f"gain {error.gain:.3f}, in step {error.step}"
+            )
+        lost, missing = sum(error.lost for error in found), sum(error.payloads - error.measured for error in found)
+        if lost:
+            lines.append(f"{lost} elements came back as NaN, Inf or clipped that were not so before, or were so before")
+        if missing:
+            lines.append(
+                f"{missing} of {sum(error.payloads for error in found)} lossy payloads were not measured: no room"
+            )
+        return lines
+
+
+def _relative(site: SiteReport) -> float:
+    return 0.0 if site.error is None else site.error.relative
+
+
+def _finite(value: Any) -> Any:
+    """The same, with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
+    """The causes behind the figures, as far as they show in the accounts."""
+    accounts = ledger.accounts()
+    kept = [account for account in accounts if account.saved and not account.stored]
+
+    def noted(start: str) -> int:
+        return sum(account.saved for account in kept if account.note.startswith(start))
+
+    no_room = [account for account in kept if account.note.startswith("kept: no room")]
+    alive = max(accounts, key=lambda account: account.alive, default=None)
+    hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
+    return Figures(
+        saved_bytes=sum(account.saved for account in accounts),
+        held_bytes=ledger.held_at_exit,
+        peak_held_bytes=ledger.peak,
+        kept_small=noted("small"),
+        min_bytes=circumstances.min_nbytes,
+        kept_no_room=noted("kept: no room"),
+        tiers=no_room[0].note.removeprefix("kept: no room in ") if no_room else "",
+        kept_protected=noted("kept: ") - noted("kept: no room"),
+        kept_by_policy=sum(a.saved for a in kept if not a.note and not a.where.startswith("recompute")),
+        kept_still_alive=sum(account.alive for account in accounts),
+        alive_site=str(alive.site) if alive is not None and alive.alive else "",
+        on_host=sum(a.stored for a in accounts if a.where.endswith("@ host")) if circumstances.on_host else 0,
+        compiled=max(ledger.compiled.values(), default=0),
+        in_flight=sum(
+            a.held_at_exit for a in accounts if a.stored and "@" in a.where and not _on_host(a, circumstances)
+        ),
+        stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
+        step_ms=circumstances.step_ms,
+        fetches=hits + late + misses,
+        late=late,
+        misses=misses,
+        first_step=circumstances.first_step,
+    )
+
+
+def _on_host(account: Account, circumstances: Circumstances) -> bool:
+    return circumstances.on_host and "@ host" in account.where

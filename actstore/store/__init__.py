@@ -1,0 +1,1 @@
+"""The store of payloads: put, get, and the books of both."""

@@ -1,0 +1,100 @@
+"""What the store remembers of one payload, of one forward pass, and of one kind of tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from actstore.base.ledger import Account, Claim, Ledger
+from actstore.base.reaper import Last
+from actstore.base.ticket import Ticket
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.store.tierset import TierSet
+from actstore.tiers import Slot
+from actstore.transfer import Berth, Run
+
+
+class Home(Protocol):
+    """Who keeps entries, reads them, and books them."""
+
+    ledger: Ledger
+
+    def get(self, entry: Entry, out: torch.Tensor) -> None: ...
+
+    def borrow(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None: ...
+
+
+class Entry:
+    """One payload, or none yet: in `memory` of a pool, in a `slot` of the device, or in a `berth` of what is moved.
+
+    Frees it when it dies: a slot gives its memory back when it dies with the entry; `last` gives memory back, books the
+    bytes as gone, or drops the berth.
+    """
+
+    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "memory", "slot", "store")
+
+    store: Home
+    account: Account
+    codec: Codec
+    bound: Bound
+    key: int
+    slot: Slot | None
+    berth: Berth | None
+    memory: torch.Tensor | None
+    last: Last | Claim | None
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.memory = self.slot = self.berth = self.last = None
+
+    def free(self) -> None:
+        """Give the room back. What is asked of the entry later raises StateError."""
+        if isinstance(self.last, Claim):
+            self.store.ledger.release(self.last)
+        self.memory = self.slot = self.berth = self.last = None
+
+
+class Forward:
+    """One forward pass: what its payloads have in common, on each device."""
+
+    def __init__(self) -> None:
+        self.runs: dict[TierSet, Run[Berth]] = {}
+        self.ended = False
+        self.place: TierSet | None = None  # where the trace has its begin
+        self.mark: Ticket | None = None
+
+
+class Route:
+    """Where the last tensor of a site went: the next one of its kind goes there without a search.
+
+    Attributes
+    ----------
+    pool : where the buffers of its payloads come from, if they have one size and wait in host memory as the device's
+    """
+
+    __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "place", "pool", "shape", "tiers")
+
+    def __init__(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str], place: TierSet) -> None:
+        self.codec = codec
+        self.tiers = tiers
+        self.numel = src.numel()
+        self.dtype = src.dtype
+        self.device = src.device
+        self.keyed = codec.keyed
+        self.shape = (src.shape, src.stride()) if codec.shaped else None
+        self.bound = codec.bind(src)
+        self.place = place
+        self.pool = place.pool(tiers[0]) if self.bound.exact else None
+
+    def fits(self, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> bool:
+        return (
+            self.codec is codec
+            and self.tiers is tiers
+            and self.numel == src.numel()
+            and self.dtype is src.dtype
+            and self.device == src.device
+            and (self.shape is None or self.shape == (src.shape, src.stride()))
+        )

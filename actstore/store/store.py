@@ -1,0 +1,547 @@
+"""Puts encoded tensors into tiers and gets them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from hashlib import blake2b
+from threading import Lock
+from time import perf_counter_ns
+from typing import Any, Protocol, TypeVar
+from weakref import ref
+
+import torch
+
+from actstore import devices
+from actstore.base.ledger import Account, Circumstances, Claim, Ledger
+from actstore.base.reaper import Last
+from actstore.base.ticket import DONE, Between, Ticket
+from actstore.base.units import format_nbytes, round_up
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.devices import Device
+from actstore.errors import CapacityError, StateError
+from actstore.kernels.base import ALIGN
+from actstore.store.payload import Entry, Forward, Route
+from actstore.store.tierset import StoreOptions, TierSet
+from actstore.store.verified import verified
+from actstore.tiers import Slot
+from actstore.trace import Trace
+from actstore.transfer import Berth
+
+E = TypeVar("E", bound=Entry)
+
+
+class Gauge(Protocol):
+    """Measures what the store's own work takes."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it measures the step that runs."""
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """The same codec, measured."""
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """A recomputation begins; what this returns is called at its end."""
+
+
+class PayloadSampler(Protocol):
+    """Measures what lossy payloads lose, in some steps."""
+
+    def start(self, step: int) -> bool:
+        """Begin a step. Returns whether it is to be sampled."""
+
+    def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
+        """The same codec, whose payload is measured when it is encoded; `plain` decodes unobserved."""
+
+    def read(self, *, wait: bool) -> None:
+        """Take in what has come to the host, or all that is on its way."""
+
+    def close(self) -> None:
+        """Return the memory."""
+
+
+class Store:
+    """Encodes, places, fetches and decodes payloads, and keeps account of them. Thread-safe."""
+
+    def __init__(
+        self, options: StoreOptions, ledger: Ledger | None = None, sampler: PayloadSampler | None = None
+    ) -> None:
+        self.options = options
+        self.ledger = ledger or Ledger()
+        self.ledger.relieve = _relieving(ref(self))
+        self.trace: Trace | None = None
+        self.gauge: Gauge | None = None
+        self._sampler = sampler
+        self.sampling: PayloadSampler | None = None  # in steps that are sampled
+        self._watched = True  # whether somebody looks at the work of codecs in this step
+        self.alone: str | None = None  # the one site that is lossy, while others are to be exact
+        self._entries: list[ref[Any]] = []
+        self._places: dict[torch.device, TierSet] = {}
+        self._left: list[TierSet] = []  # by `close`; graphs may still hold payloads of theirs
+        self._lock = Lock()
+        self._closed = False
+        self._steps = 0
+        self._started_ns = 0  # the step that runs
+        self.step_ns = 0  # how long the last one took
+        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
+
+    def open(self, device: torch.device, tier: str) -> None:
+        """Open a tier now, so that what is wrong with it is said now.
+
+        Raises
+        ------
+        ConfigError : the disk tier's folder is missing or cannot be written
+        """
+        self.place(device).tier(tier)
+
+    def route(self, account: Account, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> Route:
+        """How a tensor gets through `codec` into the first of `tiers` that has room; `account` remembers it.
+
+        Parameters
+        ----------
+        src : Tensor, any dtype that `codec` accepts
+        tiers : names of tiers, first choice first
+        """
+        route: Route | None = account.route
+        if route is None or not route.fits(src, codec, tiers):
+            account.precedent = None  # it has the route that was
+            route = account.route = Route(src, codec, tiers, self.place(src.device))
+        return route
+
+    def put(self, entry: E, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> ref[E] | None:
+        """Encode `src` into the first tier of its route that has room, where `entry` holds the payload.
+
+        Parameters
+        ----------
+        entry : an empty one, with its account, where the bytes are booked
+        src : Tensor, dense strides
+        route : of `src`
+        saved : bytes that plain autograd would hold in place of the payload
+        forward : the pass that it belongs to
+
+        Returns
+        -------
+        ref : to `entry`, held by the caller until `remember` is given it; None when no tier has room
+
+        Raises
+        ------
+        CapacityError : no tier has room and the store is strict
+
+        Notes
+        -----
+        Stream: current. On return `src` has been read in stream order and may change. The host never waits for the
+        device; it waits for the disk when more than a window of bytes is still to be written.
+        """
+        account = entry.account
+        bound = route.bound
+        ledger = self.ledger
+        if ledger.gone:
+            ledger.settle()  # buffers of what is gone serve first
+        key = self._next_key(account) if route.keyed else 0
+        if self._watched:
+            bound = self._watching(bound, route.codec, account, route.place)
+        entry.store = self
+        entry.codec = route.codec
+        entry.bound = bound
+        entry.key = key
+        if route.pool is None:
+            put = self._put_in_tier if bound.exact else self._put_variable
+            return ref(entry) if put(entry, src, route, saved, forward) else None
+        nbytes = bound.nbytes
+        claim = Claim(entry, ledger.release)  # before there is memory, which an interrupt would lose
+        claim.booking = booking = [account, 0, 0]
+        entry.last = claim
+        claim.memory, claim.idle = route.pool.take(nbytes)
+        memory = claim.memory
+        try:
+            bound.encode(src, memory, key)
+            ledger.add(account, saved, nbytes, nbytes, booking=booking)
+        except BaseException:
+            ledger.release(claim)  # at once: in a cycle with its error the entry would be collected with its claim
+            raise
+        entry.memory = memory
+        return claim
+
+    def get(self, entry: Entry, out: torch.Tensor) -> None:
+        """Decode a payload into `out`. Repeatable, and safe from any thread.
+
+        Raises
+        ------
+        TransferError, PayloadError : the bytes cannot be read or are not what was written
+        StateError : the store was closed
+        """
+        memory = entry.memory
+        if memory is not None:
+            entry.bound.decode(memory, out, entry.key)
+            self.ledger.touch_peak(entry.account, out.nbytes)
+            return
+        place = None if entry.bound.exact else self._places.get(out.device)
+        if place is None or place.device.on_host:
+            slot = entry.slot
+            if slot is not None:
+                self._decode(entry, slot, out)
+                return
+        else:
+            with place.late_lock:  # another thread might move the payload and free the slot meanwhile
+                slot = entry.slot
+                if slot is not None:
+                    if slot.written is not DONE:
+                        slot.written.wait_on(place.device.current())
+                    self._decode(entry, slot, out)
+                    return
+        berth = entry.berth
+        if berth is None:
+            raise StateError("the store was closed before backward read this tensor; close it after the last backward")
+        memory = berth.engine.arrive(berth)
+        try:
+            entry.bound.decode(memory, out, entry.key)
+            self.ledger.touch_peak(entry.account, out.nbytes)
+        finally:
+            berth.engine.leave(berth)
+
+    def borrow(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+        """A payload as the memory of a 1-d tensor, which may change it like one of its own; None: ask `get`.
+
+        Raises
+        ------
+        TransferError, PayloadError, StateError : as `get`
+        """
+        berth = entry.berth
+        if berth is None or not entry.bound.as_is:
+            return None
+        tensor = berth.engine.lend(berth, dtype)
+        if tensor is not None and self.trace is not None:
+            place = self.place(tensor.device)
+            now = place.device.mark(place.device.current())
+            self._note_backward(place, now, now)
+        return tensor
+
+    def _decode(self, entry: Entry, slot: Slot, out: torch.Tensor) -> None:
+        memory = slot.buffer
+        entry.bound.decode(slot.memory if memory is None else memory, out, entry.key)
+        if slot.place is not None:
+            slot.tier.used(slot)
+        self.ledger.touch_peak(entry.account, out.nbytes)
+
+    def begin(self, device: torch.device) -> Forward:
+        """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
+        forward = Forward()
+        if self.options.trace:
+            forward.place = place = self.place(device)
+            forward.mark = place.device.mark(place.device.current())
+        return forward
+
+    def end(self, forward: Forward) -> None:
+        """The forward pass is over: send what waits for more."""
+        forward.ended = True
+        for place, run in forward.runs.items():
+            place.engine.flush(run)
+        if forward.mark is not None and forward.place is not None:
+            device = forward.place.device
+            forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
+
+    def recomputing(self, forward: Forward, account: Account) -> Callable[[], None] | None:
+        """A region begins to run again. Returns what to call at its end; None where nobody traces."""
+        place = forward.place
+        if place is None:
+            return None
+        device = place.device
+        begin = device.mark(device.current())
+        self._note_backward(place, begin, begin)
+
+        def ended() -> None:
+            end = device.mark(device.current())
+            place.engine.note("recompute", Between(begin, end), [(account, 0)])
+            self._note_backward(place, begin, end)
+
+        return ended
+
+    def start(self) -> None:
+        """Begin a step: forget the last one's figures, return memory that it did not need.
+
+        Raises
+        ------
+        AccuracyError : the last payloads that were sampled lost more than is allowed; no step has begun
+        """
+        self.sampling = self._sampler if self._sampler is not None and self._sampler.start(self._steps + 1) else None
+        observers = self.options.verify, self.options.trace, self.gauge, self.sampling
+        self._watched = any(observer not in (None, False) for observer in observers)
+        now = perf_counter_ns()
+        self.step_ns, self._started_ns = now - self._started_ns, now
+        self._end_backward()
+        self._steps += 1
+        self.poll()
+        self.ledger.start()
+        for place in list(self._places.values()):
+            place.start(self._steps)
+
+    def remember(self, entries: Iterable[ref[Any]]) -> None:
+        """Know these entries, so that `close` can free those that are still alive."""
+        with self._lock:
+            self._entries = [weak for weak in (*self._entries, *entries) if weak() is not None]
+
+    def poll(self) -> None:
+        """Let go of device memory whose bytes have arrived elsewhere, or that payloads turned out not to need."""
+        for place in [*self._places.values(), *self._left]:
+            place.engine.poll()
+            self._move_known(place)
+
+    def circumstances(self, min_nbytes: int) -> Circumstances:
+        """What the figures of the step that runs depend on."""
+        first = self._steps < 2
+        return Circumstances(
+            min_nbytes=min_nbytes,
+            on_host=any(place.device.on_host for place in list(self._places.values())),
+            step_ms=(perf_counter_ns() - self._started_ns if first else self.step_ns) / 1e6,
+            first_step=first,
+        )
+
+    def events(self) -> Trace | None:
+        """The trace, with all that is known by now."""
+        self._end_backward()
+        self.poll()
+        if self._sampler is not None:
+            self._sampler.read(wait=False)
+        return self.trace
+
+    def close(self) -> None:
+        """Return all memory and files. What graphs still hold can no longer be read."""
+        with self._lock:
+            self._closed = True
+            places, self._places = self._places, {}
+            self._left += places.values()
+        for weak in self._entries:
+            entry = weak()
+            if entry is not None:
+                entry.free()
+        for account in self.ledger.accounts():
+            account.route = account.precedent = None
+        with ExitStack() as stack:
+            if self._sampler is not None:
+                stack.callback(self._sampler.close)
+            for place in places.values():
+                stack.callback(place.close)
+
+    def place(self, device: torch.device) -> TierSet:
+        """The tiers of a compute device."""
+        with self._lock:
+            if self._closed:
+                raise StateError("this store is closed; make a new ActivationStore")
+            place = self._places.get(device)
+            if place is None:
+                if self.options.trace and self.trace is None:
+                    self.trace = Trace(device=str(device))
+                place = self._places[device] = TierSet(
+                    devices.open_device(device), self.options, self.ledger, self.trace
+                )
+            return place
+
+    def _next_key(self, account: Account) -> int:
+        """A key of 63 bits: the same for the same seed, step, site and number of payloads there."""
+        account.drawn += 1
+        text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _watching(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
+        """The same codec, whose work is verified, measured, traced or sampled."""
+        plain = bound = verified(bound) if self.options.verify else bound
+        if self.gauge is not None:
+            bound = self.gauge.codec(bound, codec, account)
+        if self.trace is not None:
+            bound = self._traced(bound, place, account)
+        if self.sampling is not None and not codec.lossless and not (self.gauge is not None and self.gauge.measures):
+            bound = self.sampling.codec(bound, plain, account, place.device, self.trace)
+        return bound
+
+    def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
+        """The same codec, whose work the trace tells."""
+        device, engine = place.device, place.engine
+
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
+            begin = device.mark(device.current())
+            used = bound.encode(src, out, key)
+            engine.note("encode", Between(begin, device.mark(device.current())), [(account, src.nbytes)])
+            return used
+
+        def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+            begin = device.mark(device.current())
+            bound.decode(buf, out, key)
+            end = device.mark(device.current())
+            engine.note("decode", Between(begin, end), [(account, out.nbytes)])
+            self._note_backward(place, begin, end)
+
+        return bound._replace(encode=encode, decode=decode)
+
+    def _note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
+        """Backward decoded a payload, or ran a region again."""
+        first = begin if self._backward is None else self._backward[1]
+        self._backward = (place, first, end)
+
+    def _end_backward(self) -> None:
+        """Have the trace tell of the last backward: from the first that it asked for to the last."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            place, begin, end = backward
+            place.engine.note("backward", Between(begin, end), [])
+
+    def _put_in_tier(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
+        """Encode into a slot of the device, or on the way to another tier; False when none has room."""
+        account, bound = entry.account, entry.bound
+        slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
+        if slot is not None:
+            try:
+                bound.encode(src, slot.memory, entry.key)
+            except BaseException:
+                slot.tier.free(slot)
+                raise
+            entry.last = self.ledger.hold(account, saved, bound.nbytes, slot.nbytes)
+        elif berth is not None:
+            entry.last = Last(berth.engine.drop, berth)
+            try:
+                bound.encode(src, berth.memory, entry.key)
+            except BaseException:
+                berth.engine.cancel(berth)
+                raise
+            berth.engine.depart(berth)
+            self.ledger.add(account, saved, bound.nbytes, 0)
+        else:
+            self._refuse(bound.nbytes, route.tiers)
+            return False
+        entry.slot, entry.berth = slot, berth
+        return True
+
+    def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
+        if self.options.strict:
+            raise CapacityError(
+                f"no room for {format_nbytes(nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
+                "to the ladder, or use strict=False to keep what does not fit",
+                nbytes=nbytes,
+                tiers=tuple(tiers),
+            )
+
+    def _find(
+        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: Forward
+    ) -> tuple[Slot | None, Berth | None]:
+        """Room on the device, or on the way to another tier; neither when no tier has any."""
+        when_full = self.options.when_full
+        for name in tiers:
+            tier = place.tier(name)
+            if tier.on_device:
+                slot = place.reserve(name, nbytes)
+                if slot is not None:
+                    return slot, None
+                continue
+            if when_full != "wait" and not place.engine.admits(tier, nbytes):
+                account.note = f"window of {name} full"
+                if when_full == "keep":
+                    return place.reserve("device", nbytes), None
+                if name != tiers[-1]:
+                    continue
+            run = forward.runs.get(place)
+            if run is None:
+                run = forward.runs[place] = place.engine.begin()
+            berth = place.engine.board(run, tier, nbytes, account)
+            if berth is not None:
+                return None, berth
+        return None, None
+
+    # -- payloads of variable size ------------------------------------------------------------------------------------
+
+    def _put_variable(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
+        """Encode into room for the longest payload, and move what there is to room for just that.
+
+        On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
+        for it, `poll` and later payloads look.
+        """
+        place, tiers, account, bound = route.place, route.tiers, entry.account, entry.bound
+        stage = place.stage(bound.nbytes)
+        try:
+            used = bound.encode(src, stage.memory, entry.key)
+            assert used is not None, "a payload of variable size says its length"
+            late = None if place.device.on_host else place.lengths.expect(stage.memory)
+        except BaseException:
+            stage.tier.free(stage)
+            raise
+        entry.slot = stage
+        entry.last = self.ledger.hold(account, saved, 0, stage.nbytes)
+        if late is not None:
+            with place.late_lock:
+                place.late.append((ref(entry), late, tiers, forward))
+            self._move_known(place)
+            return True
+        moved = False
+        try:
+            moved = self._move(entry, place, stage, used, tiers, forward)
+        finally:
+            if not moved:
+                entry.free()
+                self.ledger.add(account, -saved, 0, 0)
+        if not moved:
+            self._refuse(used, tiers)
+        return moved
+
+    def _move_known(self, place: TierSet) -> None:
+        """Move the payloads whose lengths have come to the host."""
+        while place.late:
+            with place.late_lock:
+                if not place.late or not place.late[0][1].ready():
+                    return
+                weak, length, tiers, forward = place.late.popleft()
+                (used,) = place.lengths.take(length, torch.int64)
+                entry = weak()
+                stage = entry.slot if entry is not None else None
+                if entry is None or stage is None:
+                    continue
+                with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
+                    if not self._move(entry, place, stage, used, tiers, forward):
+                        self._move(entry, place, stage, used, ("device",), forward)
+                if forward.ended and place in forward.runs:  # nobody else will send what waits for more
+                    place.engine.flush(forward.runs[place])
+
+    def _move(
+        self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: Forward
+    ) -> bool:
+        """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
+        account, room = entry.account, min(_roomy(used), stage.nbytes)
+        slot, berth = self._find(place, tiers, room, account, forward)
+        if slot is not None:
+            try:
+                slot.written = place.device.copy(slot.memory, stage.memory[:room], place.device.current())
+            except BaseException:
+                slot.tier.free(slot)
+                raise
+            entry.last = None
+            entry.last = self.ledger.hold(account, 0, used, slot.nbytes)
+        elif berth is not None:
+            try:
+                place.device.copy(berth.memory, stage.memory[:room], place.device.current())
+            except BaseException:
+                berth.engine.cancel(berth)
+                raise
+            entry.last = Last(berth.engine.drop, berth)
+            berth.engine.depart(berth)
+            self.ledger.add(account, 0, used, 0)
+        else:
+            return False
+        entry.slot, entry.berth = slot, berth
+        stage.tier.free(stage)
+        return True
+
+
+def _relieving(weak: ref[Store]) -> Callable[[int], None]:
+    """What makes room on the device for so many bytes before they are booked."""
+
+    def relieve(nbytes: int) -> None:
+        store = weak()
+        for place in [] if store is None else list(store._places.values()):
+            place.engine.make_room(nbytes)
+
+    return relieve
+
+
+def _roomy(nbytes: int) -> int:
+    """A size of at most a sixteenth more that few lengths differ in, so that pools find buffers that they know."""
+    grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
+    return round_up(nbytes, grain)

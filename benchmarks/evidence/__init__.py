@@ -1,0 +1,1 @@
+"""Evidence on accuracy: trained models, chosen bits, predicted gradient errors."""

@@ -1,0 +1,153 @@
+"""Do models learn as well under lossy stores? ``python -m benchmarks.evidence.run``; by estimate an hour on two cores.
+
+Five small models (`evidence_tasks.TASKS`) are trained through each store (`evidence_tasks.ROWS`) from the same seeds,
+which give the weights, the order of batches and the random bits of the store. So each row is compared with plain
+training seed by seed. Cells, one for each task, row and seed, run in processes with one thread each; what is done is
+written to ``results/<machine>/evidence.json`` as it ends and not run again, unless the sizes of its task or the
+arguments of its row have changed. The page ``evidence.md`` and the picture beside that file are made at the end;
+``--seeds 0`` makes only these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from math import isfinite
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from actstore.bench.environment import environment
+from benchmarks import machine
+from benchmarks.evidence import page as evidence_page
+from benchmarks.evidence.tasks import ROWS, TASKS, Task, train
+from benchmarks.suite.convergence import smooth
+
+END = 0.1  # share of the steps at the end whose mean loss is the final one
+SAME = ("processor", "python", "torch", "text_sha256")  # what all cells of a file have to share
+
+
+class Cell(NamedTuple):
+    """One training run."""
+
+    task: str
+    row: str
+    seed: int
+
+
+def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Train one cell.
+
+    Returns
+    -------
+    dict : the cell's names; first and final loss (the mean of the last tenth of the steps, None where a loss was not
+        finite), curve, and what `train` gives beside the losses. Where it raised, the names and `failed`
+    """
+    try:
+        found = train(task, kwargs, cell.seed)
+    except Exception as error:  # other cells go on; the page and the exit code say so
+        return {**cell._asdict(), "failed": f"{type(error).__name__}: {error}"}
+    losses = found.pop("losses")
+    whole = len(losses) == task.work.steps and isfinite(losses[-1])
+    last = losses[-max(1, int(END * task.work.steps)) :]
+    return {
+        **cell._asdict(),
+        "first": losses[0],
+        "final": fmean(last) if whole else None,
+        **{name: value if value is None or isfinite(value) else None for name, value in found.items()},
+        "curve": [float(f"{loss:.5g}") for loss in smooth(losses)[1]] if whole else [],
+    }
+
+
+def opened(path: Path, tasks: Mapping[str, Task], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The results so far, without failed cells and those of tasks and rows that are not the same any more.
+
+    Raises
+    ------
+    SystemExit : they come from another machine, torch or text
+    """
+    now = environment()
+    found = machine.read(path) or {"environment": now, "cells": []}
+    others = {name for name in SAME if found["environment"][name] != now[name]}
+    if others:
+        raise SystemExit(f"{path} was measured with another {', '.join(sorted(others))}; give another --folder")
+    sizes = {name: task.sizes() for name, task in tasks.items()}
+    valid = [
+        cell
+        for cell in found["cells"]
+        if "failed" not in cell
+        and found["tasks"].get(cell["task"]) == sizes.get(cell["task"], {})
+        and found["rows"].get(cell["row"]) == rows.get(cell["row"], {})
+    ]
+    return found | {"tasks": sizes, "rows": dict(rows), "cells": valid}
+
+
+def run(
+    path: Path,
+    seeds: Sequence[int],
+    workers: int = 2,
+    tasks: Mapping[str, Task] = TASKS,
+    rows: Mapping[str, Mapping[str, Any]] = ROWS,
+    done: Callable[[dict[str, Any]], object] = lambda cell: None,
+) -> dict[str, Any]:
+    """Run the cells that `path` does not have yet, seed by seed, and write it after each.
+
+    Returns
+    -------
+    dict : environment, tasks, rows, cells
+    """
+    found = opened(path, tasks, rows)
+    ready = {Cell(cell["task"], cell["row"], cell["seed"]) for cell in found["cells"]}
+    missing = [cell for seed in seeds for task in tasks for row in rows if (cell := Cell(task, row, seed)) not in ready]
+    for new in _trained(missing, workers, tasks, rows):
+        found["cells"].append(new)
+        machine.write(path, found)
+        done(new)
+    return found
+
+
+def _trained(
+    cells: Sequence[Cell], workers: int, tasks: Mapping[str, Task], rows: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The results as they end; without workers in this process."""
+    jobs = [partial(run_cell, cell, tasks[cell.task], rows[cell.row]) for cell in cells]
+    if not workers:
+        yield from (job() for job in jobs)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        try:
+            for future in as_completed([pool.submit(job) for job in jobs]):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def main() -> int:
+    """Run what is missing, and make the page. Exit code 1 where a cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ... up to so many")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    parser.add_argument("--folder", type=Path, help="of the results instead of benchmarks/results/<machine>")
+    given = parser.parse_args()
+    folder = given.folder or machine.RESULTS / machine.name_of(environment())
+    folder.mkdir(parents=True, exist_ok=True)
+    found = run(folder / "evidence.json", range(given.seeds), given.workers, done=_say)
+    print(evidence_page.write(folder))
+    return int(any("failed" in cell for cell in found["cells"]))
+
+
+def _say(cell: dict[str, Any]) -> None:
+    final, held_out = ("-" if cell.get(name) is None else f"{cell[name]:.4f}" for name in ("final", "held_out"))
+    said = cell.get("failed", f"final {final}, held out {held_out}")
+    print(f"{cell['task']}, {cell['row']}, seed {cell['seed']}: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What the sampling of errors costs in training: `python -m benchmarks.evidence.sampling`.
+
+The GPT of `make bench` in int8: a step that is sampled, the one after it, which gives the noise from batch to batch,
+one to calm down, and one that is not sampled take turns on one model in one process. Processor time on one thread, so
+that other work on the machine counts little; medians over the rounds. Further steps do what those without sampling do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from time import process_time
+
+from actstore import ActivationStore
+from actstore.bench import workloads
+from actstore.bench.trainer import fix_numerics
+from actstore.bench.workloads.job import Job, fix_seed
+from actstore.bench.workloads.workload import Workload
+
+EVERY = 200  # steps, as the default is
+WARMUP = 2
+
+
+def measure(work: Workload, rounds: int) -> dict[str, float]:
+    """Milliseconds of forward and backward of each kind of step."""
+    fix_numerics(work)
+    job = workloads.make(work)
+    store = ActivationStore(job.model, "int8", sample_errors=0)
+    found: dict[str, list[float]] = {name: [] for name in ("sampled", "after", "calm", "plain")}
+    for turn in range(-WARMUP, rounds):
+        store.sample_next()
+        for times in found.values():
+            taken = _step(job, store)
+            if turn >= 0:
+                times.append(taken)
+    store.close()
+    return {name: median(times) for name, times in found.items()}
+
+
+def _step(job: Job, store: ActivationStore) -> float:
+    fix_seed(job.work.seed)
+    batch = job.batch(0)
+    begin = process_time()
+    with store:
+        loss = job.loss(*batch)
+    job.backward(loss)
+    taken = process_time() - begin
+    job.model.zero_grad()
+    return 1e3 * taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    found = measure(Workload(threads=1), rounds)
+    for name, ms in found.items():
+        print(f"{name:>8} {ms:8.1f} ms  {ms / found['plain']:.3f}")
+    extra = found["sampled"] + found["after"] - 2 * found["plain"]
+    print(f"with one sampled step in {EVERY}: {extra / EVERY / found['plain']:+.2%} of a step")
+
+
+if __name__ == "__main__":
+    main()

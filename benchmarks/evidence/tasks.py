@@ -1,0 +1,266 @@
+"""What `benchmarks.evidence.run` trains, on data that come with Python and scikit-learn, and through which stores."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from math import isfinite
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actstore import ActivationStore
+from actstore.bench.workloads import digits, text
+from actstore.bench.workloads.gpt import GPT
+from actstore.bench.workloads.job import fix_seed
+from actstore.bench.workloads.llama import Llama
+from actstore.bench.workloads.lora import adapt
+from actstore.bench.workloads.lstm import LSTM
+from actstore.bench.workloads.resnet import ResNet
+from actstore.bench.workloads.vit import ViT
+from actstore.bench.workloads.workload import Workload
+
+HELD_OUT = 0.1  # share of a text, at its end, that is never trained on
+FOLDS = 5  # of the scans, every fifth
+EVALUATED = 8  # batches of held-out text
+BASE_STEPS = 200  # of the model that adapters are put on
+
+PLAIN = "plain"
+ROWS: dict[str, dict[str, Any]] = {  # arguments of ActivationStore; "keep" has the bits of plain training
+    PLAIN: {"policy": "keep"},
+    "int8": {"policy": "int8"},
+    "int8(affine)": {"policy": "int8(affine)"},
+    "fp8": {"policy": "fp8"},
+    "int4": {"policy": "int4"},
+    "int4, stochastic": {"policy": "int4(round=stochastic)"},
+    "int4, dither": {"policy": "int4(round=dither)"},
+    "int4 as GACT's": {"policy": "int4(group=256, round=stochastic)"},
+    "int4, dither, zeros exact": {"policy": "zmask(int4(round=dither))"},
+    "int2, dither": {"policy": "int2(group=32, round=dither)"},
+    "int2 as ActNN's": {"policy": "int2(group=256, round=stochastic)"},
+    "topk, a quarter": {"policy": "topk(fraction=0.25)"},
+    "bits, noise 0.01": {"policy": "bits", "max_noise": 0.01},
+    "bits, noise 0.1": {"policy": "bits", "max_noise": 0.1},
+    "bits, as many as int4": {"policy": "bits", "budget_of": "int4(group=64)"},
+}
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Data:
+    """``draw(step, seed)`` is a batch to train on; `held_out` are those that are never trained on."""
+
+    draw: Callable[[int, int], Batch]
+    held_out: list[Batch]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model with its data.
+
+    Attributes
+    ----------
+    title : what is trained on what, for people
+    build : the model, from generators as `fix_seed` left them; called with a batch it returns the loss
+    data : of these sizes
+    work : sizes and steps
+    rate : AdamW's learning rate at first; it falls to 0 in a straight line
+    classes : whether the head gives classes, whose accuracy is then reported
+    """
+
+    title: str
+    build: Callable[[Workload], nn.Module]
+    data: Callable[[Workload], Data]
+    work: Workload
+    rate: float
+    classes: bool = False
+
+    def sizes(self) -> dict[str, Any]:
+        """All that its losses follow from, but for the seed."""
+        return asdict(self.work) | {"rate": self.rate}
+
+
+def _windows(characters: str, work: Workload) -> Data:
+    codes = {character: code for code, character in enumerate(text.vocabulary())}
+    data = torch.tensor([codes[character] for character in characters if character in codes])
+    cut = len(data) - int(HELD_OUT * len(data))
+
+    def batch(part: Tensor, starts: Tensor) -> Batch:
+        index = starts.unsqueeze(1) + torch.arange(work.context)
+        return part[index], part[index + 1]
+
+    def draw(step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        return batch(data[:cut], torch.randint(cut - work.context, (work.batch,), generator=generator))
+
+    count = EVALUATED * work.batch
+    starts = torch.linspace(0, len(data) - cut - work.context - 1, count).long()
+    return Data(draw, [batch(data[cut:], some) for some in starts.split(work.batch)])
+
+
+@lru_cache(maxsize=1)
+def _help(work: Workload) -> Data:
+    return _windows(text.text(), work)
+
+
+@lru_cache(maxsize=1)
+def _source(work: Workload) -> Data:
+    modules = (argparse, inspect, statistics, subprocess, tarfile, zipfile)
+    return _windows("".join(map(inspect.getsource, modules)), work)
+
+
+@lru_cache(maxsize=1)
+def _digits(work: Workload) -> Data:
+    images, labels = digits.scans()
+    images = F.interpolate(images, (work.context, work.context), mode="bilinear")
+    apart = torch.arange(len(labels)) % FOLDS == 0
+    seen = (~apart).nonzero().flatten()
+
+    def draw(step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        chosen = seen[torch.randint(len(seen), (work.batch,), generator=generator)]
+        return images[chosen], labels[chosen]
+
+    return Data(draw, [(images[apart], labels[apart])])
+
+
+@lru_cache(maxsize=1)
+def _base(work: Workload) -> dict[str, Tensor]:
+    """The weights of a Llama that was trained on help topics, without a store."""
+    fix_seed(work.seed)
+    model, data = Llama(work), _help(work)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for step in range(BASE_STEPS):
+        model(*data.draw(step, work.seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _lora(work: Workload) -> nn.Module:
+    weights = _base(work)
+    fix_seed(work.seed)
+    model = Llama(work)
+    model.load_state_dict(weights)
+    model.requires_grad_(False)
+    adapt(model.blocks)
+    return model
+
+
+TASKS = {
+    "gpt": Task(
+        "a GPT, character by character, on Python's help topics",
+        GPT,
+        _help,
+        Workload("gpt", layers=2, width=96, heads=4, context=64, batch=16, steps=250),
+        4e-3,
+    ),
+    "vit": Task(
+        "a vision transformer on scanned digits",
+        ViT,
+        _digits,
+        Workload("vit", layers=2, width=64, heads=2, context=16, batch=64, steps=300),
+        2e-3,
+        classes=True,
+    ),
+    "cnn": Task(
+        "a ResNet with BatchNorm and ReLU on scanned digits",
+        ResNet,
+        _digits,
+        Workload("resnet", layers=1, width=16, heads=1, context=16, batch=64, steps=150),
+        3e-3,
+        classes=True,
+    ),
+    "lstm": Task(
+        "an LSTM cell, character by character, on Python's help topics",
+        LSTM,
+        _help,
+        Workload("lstm", layers=1, width=128, heads=1, context=32, batch=64, steps=150),
+        5e-3,
+    ),
+    "lora": Task(
+        "LoRA adapters, on the source of Python modules, of a Llama trained on the help topics",
+        _lora,
+        _source,
+        Workload("lora", layers=2, width=96, heads=4, context=64, batch=16, steps=150),
+        5e-3,
+    ),
+}
+
+
+def train(task: Task, kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Train one cell.
+
+    Parameters
+    ----------
+    kwargs : of ActivationStore; without `min_bytes` tensors of any size go through the policy. With `budget_of` the
+        budget is what that policy holds in the first step
+    seed : of the weights, the order of batches and the store
+
+    Returns
+    -------
+    dict : losses (of every step; they end where one is not finite), held (bytes at the end of the last forward, by
+        those that plain autograd holds; None where the run ended early), held_out, accuracy (None without classes)
+    """
+    torch.set_num_threads(1)
+    work = replace(task.work, seed=seed)
+    data = task.data(task.work)
+    options = {"min_bytes": 0, "seed": seed, **kwargs}
+    if policy := options.pop("budget_of", None):
+        options["budget"] = _held(task, work, data, {**options, "policy": policy})
+    fix_seed(seed)
+    model = task.build(work)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], task.rate)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / work.steps)
+    store = ActivationStore(model, **options)
+    losses: list[float] = []
+    for step in range(work.steps):
+        with store:
+            loss = model(*data.draw(step, seed))
+        losses.append(loss.item())
+        if not isfinite(losses[-1]):
+            break
+        report = store.report() if step == work.steps - 1 else None
+        loss.backward()
+        optimizer.step()
+        falling.step()
+        optimizer.zero_grad()
+    store.close()
+    held = None if report is None else report.held_bytes / report.saved_bytes
+    return {"losses": losses, "held": held, **_evaluate(model, data.held_out, task.classes)}
+
+
+def _held(task: Task, work: Workload, data: Data, options: dict[str, Any]) -> int:
+    """Bytes at the end of the first forward."""
+    fix_seed(work.seed)
+    model = task.build(work)
+    store = ActivationStore(model, **options)
+    with store:
+        _loss = model(*data.draw(0, work.seed))  # which holds the graph
+    return store.report().held_bytes
+
+
+def _evaluate(model: nn.Module, held_out: list[Batch], classes: bool) -> dict[str, float | None]:
+    """Mean loss, and share of right answers, on data that was never trained on."""
+    model.eval()
+    right: list[float] = []
+
+    def judge(_head: nn.Module, _inputs: Batch, logits: Tensor) -> None:
+        right.append((logits.argmax(-1) == held_out[0][1]).double().mean().item())
+
+    if classes:
+        model.get_submodule("head").register_forward_hook(judge)
+    with torch.no_grad():
+        losses = [model(*batch).item() for batch in held_out]
+    return {"held_out": fmean(losses), "accuracy": right[0] if classes else None}

@@ -1,0 +1,1 @@
+"""Benchmarks and tests that need a GPU: `make gpu`."""

@@ -1,0 +1,187 @@
+"""The largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
+
+The Llama blocks of `gpu_llama.py` with one sequence, under a limit of device memory, by default that of a card of
+24 GiB: on all of an H200 host memory would be full first, and attention over so many tokens takes minutes. Two sizes
+are measured, a line through their peaks says what should fit, and that is tried: running out of memory is rare. What
+is called the largest did run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actstore import ActivationStore
+from actstore.base.units import format_nbytes
+from benchmarks.gpu import place as gpu_place
+from benchmarks.gpu.llama_model import Job, Sizes, deterministic
+from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
+from benchmarks.gpu.place import Place
+
+GIB = 2**30
+LIMIT_GIB = 24.0
+TRIES = 5  # after the two that are measured
+CLOSE = 0.03  # a context is the largest when one that is longer by so much does not fit
+STEPS = 2  # of each attempt: the second has the memory that the first left
+NAMES = (PLAIN.name, "recompute", "raw @ host", "recompute(raw @ host)", "int8 @ host")
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One length of context; `peak_bytes` and `step_ms` are None where it did not fit."""
+
+    tokens: int
+    peak_bytes: int | None = None
+    step_ms: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes is not None
+
+
+def largest(attempt: Callable[[int], Attempt], first: int, limit: int, granule: int) -> list[Attempt]:
+    """Attempts, in order, to find the most tokens whose peak is at most `limit` bytes.
+
+    Parameters
+    ----------
+    first : tokens of the first attempt; the second has twice as many
+    granule : tokens are multiples of it
+    """
+    made = [attempt(first)]
+    if not made[0].fits:
+        return made
+    made.append(attempt(2 * first))
+    for _ in range(TRIES):
+        good = sorted((one for one in made if one.fits), key=lambda one: one.tokens)
+        low, high = good[-1].tokens, min((one.tokens for one in made if not one.fits), default=None)
+        tokens = (low + high) // 2 if high else low
+        if len(good) > 1:
+            tokens = _guess(good[-2], good[-1], limit)
+            if high and tokens >= high:  # the line was too hopeful
+                tokens = (low + high) // 2
+        tokens -= tokens % granule
+        if tokens <= low * (1 + CLOSE):
+            break
+        made.append(attempt(tokens))
+    return made
+
+
+def _guess(a: Attempt, b: Attempt, limit: int) -> int:
+    """Where a line through two peaks meets the limit, a little below."""
+    assert a.peak_bytes is not None
+    assert b.peak_bytes is not None
+    slope = max(1.0, (b.peak_bytes - a.peak_bytes) / (b.tokens - a.tokens))
+    return int(b.tokens + (0.98 * limit - b.peak_bytes) / slope)
+
+
+class Search:
+    """Attempts with one job. On a GPU the allocator refuses what is over the limit; elsewhere the store's own count is
+    compared with it.
+    """
+
+    def __init__(self, job: Job, limit: int) -> None:
+        self._job, self._limit = job, limit
+        if job.place.on_gpu:
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+
+    def run(self, row: Row, first: int, granule: int) -> list[Attempt]:
+        """All attempts of a row, with one store: what it has pinned stays pinned."""
+        counted = row if self._job.place.on_gpu or row != PLAIN else KEEP
+        with entered(counted, self._job) as (enter, store):
+            return largest(lambda tokens: self._attempt(enter, store, tokens), first, self._limit, granule)
+
+    def _attempt(self, enter: Enter, store: ActivationStore | None, tokens: int) -> Attempt:
+        """Train some steps; whether they fit."""
+        place, job = self._job.place, self._job
+        job.resize(tokens)
+        place.reset_peak()
+        try:
+            step_ms = [place.elapsed_ms(lambda: job.step(enter())) for _ in range(STEPS)][-1]
+            peak = place.peak() if store is None or place.on_gpu else store.report().peak_held_bytes
+            found = Attempt(tokens, peak, step_ms) if peak <= self._limit else Attempt(tokens)
+        except torch.OutOfMemoryError:
+            found = Attempt(tokens)
+        job.model.zero_grad(set_to_none=True)
+        gc.collect()  # what the error's traceback held
+        place.empty_cache()
+        return found
+
+
+def run_all(place: Place, limit: int, save: Callable[[Found], None]) -> Found:
+    """Search with each row and save after each."""
+    sizes = Sizes.at(place, tokens=place.sized(4096, 64))
+    found: Found = {"limit_bytes": limit, "sizes": asdict(sizes), "dry_run": not place.on_gpu, "rows": []}
+    search = Search(Job(place, sizes), limit)
+    names = place.sized(NAMES, NAMES[:2])
+    for row in [row for row in (PLAIN, *ROWS) if row.name in names]:
+        figures: Found = {"name": row.name}
+        try:
+            made = search.run(row, sizes.tokens, place.sized(512, 16))
+            best = max((one for one in made if one.fits), key=lambda one: one.tokens, default=Attempt(0))
+            figures |= {**asdict(best), "attempts": [asdict(one) for one in made]}
+            print(f"{row.name}: {best.tokens} tokens after {len(made)} attempts", flush=True)
+        except Exception as error:  # the other rows go on
+            figures["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        found["rows"].append(figures)
+        save(found)
+    return found
+
+
+def picture(found: Found, path: Path) -> None:
+    """Draw the largest contexts as bars into a file."""
+    from actstore.display import pictures as look
+
+    rows = [row for row in found["rows"] if row.get("tokens")][::-1]
+    figure = look.figure(1.4 + 0.5 * len(rows))
+    axes = figure.add_subplot()
+    bars = axes.barh([row["name"] for row in rows], [row["tokens"] for row in rows], color=look.BLUE, zorder=2)
+    axes.bar_label(bars, [f"{row['tokens']:,} ({row['step_ms'] / 1e3:.2f} s)" for row in rows], padding=4)
+    note = f"{found['sizes']['layers']} layers, width {found['sizes']['width']}, bfloat16; in brackets a step"
+    look.heading(
+        axes,
+        f"Largest context under {format_nbytes(found['limit_bytes'])}",
+        note + ("; a dry run on a CPU" if found["dry_run"] else ""),
+    )
+    axes.set_xlabel("tokens")
+    axes.margins(x=0.25)
+    look.clean(axes, "x")
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu_place.add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
+    parser.add_argument("--plot", type=Path, help="draw the largest contexts into this file")
+    parser.add_argument("--limit", type=float, help=f"GiB of device memory, {LIMIT_GIB:.0f} by default")
+    options = parser.parse_args()
+    place = gpu_place.place_of(options)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
+    deterministic()
+    limit = int((options.limit or place.sized(LIMIT_GIB, 1 / 128)) * GIB)
+
+    def save(found: Found) -> None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = run_all(place, limit, save)
+    if options.plot is not None:
+        picture(found, options.plot)
+    failed = [row for row in found["rows"] if "failed" in row]
+    for row in failed:
+        print(f"{row['name']} failed: {row['failed']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""What a GPU can move and what the codecs reach of it: ``python -m benchmarks.gpu.device``.
+
+Times are taken with CUDA events around each call, after a warm-up; the figures are medians. Each call works on other
+buffers than the one before, far larger together than the cache. GB/s is 10^9 bytes a second, bytes read plus written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actstore.base.spec import Spec
+from actstore.bench import data
+from actstore.bench.codecs.contenders import KEY, Contender, OurTrip, Trip, select
+from actstore.bench.trainer import relative_error
+from actstore.codecs import Codec
+from actstore.codecs.dispatch import KernelCodec
+from actstore.errors import KernelUnavailable, SpecError
+from benchmarks.gpu import place as gpu_place
+from benchmarks.gpu.place import MIB, ROTATION, Place, rate
+
+NBYTES = 512 * MIB  # of one source buffer
+REPEATS = 40
+DTYPES = (torch.float32, torch.bfloat16)
+COLUMNS = 4096
+CHECKED_ROWS = 256  # a multiple of the tokens that share a scale
+FEW = ("int8", "expack")  # codecs of a dry run
+
+
+def ceilings(place: Place) -> dict[str, Any]:
+    """Device copy, and pinned copies over the link, each way alone and both at once."""
+    nbytes, repeats = place.sized((NBYTES, REPEATS), (4 * MIB, 5))
+    device = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
+    found: dict[str, Any] = {"nbytes": nbytes}
+
+    def measure(name: str, run: Callable[[int], Any], moved: int) -> None:
+        found[name] = rate(place.times_ms(run, repeats), moved)
+
+    measure("device_copy", lambda i: device[i].copy_(device[ROTATION + i]), 2 * nbytes)
+    host = [torch.rand(nbytes // 4) for _ in range(2)]
+    if place.on_gpu:
+        host = [memory.pin_memory() for memory in host]
+    measure("host_to_device", lambda i: device[i].copy_(host[0], non_blocking=True), nbytes)
+    measure("device_to_host", lambda i: host[1].copy_(device[i], non_blocking=True), nbytes)
+
+    def on_two_streams(index: int) -> None:
+        here = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(here)
+        with torch.cuda.stream(streams[0]):
+            device[index].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            host[1].copy_(device[ROTATION + index], non_blocking=True)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    def one_by_one(index: int) -> None:
+        device[index].copy_(host[0])
+        host[1].copy_(device[ROTATION + index])
+
+    streams = [torch.cuda.Stream() for _ in range(2)] if place.on_gpu else []
+    measure("both_ways", on_two_streams if place.on_gpu else one_by_one, 2 * nbytes)
+    return found
+
+
+def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether the first rows of what came back are those that PyTorch operations make of these rows, bit for bit.
+
+    Groups and tiles do not cross the end of these rows.
+    """
+    if not isinstance(codec, KernelCodec):
+        return True
+    rows = source[:CHECKED_ROWS]
+    kernels, shape = codec.kernels("torch", rows.dtype, rows.device), codec._shape_args(rows.shape, rows.stride())
+    payload = torch.empty(codec.size(Spec.of(rows)).nbytes, dtype=torch.uint8, device=rows.device)
+    expected = torch.empty_like(rows)
+    kernels.encode(rows, payload, rows.numel(), KEY, *shape)
+    kernels.decode(payload, expected, rows.numel(), KEY, *shape)
+    return torch.equal(found[:CHECKED_ROWS].view(torch.uint8), expected.view(torch.uint8))
+
+
+def poison(trip: Trip) -> None:
+    """Fill what a trip of ours writes with NaN, so that what is left out shows."""
+    if isinstance(trip, OurTrip):
+        trip.payload.fill_(0xA5)
+        trip.out.view(torch.uint8).fill_(0xFF)
+
+
+def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy measured beside them."""
+    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(FEW)))
+    copies = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
+    copy = rate(place.times_ms(lambda i: copies[i].copy_(copies[ROTATION + i]), REPEATS), 2 * nbytes)
+    copies.clear()
+    found: dict[str, Any] = {"nbytes": nbytes, "device_copy": copy, "rows": []}
+    for contender in select(names)[0]:
+        for dtype, name in contender.inputs(list(DTYPES)):
+            row: dict[str, Any] = {"codec": contender.name, "dtype": str(dtype).removeprefix("torch."), "data": name}
+            try:
+                row |= kernel_row(contender, dtype, name, copy["gbps"], place, nbytes)
+            except (SpecError, KernelUnavailable) as error:  # runs on the CPU only, or a package is missing
+                row["left_out"] = str(error).splitlines()[0]
+            except Exception as error:  # the other rows go on; the part fails
+                row |= {"correct": False, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+            found["rows"].append(row)
+            save(found)
+            place.empty_cache()
+    return found
+
+
+def kernel_row(
+    contender: Contender, dtype: torch.dtype, name: str, copy_gbps: float, place: Place, nbytes: int
+) -> dict[str, Any]:
+    """One codec on one dtype: the error of a trip, the ratio, and the rates both ways."""
+    shape = (nbytes // dtype.itemsize // COLUMNS, COLUMNS)
+    sources = [data.make(name, shape, dtype, seed, place.device) for seed in range(ROTATION)]
+    trips = [contender.trip(source) for source in sources]
+    for trip in trips:
+        poison(trip)
+        trip.encode()
+    found = trips[0].decode()
+    error = relative_error(*(tensor.split(CHECKED_ROWS) for tensor in (found, sources[0])))
+    good = error == 0 if contender.lossless else math.isfinite(error)
+    good &= contender.codec is None or matches(contender.codec, sources[0], found)
+    size = trips[0].payload_nbytes()
+    row: dict[str, Any] = {"error": error, "ratio": nbytes / size, "correct": good}
+    if good:
+        for verb, run in (("encode", lambda i: trips[i].encode()), ("decode", lambda i: trips[i].decode())):
+            row[verb] = rate(place.times_ms(run, place.sized(REPEATS, 3)), nbytes + size)
+            row[verb]["of_copy"] = row[verb]["gbps"] / copy_gbps
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu_place.add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file")
+    options = parser.parse_args()
+    place = gpu_place.place_of(options)
+
+    def save(found: dict[str, Any]) -> None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+    found = kernels(place, save)
+    wrong = [f"{row['codec']} {row['dtype']}" for row in found["rows"] if not row.get("correct", True)]
+    print(f"{len(found['rows'])} rows{', wrong: ' if wrong else ''}{', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

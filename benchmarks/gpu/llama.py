@@ -1,0 +1,229 @@
+"""Blocks of an 8B-class Llama under every store and peer: ``python -m benchmarks.gpu.llama --json FILE --plot FILE``.
+
+Width 4096, 32 heads, 8 key-value heads, SwiGLU of 14336, one sequence of 8,192 tokens, weights and activations in
+bfloat16. A step is forward and backward; each has a plain step right before or after it, in turn. All rows run in one
+process on one model; figures are medians. What is there is written after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import torch
+
+from actstore import ActivationStore, CapacityError
+from actstore.bench.trainer import relative_error
+from benchmarks.gpu import place as gpu_place
+from benchmarks.gpu.device import ceilings
+from benchmarks.gpu.llama_model import Job, Sizes, deterministic
+from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
+from benchmarks.gpu.place import Place
+
+WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
+SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
+LONG = (
+    "auto 50 %",
+    "save_on_cpu",
+    "raw @ host",
+    "int8",
+    "recompute(raw @ host)",
+)  # left out of a dry run, which has rows like them
+LEAST = 1.01  # times the least budget that is possible, where a share is refused
+REPORTED = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
+
+Found = dict[str, Any]
+
+
+class Bench:
+    """One job, its plain gradients, and what was found.
+
+    Attributes
+    ----------
+    found : the figures as they are written
+    """
+
+    def __init__(self, place: Place, sizes: Sizes) -> None:
+        self.place, self.job = place, Job(place, sizes)
+        self.found: Found = {"dry_run": not place.on_gpu, "sizes": asdict(sizes), "rows": []}
+        self.found["parameter_bytes"] = self.job.parameter_nbytes
+        self.found["link"] = {name: flow["gbps"] for name, flow in ceilings(place).items() if name != "nbytes"}
+        for _ in range(2):
+            self.job.step(nullcontext())
+        self._expected = [g.clone() for g in self.job.gradients()]
+        self._plain: list[Found] = []
+
+    def run(self, row: Row) -> Found:
+        """The figures of a row; `failed` is the reason where it has none."""
+        figures: Found = {"name": row.name, "kind": row.kind, "exact": row.exact}
+        try:
+            figures |= self._planned(row) if row.share else self._trained(row, 0)
+        except Exception as error:  # the other rows go on
+            figures["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.job.model.zero_grad(set_to_none=True)
+        gc.collect()  # what an error's traceback held
+        self.place.empty_cache()
+        return figures
+
+    def plain(self) -> Found:
+        """The row of the plain steps that ran beside the others."""
+        figures: Found = {"name": PLAIN.name, "kind": PLAIN.kind, "exact": True, "grad_error": 0.0, "equal": True}
+        figures |= _medians(self._plain) | {"ratio": 1.0} if self._plain else {"failed": "no step ran"}
+        figures["saved_bytes"] = self._kept().get("saved_bytes")
+        if not self.place.on_gpu:
+            figures["held_bytes"] = figures["saved_bytes"]
+        return figures
+
+    def _kept(self) -> Found:
+        return next((row for row in self.found["rows"] if row["name"] == KEEP.name), {})
+
+    def _planned(self, row: Row) -> Found:
+        """Under the row's share of what `keep` holds at its peak, or under the least that is possible."""
+        if "peak_held_bytes" not in self._kept():
+            raise RuntimeError("a share of what keep holds at its peak, and keep did not run")
+        budget = int(row.share * self._kept()["peak_held_bytes"])
+        try:
+            return {"budget": budget, **self._trained(row, budget)}
+        except CapacityError as error:
+            least = int(LEAST * error.facts["least"])
+        return {"budget": least, "refused": budget, **self._trained(row, least)}
+
+    def _trained(self, row: Row, budget: int) -> Found:
+        with entered(row, self.job, budget) as (enter, store):
+            settled = self._settled(store) if budget and store is not None else {}
+            return settled | self._measured(enter, store)
+
+    def _settled(self, store: ActivationStore) -> Found:
+        """Train until the plan is there and has been measured."""
+        end, steps = monotonic() + SETTLE_S, 0
+        while (plan := store.plan) is None or plan.measured is None:
+            if steps == SETTLE_STEPS or monotonic() > end:
+                raise RuntimeError(f"no plan was there and measured after {steps} steps")
+            self.job.step(store)
+            steps += 1
+        return {"settled_after": steps}
+
+    def _measured(self, enter: Enter, store: ActivationStore | None) -> Found:
+        for _ in range(WARMUP):
+            self.job.step(enter())
+        found = self.job.gradients()
+        error = relative_error(found, self._expected)
+        equal = all(torch.equal(a, b) for a, b in zip(found, self._expected, strict=True))
+        del found
+        samples = []
+        for repeat in range(self.place.sized(REPEATS, 2)):
+            pair: dict[str, Found] = {}
+            for name in ("plain", "row")[:: 1 if repeat % 2 else -1]:
+                pair[name] = self._sample(nullcontext if name == "plain" else enter, store if name == "row" else None)
+            self._plain.append(pair["plain"])
+            samples.append(pair["row"] | {"ratio": pair["row"]["step_ms"] / pair["plain"]["step_ms"]})
+        figures: Found = {"grad_error": error, "equal": equal, **_medians(samples), "samples": samples}
+        if store is not None and (plan := store.plan) is not None:
+            figures |= {"predicted_ms": plan.predicted.step, "predicted_bytes": int(plan.predicted.peak)}
+            figures |= {"bound_ms": plan.bound, "policy": plan.text}
+        return figures
+
+    def _sample(self, enter: Enter, store: ActivationStore | None) -> Found:
+        """One step: milliseconds, bytes, and what the store says of it."""
+        place, job, held = self.place, self.job, 0
+        job.model.zero_grad(set_to_none=True)
+        gc.collect()
+        before = place.allocated()
+
+        def step() -> None:
+            nonlocal held
+            with enter():
+                loss = job.forward()
+            held = place.allocated() - before
+            job.backward(loss)
+
+        place.reset_peak()
+        figures: Found = {"step_ms": place.elapsed_ms(step)}
+        if place.on_gpu:
+            reference = sum(g.nbytes for g in self._expected)
+            figures |= {"held_bytes": held, "peak_bytes": place.peak() - reference}
+        if store is not None:
+            report = store.report()
+            figures |= {name: getattr(report, name) for name in REPORTED}
+            figures["host_bytes"] = sum(medium.peak_bytes for medium in report.media if medium.tier == "host")
+            if not place.on_gpu:
+                figures["held_bytes"] = report.held_bytes
+        return figures
+
+
+def _medians(samples: list[Found]) -> Found:
+    return {name: median(sample[name] for sample in samples) for name in samples[0]}
+
+
+def run_all(bench: Bench, rows: tuple[Row, ...], save: Callable[[Found], None]) -> Found:
+    """Run each row and save after each."""
+    found = bench.found
+    for row in rows:
+        missing = row.missing(bench.job.place.on_gpu)
+        figures = {"name": row.name, "left_out": missing} if missing else bench.run(row)
+        found["rows"] = [*found["rows"], figures]
+        found["plain"] = bench.plain()
+        save(found)
+        print(f"{row.name}: {_said(figures)}", flush=True)
+    return found
+
+
+def _said(figures: Found) -> str:
+    if "step_ms" in figures:
+        return f"{figures['step_ms']:.1f} ms, {figures['ratio']:.2f} times plain"
+    return str(figures.get("left_out") or figures["failed"])
+
+
+def wrong(found: Found) -> list[str]:
+    """What failed, and which exact rows have other gradients than plain."""
+    rows = found["rows"]
+    said = [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
+    return said + [
+        f"{row['name']}: other gradients than plain"
+        for row in rows
+        if row.get("exact") and "equal" in row and not row["equal"]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu_place.add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
+    parser.add_argument("--plot", type=Path, help="draw memory against time here, and <name>-timeline beside it")
+    options = parser.parse_args()
+    place = gpu_place.place_of(options)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
+    deterministic()
+
+    def save(found: Found) -> None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    bench = Bench(place, Sizes.at(place))
+    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in LONG)), save)
+    if options.plot is not None:
+        try:
+            from benchmarks.gpu import llama_plot as gpu_llama_plot
+
+            gpu_llama_plot.scatter(found, options.plot)
+            gpu_llama_plot.step(bench.job, options.plot.with_stem(f"{options.plot.stem}-timeline"))
+        except ImportError as error:
+            found["picture"] = f"no picture: {error}"
+            save(found)
+    said = wrong(found)
+    for line in said:
+        print(line, file=sys.stderr)
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

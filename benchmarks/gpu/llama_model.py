@@ -1,0 +1,158 @@
+"""Blocks of an 8B-class Llama, in bfloat16, on the characters of Python's help topics."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from actstore.bench.workloads.text import text
+from benchmarks.gpu.place import Place
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model, and of a step: one sequence of `tokens`."""
+
+    layers: int = 8
+    width: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    hidden: int = 14336
+    tokens: int = 8192
+
+    @classmethod
+    def at(cls, place: Place, **changed: int) -> Sizes:
+        sizes = place.sized(cls(), cls(layers=4, width=64, heads=4, kv_heads=2, hidden=192, tokens=64))
+        return replace(sizes, **changed)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries and rotary positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.size = sizes.width // sizes.heads
+        self.q = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.k = nn.Linear(sizes.width, sizes.kv_heads * self.size, bias=False)
+        self.v = nn.Linear(sizes.width, sizes.kv_heads * self.size, bias=False)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (line(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for line in (self.q, self.k, self.v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return found
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: the two halves of a head are real and imaginary parts."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.RMSNorm(sizes.width), Attention(sizes)
+        self.norm2, self.mlp = nn.RMSNorm(sizes.width), SwiGLU(sizes)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin)
+        found: Tensor = x + self.mlp(self.norm2(x))
+        return found
+
+
+class Llama(nn.Module):
+    """``model(codes)`` is the mean cross entropy of predicting each character after those before it."""
+
+    def __init__(self, sizes: Sizes, characters: int) -> None:
+        super().__init__()
+        self.size = sizes.width // sizes.heads
+        self.embed = nn.Embedding(characters, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, characters, bias=False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embed(codes[:, :-1])
+        with torch.no_grad():
+            rates = 5e5 ** -torch.arange(0, 1, 2 / self.size, device=x.device)
+            angles = torch.outer(torch.arange(x.shape[1], device=x.device), rates).repeat(1, 2)
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), codes[:, 1:].flatten())
+
+
+class Job:
+    """A model on a device, and one batch. Weights and gradients stay: a step is forward and backward, no optimizer.
+
+    Attributes
+    ----------
+    parameter_nbytes : of the weights; gradients take as much
+    """
+
+    def __init__(self, place: Place, sizes: Sizes) -> None:
+        self.place = place
+        characters = sorted(set(text()))
+        torch.manual_seed(0)
+        with torch.device(place.device):
+            self.model = Llama(sizes, len(characters)).bfloat16()
+        codes = {character: code for code, character in enumerate(characters)}
+        self._codes = torch.tensor([codes[character] for character in text()], device=place.device)
+        self.parameter_nbytes = sum(p.nbytes for p in self.model.parameters())
+        self.resize(sizes.tokens)
+
+    def resize(self, tokens: int) -> None:
+        """Take another length of context."""
+        self.tokens = tokens
+        self.batch = self._codes[: tokens + 1].clone().unsqueeze(0)
+
+    def forward(self) -> Tensor:
+        """The loss. On a GPU by flash attention, whose backward repeats its bits when told to be deterministic."""
+        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.place.on_gpu else nullcontext()
+        with flash:
+            loss: Tensor = self.model(self.batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward; recomputed blocks attend as forward did."""
+        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.place.on_gpu else nullcontext()
+        with flash:
+            torch.autograd.backward(loss)
+
+    def gradients(self) -> list[Tensor]:
+        """Of all weights, after a backward."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def step(self, context: AbstractContextManager[object]) -> None:
+        """Forward within `context`, and backward outside of it."""
+        self.model.zero_grad(set_to_none=True)
+        with context:
+            loss = self.forward()
+        self.backward(loss)
+
+
+def deterministic() -> None:
+    """Two runs of a step give the same bits."""
+    torch.use_deterministic_algorithms(True)
+    # or else every fresh buffer is written twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

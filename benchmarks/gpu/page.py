@@ -1,0 +1,188 @@
+"""The figures of a GPU as a page of Markdown. It shows what was measured and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu import page_llama as gpu_page_llama
+from benchmarks.gpu import page_transfer as gpu_page_transfer
+from benchmarks.gpu.verdicts import verdicts
+from benchmarks.markdown import cell, table
+
+MIB = 2**20
+
+
+def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
+    """The page of one GPU; each part says when and with what it was measured.
+
+    Parameters
+    ----------
+    pictures : files beside the page, by what their part calls them
+    """
+    dry = "**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**"
+    lines = [dry, ""] if found["dry_run"] else []
+    title = "Dry run of the GPU suite" if found["dry_run"] else found["gpu"]
+    lines += [f"# {title}", "", "Written by `make gpu`; how each figure is measured: [README](../README.md).", ""]
+    lines += ["## Verdicts", "", *_verdicts(found["parts"]), ""]
+    for file, words in _PICTURES.items():
+        if file in pictures:
+            lines += [f"![{words}]({pictures[file]})", ""]
+    for name in [name for name in _TITLES if name in found["parts"]]:
+        part = found["parts"][name]
+        env, figures = part["environment"], part["figures"]
+        lines += [f"## {_TITLES[name]}", ""]
+        if part["status"] != "ok":
+            lines += [f"**{part['status']}** after {part['seconds']} s: {cell(part['said'])}", ""]
+        if figures is not None and name in _PAGES:
+            lines += [*_PAGES[name](figures), ""]
+        elif part["status"] == "ok":
+            lines += [part["said"], ""]
+        lines += [
+            f"{part['seconds']:.0f} s, {env['time']}: actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
+        ]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _verdicts(parts: dict[str, Any]) -> list[str]:
+    words = {True: "PASS", False: "**FAIL**", None: "not measured"}
+    rows = [[verdict.promise, words[verdict.good], verdict.found or "-"] for verdict in verdicts(parts)]
+    return table(["promise", "verdict", "measured"], rows)
+
+
+def _tests(figures: dict[str, Any]) -> list[str]:
+    """Counts, what failed, and why tests were skipped."""
+    counts = ", ".join(f"{len(figures[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
+    lines = [counts + ("." if figures["finished"] else "; not finished."), ""]
+    lines += [f"- `{test}` **failed**: {cell(reason)}" for test, reason in figures["failed"].items()]
+    skipped = Counter(figures["skipped"].values())
+    lines += [f"- {count} skipped: {cell(reason)}" for reason, count in skipped.most_common()]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _cupy(env: dict[str, Any]) -> str:
+    versions = [f"{name} {env[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if env.get(name)]
+    return f"{', '.join(versions) or 'no CuPy'}, Python {env['python']}"
+
+
+def _ceilings(figures: dict[str, Any] | None) -> list[str]:
+    if not figures:
+        return []
+    names = {
+        "device_copy": "device copy, read plus written",
+        "host_to_device": "pinned host to device",
+        "device_to_host": "device to pinned host",
+        "both_ways": "both at once, together",
+    }
+    rows = [
+        [title, f"{figures[key]['gbps']:.1f}", f"{figures[key]['ms']:.3f}", _spread(figures[key])]
+        for key, title in names.items()
+        if key in figures
+    ]
+    size = f"Buffers of {figures['nbytes'] / MIB:.0f} MiB."
+    return [size, "", *table(["copy", "GB/s", "median ms", "quartiles ms"], rows), ""]
+
+
+def _spread(times: dict[str, float]) -> str:
+    return f"{times['low_ms']:.3f} .. {times['high_ms']:.3f}"
+
+
+def _kernels(figures: dict[str, Any]) -> list[str]:
+    rows = [row for row in figures["rows"] if "error" in row]
+    lines = [
+        [f"{row['codec']} {row['dtype']}", row["data"], f"{row['ratio']:.2f}", _kernel_error(row), *_kernel_rates(row)]
+        for row in rows
+    ]
+    gbps = figures["device_copy"]["gbps"]
+    copy = f"Sources of {figures['nbytes'] / MIB:.0f} MiB; a device copy beside them: {gbps:.0f} GB/s."
+    header = ["codec", "data", "ratio", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
+    notes = [
+        f"- {row['codec']} {row['dtype']} {kind}: {cell(row[key])}"
+        for row in figures["rows"]
+        for key, kind in (("failed", "**failed**"), ("left_out", "is left out"))
+        if key in row
+    ]
+    return [copy, "", *table(header, lines), *([""] if notes else []), *notes]
+
+
+def _kernel_error(row: dict[str, Any]) -> str:
+    if not row["correct"]:
+        return "**WRONG**"
+    return f"{100 * row['error']:.3f} %" if row["error"] else "0 (exact)"
+
+
+def _kernel_rates(row: dict[str, Any]) -> list[str]:
+    cells = []
+    for verb in ("encode", "decode"):
+        times = row.get(verb)
+        cells += [f"{times['gbps']:.0f}", f"{100 * times['of_copy']:.0f} %"] if times else ["-", "-"]
+    return cells
+
+
+def _bench(figures: dict[str, Any]) -> list[str]:
+    work = figures["workload"]
+    size = (
+        f"{work['model']}, {work['layers']} layers, width {work['width']}, heads {work['heads']}, "
+        f"context {work['context']}, batch {work['batch']}, {work['dtype']}; {work['steps']} timed steps."
+    )
+    rows = [[row["name"], *_bench_cells(row)] for row in figures["rows"]]
+    header = ["row", "step ms", "times plain", "saved MiB", "held MiB", "peak MiB", "loss", "gradient error"]
+    notes = [f"- {row['name']} failed: {cell(row['failed'])}" for row in figures["rows"] if row["failed"]]
+    notes += [f"- {out['name']} is left out: {out['reason']}" for out in figures["left_out"]]
+    return [size, "", *table(header, rows), *([""] if notes else []), *notes]
+
+
+def _bench_cells(row: dict[str, Any]) -> list[str]:
+    def number(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "-" if value is None else format(value * scale, form)
+
+    error = "0 (exact)" if row["bit_equal"] else number(row["grad_error"], ".3f", 100) + " %"
+    return [
+        number(row["step_ms"], ".1f"),
+        number(row["ratio"], ".2f"),
+        number(row["saved_bytes"], ".0f", 1 / MIB),
+        number(row["held_bytes"], ".0f", 1 / MIB),
+        number(row["peak_bytes"], ".0f", 1 / MIB),
+        number(row["loss"], ".4f"),
+        error if row["grad_error"] is not None else "-",
+    ]
+
+
+def _hotpath(figures: dict[str, Any]) -> list[str]:
+    rows = [
+        [name, f"{row['added_us']:.2f}", f"{row['chain']:.2f}", f"{row['direct']:.2f}"]
+        for name, row in figures["rows"].items()
+    ]
+    unit = f"One unit, what identity hooks add to a saved tensor: {figures['unit_us']:.2f} us."
+    return [unit, "", *table(["store", "added us", "chain, units", "direct, units"], rows)]
+
+
+_TITLES = {
+    "llama": "Llama blocks",
+    "context": "The largest context that fits",
+    "transfer": "The transfer engine",
+    "kernels": "Codecs",
+    "exact": "Exactness in float32",
+    "hotpath": "Host time for a saved tensor of 4 KB",
+    "tests": "Tests that need a GPU",
+    "codecs": "Tests of the codecs on the GPU",
+    "sanitizer": "compute-sanitizer over the kernels",
+}
+_PICTURES = {
+    "llama.png": "Llama blocks: memory against time",
+    "llama-timeline.png": "one step of the Llama blocks with raw @ host",
+    "context.png": "the largest context that fits",
+    "transfer.png": "one step of a chain whose compute is longer than its copies",
+}
+_PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "llama": gpu_page_llama.lines,
+    "context": gpu_page_llama.context,
+    "transfer": lambda figures: [*_ceilings(figures.get("ceilings")), *gpu_page_transfer.lines(figures)],
+    "kernels": _kernels,
+    "tests": _tests,
+    "codecs": _tests,
+    "exact": _bench,
+    "hotpath": _hotpath,
+}

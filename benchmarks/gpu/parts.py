@@ -1,0 +1,92 @@
+"""The parts of the GPU suite, in their order, with their time limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu.place import Place
+
+TOTAL_S = 525.0  # of nine minutes; the rest is for starting and writing
+DRY_TOTAL_S = 600.0  # for a busy machine; about a minute of one core is needed
+
+CODECS = "tests/codecs/test_cuda.py"
+TESTS = (
+    "tests/autograd/test_flex.py",
+    "tests/check/test_gradients.py",
+    "tests/codecs/test_bnb8.py",
+    "tests/devices/test_accelerator.py",
+    "tests/system/test_cuda_store.py",
+    "tests/system/test_cuda_transfer.py",
+)
+# What is kept beside the figures, as its part calls it.
+PICTURES = (
+    "llama.png",
+    "llama-timeline.png",
+    "llama-timeline.chrome.json",
+    "context.png",
+    "transfer.png",
+    "transfer.ndjson",
+    "transfer.chrome.json",
+)
+PLACED, JSON = ("--device", "{device}", "--scale", "{scale}"), ("--json", "{json}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command, run by this Python in the root of the repository.
+
+    Attributes
+    ----------
+    command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder, the others
+        what they say
+    limit_s : after this long it is stopped
+    alone : whether nothing may run beside it: it takes times. Others run side by side where they are neighbours
+    small : more arguments of a dry run
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    alone: bool = True
+    small: tuple[str, ...] = ()
+
+    def arguments(self, place: Place) -> list[str]:
+        """The command, for a device and a scale."""
+        words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("6", "1")}
+        command = [*self.command, *(self.small if place.small else ())]
+        return [words.get(argument, argument) for argument in command]
+
+
+# What is right comes first, then figures by their worth. The limits follow from what a part must do on an H200 (500
+# TFLOP/s, 55 GB/s each way, 4 TB/s) and 10 s for a process to start:
+# codecs    580 tests against oracles in NumPy take 150 s on one core, so 25 s on six; 15 sources to compile, 10 s
+# tests     165 tests of a second or less; four of them start a process
+# exact     seven processes of 10 s, and some steps of 30 ms
+# sanitizer 500 small kernels under each of three tools, which start slowly
+# llama     12 TFLOP a layer and 8 layers: 0.2 s a step, 0.3 to 0.6 s in rows that move 11 GB; 13 rows of 13 steps are
+#           70 s, two plans of some 40 steps 40 s; 11 GB are pinned twice, 4 s each time
+# transfer  moves 1 GiB about 100 times each way (4 s), steps of 0.2 s, pins 6 GB
+# context   steps of 1 to 3 s at 20,000 to 50,000 tokens, six of a row: 60 s; 65 GB are pinned, 20 s
+# kernels   80 rows of 100 calls of 0.3 ms; the error of 128 million elements in float64 takes longer: 0.5 s a row
+# hotpath   200 rounds of 20 ms
+PARTS = (
+    Part(
+        "codecs",
+        ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{workers}", "--", CODECS, "-m", "gpu"),
+        130,
+        alone=False,
+    ),
+    Part("tests", ("-m", "benchmarks.gpu.pytests", *JSON, "--", *TESTS, "-m", "gpu"), 130, alone=False),
+    Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
+    Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), 130, alone=False),
+    Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), 170),
+    Part("transfer", ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"), 80),
+    Part("context", ("-m", "benchmarks.gpu.context", *PLACED, *JSON, "--plot", "{plot}"), 120),
+    Part("kernels", ("-m", "benchmarks.gpu.device", *PLACED, *JSON), 120),
+    Part(
+        "hotpath",
+        ("-m", "benchmarks.hotpath.run", "--device", "{device}", *JSON),
+        60,
+        small=("--rounds", "3", "--length", "20"),
+    ),
+)

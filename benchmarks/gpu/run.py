@@ -1,0 +1,161 @@
+"""All that needs a GPU, in one run of at most nine minutes: ``make gpu``.
+
+Each part is a process of its own with a time limit; what is there when the time ends is kept. The figures go to
+``benchmarks/results/<gpu>.json`` and ``<gpu>.md`` beside it after each part, with pictures. A part that was run before
+and not now keeps its older figures, with their time and versions. Nothing is installed.
+
+``make gpu DEVICE=cpu SCALE=small RESULTS=DIR`` runs every part on the CPU, to see that all of it works: the same files,
+in which no figure is of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from actstore.bench.environment import environment
+from benchmarks.gpu.page import page
+from benchmarks.gpu.parts import DRY_TOTAL_S, PARTS, PICTURES, TOTAL_S, Part
+from benchmarks.gpu.place import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+WORK = ROOT / "build" / "gpu"
+KILL_S = 5.0
+OURS = ("actstore", "benchmarks", "tests")
+
+
+def run_part(part: Part, limit_s: float, work: Path, place: Place) -> dict[str, Any]:
+    """Run a part for at most `limit_s` seconds.
+
+    Returns
+    -------
+    dict : ``status`` (ok, failed, stopped, or left out where a package is missing), ``seconds``, ``said`` (its last
+        line), and ``figures``, what it wrote as JSON, complete or not; None where it wrote none. Its whole output is in
+        ``<part>.log`` in the work folder.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    for old in [*work.glob(f"{part.name}.*"), *work.glob(f"{part.name}-*")]:
+        old.unlink()
+    files = {kind: work / f"{part.name}.{ending}" for kind, ending in _FILES.items()}
+    named = {f"{{{kind}}}": str(file) for kind, file in files.items()}
+    command = [sys.executable, *(named.get(argument, argument) for argument in part.arguments(place))]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
+    environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS adds in one order only with this
+    if not place.on_gpu:
+        environ["OMP_NUM_THREADS"] = "1"  # parts run side by side, on few cores
+    start = monotonic()
+    with files["log"].open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        status = _wait(process, limit_s)
+    lines = files["log"].read_text(errors="replace").splitlines()
+    said = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", said) if status == "failed" else None
+    if missing and missing[1] not in OURS:
+        status, said = "left out", f"{missing[1]} is not installed"
+    seconds = round(monotonic() - start, 1)
+    return {"status": status, "seconds": seconds, "said": said, "figures": _read(files["json"])}
+
+
+_FILES = {"json": "json", "log": "log", "plot": "png", "trace": "ndjson"}
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    try:
+        return "ok" if process.wait(timeout=limit_s) == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        process.wait(timeout=KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return "stopped"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # not written, or stopped while writing
+        return None
+
+
+def slug(gpu: str) -> str:
+    """A file name for a GPU: ``NVIDIA H200`` becomes ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def write(found: dict[str, Any], name: str, results: Path, work: Path) -> None:
+    """Write the figures, their page and the pictures to the results folder."""
+    results.mkdir(parents=True, exist_ok=True)
+    for file in PICTURES:
+        if (work / file).exists():
+            shutil.copy(work / file, results / f"{name}-{file}")
+    pictures = {file: f"{name}-{file}" for file in PICTURES if (results / f"{name}-{file}").exists()}
+    (results / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (results / f"{name}.md").write_text(page(found, pictures))
+
+
+def run_all(parts: Iterable[Part], results: Path, work: Path, place: Place, total_s: float) -> int:
+    """Run the parts in order, those side by side that stand so, writing after each; the exit code."""
+    end = monotonic() + total_s
+    env = environment()
+    name = slug(env["gpu"]) if place.on_gpu else "dry-run"
+    found: dict[str, Any] = _read(results / f"{name}.json") or {"parts": {}}
+    found |= {"gpu": env["gpu"], "dry_run": not place.on_gpu}
+    good = True
+    for _, group in groupby(parts, key=lambda part: part.name if part.alone else ""):
+        some, left_s = list(group), end - monotonic()
+        if left_s < 1:
+            print("not run, the time is over:", ", ".join(part.name for part in some))
+            good = False
+            continue
+        with ThreadPoolExecutor(len(some)) as threads:
+            limits_s = {part: min(part.limit_s, left_s) if place.on_gpu else left_s for part in some}
+            running = {threads.submit(run_part, part, limits_s[part], work, place): part for part in some}
+            for done in as_completed(running):
+                part, result = running[done], done.result()
+                good &= result["status"] in ("ok", "left out")
+                print(f"{part.name:<10} {result['status']}, {result['seconds']:.0f} s. {result['said']}", flush=True)
+                found["parts"][part.name] = {"environment": env, **result}
+                write(found, name, results, work)
+    print(f"figures: {os.path.relpath(results / name)}.md; output of each part: {os.path.relpath(work)}/<part>.log")
+    return 0 if good else 1
+
+
+def main() -> int:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=names, help="run only this part; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
+    parser.add_argument("--scale", choices=("full", "small"), help="small is that of a dry run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="write figures, pictures and logs to this folder")
+    options = parser.parse_args()
+    place, results = Place(options.device, options.scale == "small"), options.results.resolve()
+    if place.on_gpu and not torch.cuda.is_available():
+        print("no CUDA device here: make gpu measures on a GPU and writes nothing without one", file=sys.stderr)
+        return 2
+    if not place.on_gpu and (results == RESULTS or not place.small):
+        print("a dry run: make gpu DEVICE=cpu SCALE=small RESULTS=a folder of its own", file=sys.stderr)
+        return 2
+    work = WORK if results == RESULTS else results / "parts"
+    chosen = [part for part in PARTS if not options.part or part.name in options.part]
+    return run_all(chosen, results, work, place, TOTAL_S if place.on_gpu else DRY_TOTAL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

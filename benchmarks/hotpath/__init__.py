@@ -1,0 +1,1 @@
+"""The Python cost of one saved tensor."""

@@ -1,0 +1,1 @@
+"""The planner: quality and speed of its plans."""

@@ -1,0 +1,121 @@
+"""Machines for the simulator: what compute and copies can reach, from data sheets and reports. None was measured here.
+
+Rates of links are what copies of pinned memory are commonly seen to reach, not those of the bus: 12 of 15.75 GB/s on
+PCIe 3.0 x16, 25 of 31.5 on PCIe 4.0, 55 of 63 on PCIe 5.0. `flops` are dense, of bfloat16 (float16 on Volta). Disks,
+`latency` and `both_ways` are assumptions: a common NVMe drive, 10 µs a copy, a tenth lost when both ways run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from actstore.plan.solver.chain import Links
+
+GBPS = 1e6  # bytes in a millisecond
+TFLOPS = 1e9  # operations in a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device and the node it is in.
+
+    Attributes
+    ----------
+    links : of one device alone
+    node : what all devices of a node have together: host memory, switches, the disk. Those that copy at the same
+        time share it evenly
+    latency : ms that a link needs for each copy beyond its bytes
+    both_ways : part of its rate that each direction of a link keeps while the other one runs, too
+    beside_copies : part of its speed that compute keeps while a copy runs
+    flops : operations in a millisecond, at best
+    memory_rate : bytes in a millisecond that the device reads or writes in its own memory, at best
+    memory : bytes of the device
+    """
+
+    links: Links = field(default_factory=Links)
+    node: Links = field(default_factory=Links)
+    latency: float = 0.0
+    both_ways: float = 1.0
+    beside_copies: float = 1.0
+    flops: float = inf
+    memory_rate: float = inf
+    memory: float = inf
+
+
+# NVIDIA H100 data sheet, SXM5: 989 TFLOPS, 3.35 TB/s, 80 GB, PCIe 5.0. Disk: two drives.
+H100_SXM = Hardware(
+    Links(55 * GBPS, 55 * GBPS, 12 * GBPS, 13 * GBPS),
+    Links(disk_out=12 * GBPS, disk_back=13 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=989 * TFLOPS,
+    memory_rate=3350 * GBPS,
+    memory=80e9,
+)
+
+# NVIDIA A100 data sheet, 80 GB PCIe: 312 TFLOPS, 1,935 GB/s, PCIe 4.0.
+A100_PCIE = Hardware(
+    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
+    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=312 * TFLOPS,
+    memory_rate=1935 * GBPS,
+    memory=80e9,
+)
+
+# NVIDIA A100 data sheet, 80 GB SXM: as above, but 2,039 GB/s. On a DGX A100 two devices share the PCIe 4.0 x16 of one
+# switch: eight have 100 GB/s together.
+A100_SXM = Hardware(
+    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
+    Links(100 * GBPS, 100 * GBPS, 5 * GBPS, 6.5 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=312 * TFLOPS,
+    memory_rate=2039 * GBPS,
+    memory=80e9,
+)
+
+# NVIDIA GH200 data sheet, 96 GB: 990 TFLOPS, 4 TB/s. The link is NVLink-C2C, 450 GB/s each way on paper; on one machine
+# copies out reached 170 GB/s and copies back 411.
+GH200 = Hardware(
+    Links(170 * GBPS, 411 * GBPS, 5 * GBPS, 6.5 * GBPS),
+    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=990 * TFLOPS,
+    memory_rate=4000 * GBPS,
+    memory=96e9,
+)
+
+# NVIDIA Ada white paper, RTX 4090: 165.2 TFLOPS (accumulating in float32), 1,008 GB/s, 24 GB, PCIe 4.0.
+RTX_4090 = Hardware(
+    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
+    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=165.2 * TFLOPS,
+    memory_rate=1008 * GBPS,
+    memory=24e9,
+)
+
+# NVIDIA Titan V page: 110 TFLOPS of float16, 652.8 GB/s, 12 GB, PCIe 3.0 x16.
+TITAN_V = Hardware(
+    Links(12 * GBPS, 12 * GBPS, 2 * GBPS, 3 * GBPS),
+    Links(disk_out=2 * GBPS, disk_back=3 * GBPS),
+    latency=0.01,
+    both_ways=0.9,
+    flops=110 * TFLOPS,
+    memory_rate=652.8 * GBPS,
+    memory=12e9,
+)
+
+PRESETS = {
+    "H100 SXM": H100_SXM,
+    "A100 PCIe": A100_PCIE,
+    "A100 SXM": A100_SXM,
+    "GH200": GH200,
+    "RTX 4090": RTX_4090,
+    "Titan V": TITAN_V,
+}

@@ -1,0 +1,230 @@
+"""The GPU suite: what can be tested of it without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actstore.bench.codecs.contenders import OurTrip, select
+from actstore.bench.environment import environment
+from actstore.bench.result import Result
+from actstore.codecs import Int8, Raw
+from benchmarks.gpu import (
+    device as gpu_device,
+)
+from benchmarks.gpu import (
+    exact as gpu_exact,
+)
+from benchmarks.gpu import (
+    page as gpu_page,
+)
+from benchmarks.gpu import (
+    parts as gpu_parts,
+)
+from benchmarks.gpu import (
+    run as gpu,
+)
+from benchmarks.gpu import (
+    sanitizer as gpu_sanitizer,
+)
+from benchmarks.gpu.place import Place
+
+CPU = Place("cpu", small=True)
+COPY = {"ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "gbps": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "name"),
+    [("raw", torch.bfloat16, "gaussian"), ("int8", torch.float32, "gaussian"), ("zmask", torch.bfloat16, "relu")],
+)
+def test_a_row_of_a_kernel(text: str, dtype: torch.dtype, name: str) -> None:
+    (contender,), _ = select([text])
+    row = gpu_device.kernel_row(contender, dtype, name, 1.0, CPU, nbytes=1 << 22)
+    assert row["correct"]
+    assert (row["error"] == 0) == (text != "int8")
+    assert row["ratio"] >= 1
+
+
+@pytest.mark.parametrize("way", ["nothing is written", "another value"])
+def test_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    (contender,), _ = select(["int8"])
+    decode = OurTrip.decode
+    if way == "another value":
+        monkeypatch.setattr(OurTrip, "decode", lambda trip: decode(trip) * 1.001)
+    else:
+        monkeypatch.setattr(OurTrip, "decode", lambda trip: trip.out)
+    row = gpu_device.kernel_row(contender, torch.float32, "gaussian", 1.0, CPU, nbytes=1 << 22)
+    assert not row["correct"]
+    assert row["error"] < 0.01 or way == "nothing is written"
+
+
+def test_rate() -> None:
+    found = gpu_device.rate([1.0, 2.0, 3.0], 2 * 10**9)
+    assert found["ms"] == 2.0
+    assert found["gbps"] == 1000.0
+
+
+def test_a_lossless_row_that_is_not_exact_is_named(result: Result) -> None:
+    for row in result.rows:
+        row.bit_equal, row.loss_hex, row.failed = True, result.rows[0].loss_hex, ""
+    assert gpu_exact.inexact(result) == []
+    result.rows[1].loss_hex = (3.5).hex()
+    result.rows[2].bit_equal = False
+    assert gpu_exact.inexact(result) == [row.name for row in result.rows[1:3]]
+
+
+@pytest.mark.parametrize("place", [Place("cuda"), CPU])
+def test_the_exact_rows_are_there_and_plain_is_first(place: Place) -> None:
+    work, rows = gpu_exact.job(place)
+    assert work.device == place.device
+    assert rows[0].name == "plain"
+    assert {row.name for row in rows} == set(place.sized(gpu_exact.LOSSLESS, gpu_exact.FEW))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", gpu.__name__, "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=gpu.ROOT, env={"PYTHONPATH": "."}, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("no CUDA device here")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [["--scale", "small"], ["--results", "elsewhere"]])
+def test_a_dry_run_is_small_and_never_among_the_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *options])
+    monkeypatch.setattr(gpu, "run_all", lambda *_: pytest.fail("it ran"))
+    assert gpu.main() == 2
+    assert "RESULTS=a folder of its own" in capsys.readouterr().err
+
+
+def test_a_part_keeps_what_it_wrote_when_its_time_ends(tmp_path: Path) -> None:
+    code = "import sys, time; open(sys.argv[1], 'w').write('[1]'); print('so far', flush=True); time.sleep(60)"
+    found = gpu.run_part(gpu.Part("slow", ("-c", code, "{json}"), 60), 3, tmp_path, CPU)
+    assert found["status"] == "stopped"
+    assert found["seconds"] < 30
+    assert found["said"] == "so far"
+    assert found["figures"] == [1]
+
+
+def test_a_part_that_fails_says_its_last_line(tmp_path: Path) -> None:
+    found = gpu.run_part(gpu.Part("bad", ("-c", "raise SystemExit('no luck')"), 60), 60, tmp_path, CPU)
+    assert (found["status"], found["said"], found["figures"]) == ("failed", "no luck", None)
+
+
+@pytest.mark.parametrize(("name", "status"), [("absent", "left out"), ("benchmarks.absent", "failed")])
+def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path, name: str, status: str) -> None:
+    found = gpu.run_part(gpu.Part("lacks", ("-c", f"import {name}"), 60), 60, tmp_path, CPU)
+    assert found["status"] == status
+    assert status == "failed" or found["said"] == "absent is not installed"
+
+
+def test_every_part_has_its_page_and_its_place() -> None:
+    assert {part.name for part in gpu.PARTS} == set(gpu_page._TITLES)
+    alone = [part.alone for part in gpu.PARTS]
+    assert alone == sorted(alone)  # those side by side are neighbours
+    longest = max(part.limit_s for part in gpu.PARTS if not part.alone)
+    assert longest + next(part.limit_s for part in gpu.PARTS if part.alone) < gpu.TOTAL_S < 9 * 60
+
+
+def test_all_tests_for_a_gpu_are_run() -> None:
+    marked = {
+        str(path.relative_to(gpu.ROOT))
+        for path in (gpu.ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark." + "gpu" in path.read_text()
+    }
+    assert marked == {gpu_parts.CODECS, *gpu_parts.TESTS}
+
+
+def test_without_the_sanitizer_its_part_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py"])
+    monkeypatch.setattr(gpu_sanitizer, "sanitizer", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_sanitizer.main() == 0
+    assert capsys.readouterr().out.startswith("not run: compute-sanitizer is not installed")
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, "0 errors"), (9, "2 errors")])
+def test_what_the_sanitizer_finds_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho '========= ERROR SUMMARY: {words}'\nexit {code}\n")
+    program.chmod(0o755)
+    assert gpu_sanitizer.run(str(program), tmp_path / "said.json") == (code != 0)
+    assert json.loads((tmp_path / "said.json").read_text())["clean"] == (code == 0)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last == f"memcheck: {words}; racecheck: {words}; synccheck: {words}"
+
+
+def test_the_sanitizer_sees_every_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sanitizer.find, "variants", lambda: [Int8(), Raw()])
+    assert gpu_sanitizer.trips(Place("cpu")) == 2 * 3 * len(gpu_sanitizer.SHAPES)
+
+
+def test_results_are_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "environment", lambda: environment() | {"gpu": "Some GPU (80 GB)"})
+    code = "import sys; open(sys.argv[1], 'w').write('[]'); print('3 trips')"
+    parts = [gpu.Part("sanitizer", ("-c", code, "{plot}"), 60), gpu.Part("late", ("-c", ""), 60)]
+    monkeypatch.setattr(gpu, "PICTURES", ("sanitizer.png",))
+    assert gpu.run_all(parts[:1], tmp_path / "out", tmp_path / "work", Place("cuda"), 60) == 0
+    assert gpu.run_all(parts[1:], tmp_path / "out", tmp_path / "work", Place("cuda"), 0) == 1
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"some-gpu-80-gb.json", "some-gpu-80-gb.md", "some-gpu-80-gb-sanitizer.png"}
+    page = (tmp_path / "out" / "some-gpu-80-gb.md").read_text()
+    assert "3 trips" in page
+    assert "dry run" not in page.lower()
+
+
+def test_the_page_shows_what_was_measured_and_nothing_else(result: Result) -> None:
+    env = environment() | {"gpu": "Some GPU"}
+    kernel = {"codec": "int8", "dtype": "float32", "data": "gaussian"}
+    measured = kernel | {"error": 0.006, "ratio": 3.94, "correct": True, "encode": COPY | {"of_copy": 0.9}}
+    figures: dict[str, Any] = {
+        "transfer": {
+            "ceilings": {"nbytes": 2**20, "device_copy": COPY},
+            "goals": {},
+            "failed": {},
+            "policy": "raw @ host",
+        },
+        "kernels": {
+            "nbytes": 2**20,
+            "device_copy": COPY,
+            "rows": [
+                measured,
+                measured | {"correct": False},
+                kernel | {"correct": False, "failed": "KernelBuildError: no"},
+                kernel | {"left_out": "runs on a CPU"},
+            ],
+        },
+        "exact": json.loads(result.to_json()),
+        "hotpath": {"unit_us": 2.5, "rows": {"kept": {"added_us": 5.0, "chain": 2.0, "direct": 2.1}}},
+    }
+    parts = {
+        name: {"environment": env, "status": "ok", "seconds": 1.0, "said": "", "figures": values}
+        for name, values in figures.items()
+    }
+    parts["llama"] = {"environment": env, "status": "stopped", "seconds": 9.0, "said": "a | b", "figures": None}
+    page = gpu_page.page({"gpu": "Some GPU", "dry_run": False, "parts": parts}, {})
+    for words in (
+        "| device copy, read plus written | 1000.0 |",
+        "| int8 float32 | gaussian | 3.94 | 0.600 % | 1000 | 90 % | - | - |",
+    ):
+        assert words in page
+    assert "**WRONG**" in page
+    assert "- int8 float32 **failed**: KernelBuildError: no" in page
+    assert "- int8 float32 is left out: runs on a CPU" in page
+    assert "pinned host" not in page
+    assert "**stopped** after 9.0 s: a \\| b" in page
+    assert "- raw @ disk failed: OSError: the disk is full" in page

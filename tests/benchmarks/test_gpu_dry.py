@@ -1,0 +1,135 @@
+"""The dry run of the GPU suite: every part runs on the CPU and leaves the files that a GPU would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.gpu import pytests as gpu_tests
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.context import CLOSE, TRIES, Attempt, largest
+from benchmarks.gpu.llama_model import Job, Sizes
+from benchmarks.gpu.llama_rows import ROWS, entered
+from benchmarks.gpu.parts import PARTS, PICTURES
+from benchmarks.gpu.place import Place
+
+CPU = Place("cpu", small=True)
+WITHOUT = """
+import runpy, sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("typer", "rich", "matplotlib", "scipy", "hypothesis", "pytest_timeout", "xdist"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except ModuleNotFoundError as error:
+        print(f"{module} lacks {error.name}")
+    except SystemExit as end:
+        print(f"{module} ends with {end.code}")
+"""
+
+
+@pytest.mark.timeout(700)  # on a machine that others use too
+def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.run",
+        "--device",
+        "cpu",
+        "--scale",
+        "small",
+        "--results",
+        str(tmp_path),
+    ]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environ["PYTHONPATH"] = str(gpu.ROOT)
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "parts", "dry-run.json", "dry-run.md", *(f"dry-run-{file}" for file in PICTURES)
+    }  # fmt: skip
+    found = json.loads((tmp_path / "dry-run.json").read_text())
+    assert found["dry_run"] is True
+    assert {name: part["status"] for name, part in found["parts"].items()} == {part.name: "ok" for part in PARTS}
+    page = (tmp_path / "dry-run.md").read_text()
+    assert page.startswith("**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**\n")
+    for file in ("llama.png", "llama-timeline.png", "context.png", "transfer.png"):
+        assert f"(dry-run-{file})" in page
+        assert (tmp_path / f"dry-run-{file}").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_start_without_packages_that_they_do_not_need() -> None:
+    modules = sorted({part.command[1] for part in PARTS})
+    environ = os.environ | {"PYTHONPATH": str(gpu.ROOT)}
+    command = [sys.executable, "-c", WITHOUT, *modules]
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environ, capture_output=True, text=True, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("benchmarks.")]
+    needs = {"benchmarks.hotpath.run": "lacks rich"}
+    assert said == [f"{module} {needs.get(module, 'ends with 0')}" for module in modules], done.stderr
+
+
+def test_outcomes_of_tests_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2, 'no luck'\n"
+        "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+    )
+    command = ["-m", gpu_tests.__name__, "--json", str(tmp_path / "found.json"), "--", str(file), "-p", "no:xdist"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.splitlines()[-1] == "1 passed, 1 failed, 1 skipped"
+    assert done.returncode == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["finished"]
+    assert list(found["skipped"].values()) == ["no GPU"]
+    (reason,) = found["failed"].values()
+    assert "no luck" in reason or "assert 1 == 2" in reason
+
+
+# -- the largest context ----------------------------------------------------------------------------------------------
+
+sizes = st.integers(50, 5000)
+
+
+@given(slope=sizes, base=st.integers(0, 10**7), limit=st.integers(10**7, 10**8), bend=st.floats(0, 0.5))
+def test_the_largest_context_is_found_with_few_failures(slope: int, base: int, limit: int, bend: float) -> None:
+    """Memory that grows with the tokens, a little faster than by a line."""
+
+    def need(tokens: int) -> int:
+        return int(base + slope * tokens * (1 + bend * tokens * slope / limit))
+
+    def attempt(tokens: int) -> Attempt:
+        return Attempt(tokens, need(tokens), 1.0) if need(tokens) <= limit else Attempt(tokens)
+
+    made = largest(attempt, 1024, limit, 1)
+    best = max((one.tokens for one in made if one.fits), default=0)
+    assert len(made) <= 2 + TRIES
+    if need(1024) > limit:
+        assert (best, len(made)) == (0, 1)
+    else:
+        assert need(int(best * (1.02 + 4 * CLOSE))) > limit
+        assert sum(not one.fits for one in made) <= 3
+
+
+def test_a_row_of_the_blocks_gives_back_what_it_changed() -> None:
+    torch.manual_seed(0)
+    job = Job(CPU, Sizes.at(CPU, layers=2, tokens=16))
+    before = [vars(block).copy() for block in job.model.blocks]
+    for row in ROWS:
+        if not row.missing(on_gpu=False) and not row.share:
+            with entered(row, job) as (enter, _):
+                job.step(enter())
+        assert [vars(block) for block in job.model.blocks] == before

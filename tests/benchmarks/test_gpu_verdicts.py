@@ -1,0 +1,112 @@
+"""The verdicts of the GPU suite, and the pages of the Llama blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import page_llama as gpu_page_llama
+from benchmarks.gpu.verdicts import SANITIZED, verdicts
+
+GIB = 2**30
+ROW = {
+    "kind": "ours", "exact": True, "equal": True, "step_ms": 200.0, "ratio": 1.2, "peak_bytes": 12 * GIB,
+    "grad_error": 0.0, "stall_ms": 1.5, "host_bytes": 8 * 10**9, "offload_ms": 200.0,
+}  # fmt: skip
+PLAN = ROW | {
+    "name": "auto 25 %", "budget": 3 * GIB, "peak_held_bytes": 2 * GIB, "predicted_ms": 210.0, "bound_ms": None,
+    "settled_after": 30, "policy": "* : keep", "samples": [{"peak_held_bytes": 3 * GIB}],
+}  # fmt: skip
+PEER = ROW | {"name": "torch checkpoint", "kind": "peer", "ratio": 1.3}
+LLAMA: dict[str, Any] = {
+    "sizes": {"layers": 8, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "tokens": 8192},
+    "parameter_bytes": GIB,
+    "link": {"device_to_host": 50.0},
+    "plain": ROW | {"name": "plain", "kind": "plain", "ratio": 1.0},
+    "rows": [ROW | {"name": "raw @ host"}, PLAN, PEER, {"name": "TRL offload", "left_out": "trl is not installed"}],
+}
+TESTS: dict[str, Any] = {"passed": [f"a::{SANITIZED}[raw]", "b"], "failed": {}, "skipped": {}, "finished": True}
+TRANSFER: dict[str, Any] = {
+    "goals": {"of_ceiling": 0.9, "stall_share": 0.02, "stall_over_theory": 1.05, "allocated": 0},
+    "link": [{"nbytes": 2**20, "correct": True, "both": {"of_ceiling": 0.3}},
+             {"nbytes": 2**26, "correct": True, "both": {"of_ceiling": 0.95}}],
+    "hidden": {"equal": True, "stall_share": 0.01},
+    "exposed": {"equal": True, "stall_over_theory": 1.02},
+    "steady": {"allocated": {"engine buffers": 0}},
+}  # fmt: skip
+EXACT = {"rows": [{"bit_equal": True, "loss_hex": "0x1"}] * 3}
+FIGURES = {
+    "codecs": TESTS, "tests": TESTS, "exact": EXACT, "transfer": TRANSFER, "llama": LLAMA,
+    "kernels": {"rows": [{"correct": True}, {"left_out": "no"}]},
+    "sanitizer": {"said": {"memcheck": "0 errors"}, "clean": True, "tools": ["memcheck"]},
+}  # fmt: skip
+
+
+def judged(name: str, figures: dict[str, Any] | None = None, status: str = "ok") -> dict[str, bool | None]:
+    parts = {name: {"status": status, "said": "a line", "figures": FIGURES[name] if figures is None else figures}}
+    return {verdict.promise: verdict.good for verdict in verdicts(parts)}
+
+
+def test_everything_that_is_good_passes() -> None:
+    parts = {name: {"status": "ok", "said": "", "figures": figures} for name, figures in FIGURES.items()}
+    assert [verdict for verdict in verdicts(parts) if verdict.good is not True] == []
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "promise"),
+    [
+        ("codecs", {"failed": {"x": "no"}}, "every codec writes"),
+        ("codecs", {"finished": False}, "every codec writes"),
+        ("tests", {"failed": {f"c::{SANITIZED}[int8]": "race"}}, "torch.cuda._sanitizer"),
+        ("exact", {"rows": [*EXACT["rows"], {"bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
+        ("sanitizer", {"tools": ["memcheck", "racecheck"]}, "compute-sanitizer"),
+        ("kernels", {"rows": [{"correct": False}]}, "every kernel's"),
+        ("transfer", {"link": [TRANSFER["link"][1] | {"both": {"of_ceiling": 0.89}}]}, "both directions"),
+        ("transfer", {"hidden": {"equal": True, "stall_share": 0.02}}, "under 2 %"),
+        ("transfer", {"hidden": {"equal": False, "stall_share": 0.0}}, "every byte"),
+        ("transfer", {"exposed": {"equal": True, "stall_over_theory": 1.06}}, "at most 1.05"),
+        ("transfer", {"steady": {"allocated": {"engine buffers": 1}}}, "a steady state"),
+        ("llama", {"rows": [ROW | {"name": "keep", "equal": False}]}, "Llama blocks: exact"),
+        ("llama", {"rows": [PLAN | {"samples": [{"peak_held_bytes": 3 * GIB + 1}]}]}, "plans hold"),
+        ("llama", {"rows": [PLAN | {"predicted_ms": 179.0}]}, "plans take"),
+        ("llama", {"rows": [PEER, ROW | {"name": "raw @ host", "ratio": 1.31}]}, "faster than torch checkpoint"),
+        ("llama", {"rows": [PEER, ROW | {"name": "keep", "peak_bytes": 13 * GIB}]}, "faster than torch checkpoint"),
+        ("llama", {"rows": [PEER, ROW | {"name": "int8", "exact": False}]}, "faster than torch checkpoint"),
+    ],
+)
+def test_each_promise_can_fail(part: str, change: dict[str, Any], promise: str) -> None:
+    found = judged(part, FIGURES[part] | change)
+    assert [good for text, good in found.items() if text.startswith(promise)] == [False]
+
+
+@pytest.mark.parametrize("part", FIGURES)
+def test_half_a_part_is_not_measured(part: str) -> None:
+    """Nothing passes that was not measured, and the reason is said."""
+    assert True not in judged(part, {}, "stopped").values()
+    parts = {part: {"status": "stopped", "said": "so far", "figures": None}}
+    assert {verdict.found for verdict in verdicts(parts)} == {"stopped: so far", "not run"}
+
+
+def test_the_page_of_the_blocks() -> None:
+    page = "\n".join(gpu_page_llama.lines(LLAMA))
+    for words in (
+        "weights and gradients take 2.0 GiB of each peak",
+        "| raw @ host | 200.0 | 1.20 | 40,960 | 12.0 GiB | - | 1.5 | 7.5 GiB | 80% | 0 (exact) |",
+        "| auto 25 % | 3.0 GiB | 66.7% | 200.0 | 210.0 | - | 30 |",
+        "- TRL offload is left out: trl is not installed",
+    ):
+        assert words in page
+    lossy = ROW | {"name": "recompute", "equal": False, "grad_error": 0.004}
+    assert "**0.40%**" in "\n".join(gpu_page_llama.lines(LLAMA | {"rows": [lossy]}))
+
+
+def test_the_page_of_the_contexts() -> None:
+    attempts = [{"tokens": 4096, "peak_bytes": GIB}, {"tokens": 8192, "peak_bytes": None}]
+    row = {"name": "plain", "tokens": 4096, "step_ms": 100.0, "peak_bytes": GIB, "attempts": attempts}
+    none = {"name": "keep", "tokens": 0, "step_ms": None, "attempts": []}
+    figures = {"sizes": {"layers": 8}, "limit_bytes": GIB, "rows": [row, none, {"name": "int8", "failed": "no"}]}
+    page = "\n".join(gpu_page_llama.context(figures))
+    assert "| plain | 4,096 | 1.00 | 100 | 40,960 | 1.0 GiB | 4,096, 8,192 (too long) |" in page
+    assert "- int8 **failed**: no" in page
+    assert "- keep: not even the first attempt fits" in page

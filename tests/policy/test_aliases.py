@@ -1,0 +1,83 @@
+"""Aliases in policies: the parts of a model whatever their names."""
+
+import pytest
+import torch
+from torch import nn
+
+import actstore
+from actstore import ActivationStore, Encode, Int8, PolicyError, Recompute, Rules
+from actstore.policy.aliases import expand
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.norm1, self.norm2 = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.attn.q_norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = x + self.attn.q_norm(self.attn(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+def model():
+    return nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(12)), "norm": nn.LayerNorm(4)})
+
+
+EXPANDED = {
+    "@blocks : int8": ["layers.*"],
+    "@attention : int8": ["layers.*.attn"],
+    "@mlp : int8": ["layers.*.mlp"],
+    "@norm : int8": ["norm", "layers.*.norm1", "layers.*.norm2"],
+    "@mlp.0 : int8": ["layers.*.mlp.0"],
+    "@mlp/hidden : int8": ["layers.*.mlp/hidden"],
+    "layers.0 : keep; @mlp : int8": ["layers.0", "layers.*.mlp"],
+}
+
+
+@pytest.mark.parametrize("text", EXPANDED)
+def test_an_alias_stands_for_names(text):
+    expanded = expand(Rules.parse(text), model())
+    assert [pattern for pattern, _ in expanded.rules] == EXPANDED[text]
+
+
+def test_a_glob_that_would_cover_more_is_not_used():
+    blocks = nn.ModuleList(nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(4, 4)})}) for _ in range(2))
+    for block in blocks:
+        block["output"] = nn.Linear(4, 4)
+    net = nn.ModuleDict({"layer": blocks})
+    assert [name for name, _ in expand(Rules.parse("@mlp : int8"), net).rules] == ["layer.0.output", "layer.1.output"]
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [name for name, _ in expand(Rules.parse("@blocks : int8"), plain).rules] == ["0", "1"]
+
+
+def test_rules_as_values_have_aliases_too():
+    rules = Rules([("@mlp", Recompute()), ("@attention", Encode(Int8()))], default=Encode(Int8()))
+    expanded = expand(rules, model())
+    assert expanded.decide("layers.3.mlp.0") == Recompute()
+    assert expanded.default == rules.default
+    assert expand(Rules.parse("layers.* : int8"), model()) == Rules.parse("layers.* : int8")
+
+
+def test_a_store_follows_them():
+    net = nn.Sequential(*(Block() for _ in range(3)))
+    store = ActivationStore(net, "@mlp : recompute; @norm : int8", min_bytes=0)
+    with store:
+        loss = net(torch.randn(64, 4)).sum()
+    loss.backward()
+    decisions = {site.site.split("[")[0]: site.decision for site in store.report().sites}
+    assert decisions["0.norm1"] == "int8"
+    assert "0.mlp.0" not in decisions  # only the input of its region is saved
+    assert "0.mlp" in decisions
+
+
+def test_what_cannot_be_is_refused_with_the_names_that_there_are():
+    with pytest.raises(PolicyError, match="'@mpl' is no alias; did you mean '@mlp'"):
+        ActivationStore(model(), "@mpl : int8")
+    with pytest.raises(PolicyError, match=r"'@attention' finds nothing.*it has layers\.\*"):
+        ActivationStore(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])}), "@attention : int8")
+    with pytest.raises(PolicyError, match="no model was given"):
+        ActivationStore(policy="@mlp : int8")
+    with pytest.raises(actstore.PolicyError, match=r"layers\.\*\.mlp\.x' matches no module"):
+        ActivationStore(model(), "@mlp.x : int8")
