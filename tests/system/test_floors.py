@@ -1,156 +1,109 @@
-"""The floors of the package: a file imports only from lower ones."""
+"""The floors of the package: rooms import lower rooms only, and nothing imports in a circle."""
 
-import ast
-from collections.abc import Iterator
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "actstore"
-
-# From the ground up. A set is a room: its files may import each other and every lower floor, but no other room.
-FLOORS = (
-    (
-        {
-            "_version",
-            "errors",
-            "extensions",
-            "units",
-            "spec",
-            "layout",
-            "reaper",
-            "storage",
-            "ticket",
-            "job",
-            "checksum",
-            "generators",
-            "weights",
-            "untraced",
-            "surroundings",
-            "trees",
-            "html",
-            "pictures",
-        },
-    ),
-    ({"devices"},),
-    ({"kernels"}, {"codecs"}, {"tiers"}, {"policy"}, {"trace"}, {"ledger"}),
-    ({"transfer"}, {"plan"}, {"encoded"}),
-    ({"store", "entry", "verified", "tierset", "links", "accuracy", "protect"},),
-    (
-        {
-            "hooks",
-            "modules",
-            "recompute",
-            "replay",
-            "schedule",
-            "handles",
-            "derived",
-            "composite",
-            "regions",
-            "census",
-            "checkpoints",
-            "compiled",
-            "profiler",
-            "moments",
-            "shapes",
-        },
-    ),
-    ({"session", "arguments", "aliases", "report", "advice", "auto", "chooser", "inputs", "pairs", "probes", "retry"},),
-    ({"check", "planning"},),
-    ({"__init__"},),  # the public names, which the floor above uses as any user does
-    ({"integrations"}, {"bench", "cli", "__main__"}, {"testing"}),
+from tests.system.floors import (
+    CONTRIBUTING,
+    PACKAGE,
+    circles,
+    floors_of,
+    imports_of,
+    rooms_of,
+    table_of,
+    upward,
+    written_floors,
+    written_table,
 )
-SIDEWAYS = {("codecs", "kernels"), ("policy", "codecs")}
-PLACES = {name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room}
+
+MOST_FLOORS = 14
+MOST_FOLDERS = 26
+LOOSE = {"__init__", "__main__", "_version", "errors"}
+TABLE = written_table(CONTRIBUTING.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.AST, package: str, members: set[str]) -> Iterator[tuple[int, str]]:
-    """Every first-level part of actstore that a file of `package` imports, wherever in it, with the line."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            modules = [f"{module}.{alias.name}" for alias in node.names] if module == "actstore" else [module]
-        else:
-            continue
-        for module in modules:
-            top, *rest = module.split(".")
-            if top == "actstore":
-                yield node.lineno, rest[0] if rest and rest[0] in members else "__init__"
+def test_the_floors_are_few() -> None:
+    imports = imports_of(PACKAGE)
+    assert circles(PACKAGE, imports) == []
+    assert upward(imports, written_floors(TABLE)) == []
+    assert max(floors_of(rooms_of(PACKAGE, imports)).values()) <= MOST_FLOORS
 
 
-def violations(root: Path) -> list[str]:
-    """What the files under `root`, a package called actstore, do that the floors forbid."""
-    found = []
-    members = set(PLACES) | {path.stem for path in root.iterdir() if path.suffix == ".py" or path.is_dir()}
-    for path in sorted(root.rglob("*.py")):
-        inner = path.relative_to(root)
-        name = inner.parts[0].removesuffix(".py")
-        if name not in PLACES:
-            found.append(f"{inner}: {name} stands on no floor; add it to FLOORS")
-            continue
-        package = ".".join(["actstore", *inner.parts[:-1]])
-        for line, target in imported(ast.parse(path.read_text()), package, members):
-            (floor, room), (below, other) = PLACES[name], PLACES.get(target, (len(FLOORS), set()))
-            if target == name or room is other or below < floor or (name, target) in SIDEWAYS:
-                continue
-            way = "sideways" if below == floor else "upward"
-            found.append(f"{inner}:{line}: {name} (floor {floor}) imports {target} (floor {below}): {way}")
-    return found
+def test_every_module_is_in_a_room() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == LOOSE
+    assert len([path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]) <= MOST_FOLDERS
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_every_import_goes_down():
-    assert violations(PACKAGE) == []
-
-
-def test_a_part_stands_in_one_room():
-    assert len(PLACES) == sum(len(room) for rooms in FLOORS for room in rooms)
+def test_the_table_in_contributing_is_computed() -> None:
+    made = table_of(PACKAGE, floors_of(rooms_of(PACKAGE, imports_of(PACKAGE))))
+    assert made == TABLE, "run: python -m tests.system.floors"
+    assert all(row.rstrip(" |").endswith((".", "`")) for row in made.splitlines()[2:]), "a room without a docstring"
 
 
 @pytest.mark.parametrize(
     ("path", "source", "found"),
     [
-        ("tiers/host.py", "from actstore.store import Store", "upward"),
+        ("tiers/host.py", "from actstore.store.store import Store", "upward"),
         ("tiers/host.py", "import actstore.store as s", "upward"),
         ("tiers/host.py", "from actstore import store", "upward"),
         ("tiers/host.py", "from actstore import ActivationStore", "upward"),
         ("tiers/host.py", "import actstore", "upward"),
         ("tiers/host.py", "from ..store import Store", "upward"),
         ("tiers/host.py", "from .. import store", "upward"),
-        ("tiers/host.py", "def f():\n    from actstore.hooks import pack", "upward"),
+        ("tiers/host.py", "def f():\n    from actstore.autograd.hooks import Scope", "upward"),
         ("tiers/host.py", "if TYPE_CHECKING:\n    from actstore.session import ActivationStore", "upward"),
-        ("tiers/host.py", "from actstore.unheard import x", "upward"),
-        ("tiers/host.py", "from actstore.codecs import Raw", "sideways"),
-        ("kernels/build.py", "from actstore.codecs.base import Codec", "sideways"),
-        ("codecs/base.py", "from actstore.policy import Keep", "sideways"),
-        ("trace/event.py", "from actstore.ledger import Ledger", "sideways"),
-        ("devices/cpu.py", "from actstore.tiers import Slot", "upward"),
-        ("plan/solve.py", "from actstore.transfer import Engine", "sideways"),
-        ("integrations/lightning.py", "from actstore.bench import timing", "sideways"),
-        ("__init__.py", "from actstore.bench.cli import main", "upward"),
-        ("helpers.py", "", "stands on no floor"),
-        ("helpers/a.py", "", "stands on no floor"),
+        ("kernels/cuda/build.py", "from actstore.codecs.base import Codec", "upward"),
+        ("kernels/base.py", "from actstore.tiers import Tier", "upward"),
+        ("codecs/base.py", "from actstore.policy import Keep", "upward"),
+        ("base/ledger.py", "from actstore.trace.event import Event", "upward"),
+        ("integrations/lightning.py", "from actstore.bench.trainer import timing", "upward"),
+        ("__init__.py", "from actstore.cli.app import main", "upward"),
+        ("helpers/__init__.py", "from actstore.errors import ConfigError", "upward"),
         ("codecs/int8.py", "from actstore.kernels import launch", None),
         ("policy/rules.py", "from actstore.codecs import registry", None),
         ("tiers/host.py", "from actstore.tiers.base import Tier", None),
         ("tiers/host.py", "from .base import Tier", None),
-        ("tiers/host.py", "from . import base", None),
         ("tiers/host.py", "import torch, os.path\nfrom actstore.errors import TransferError", None),
-        ("spec.py", "from actstore.errors import SpecError", None),
         ("tiers/host.py", "from actstore.devices import Device", None),
-        ("hooks.py", "from actstore.protect import protected\nfrom actstore.store import Store", None),
-        ("__init__.py", "from actstore.session import ActivationStore", None),
-        ("bench/compare.py", "from actstore import ActivationStore", None),
+        ("__main__.py", "from actstore.cli.app import main", None),
     ],
 )
-def test_a_planted_import_is_judged(tmp_path, path, source, found):
-    file = tmp_path / "actstore" / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(source)
-    result = violations(tmp_path / "actstore")
+def test_a_planted_import_is_judged(tmp_path: Path, path: str, source: str, found: str | None) -> None:
+    package = _package(tmp_path, {path: source})
+    result = upward(imports_of(package), written_floors(TABLE))
     assert len(result) == (found is not None)
-    if found:
-        assert result[0].startswith(path)
-        assert found in result[0]
+    assert not result or result[0].startswith(f"actstore{'.' + path.split('/', maxsplit=1)[0] if '/' in path else ''}")
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"codecs/raw.py": "import actstore.tiers", "tiers/host.py": "from actstore.codecs import raw"},
+        {"codecs/raw.py": "from actstore.codecs.int8 import x", "codecs/int8.py": "def f():\n    from . import raw"},
+        {"kernels/base.py": "from actstore.kernels.cpu import raw", "kernels/cpu/raw.py": "from actstore.kernels import base"},
+        {"store/a.py": "from actstore.store import b", "store/b.py": "from actstore.store import c", "store/c.py": "from . import a"},
+    ],
+    ids=["rooms", "modules", "folders", "three"],
+)  # fmt: skip
+def test_a_planted_circle_is_found(tmp_path: Path, planted: dict[str, str]) -> None:
+    package = _package(tmp_path, planted)
+    assert len(circles(package, imports_of(package))) == 1
+
+
+def _package(folder: Path, files: dict[str, str]) -> Path:
+    """A package called actstore with these files, and empty ones for every module that the real one has."""
+    package = folder / "actstore"
+    for path in PACKAGE.rglob("*.py"):
+        copy = package / path.relative_to(PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.touch()
+    for path, source in files.items():
+        file = package / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    return package
