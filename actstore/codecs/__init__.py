@@ -1,5 +1,6 @@
 """Codecs: pure functions from dense tensors to bytes and back."""
 
+from actstore.base.spec import Spec
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8
@@ -48,6 +49,7 @@ __all__ = [
     "Nm",
     "Raw",
     "Size",
+    "Spec",
     "Topk",
     "Zmask",
     "Zstd",

@@ -20,7 +20,24 @@ FORMAT = "actstore plan 1"
 
 @dataclass(frozen=True)
 class Plan(PlanValues):
-    """What each unit of a model does under a budget. As `policy=` of an ActivationStore it is run as it stands."""
+    """What each unit of a model does under a budget. As `policy=` of an ActivationStore it is run as it stands.
+
+    Attributes
+    ----------
+    text : the policy, as text
+    budget : most bytes of activations on the compute device (`peak_held_bytes`)
+    limits : what was planned with: bytes on the "device" (less than the budget where steps held more than predicted),
+        in "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
+    plain : milliseconds of a step that keeps everything
+    predicted, measured : the step; `measured` is None before the plan has run
+    bound : no choice among the same options is faster than this, in ms; None where that was not computed
+    certificate : the same for people
+    prices : milliseconds that one more MiB saves, by what is limited: "device", "host", "disk"
+    window : most bytes that the plan has on their way at once; None where nothing moves
+    limit : what limits the step, in words
+    rows : by unit, in the order of forward
+    profile : what the plan was made from
+    """
 
     def run(self, step: float, peak: float) -> Plan:
         """The same plan, with what a step took and held."""

@@ -1,5 +1,7 @@
 """Places where payloads wait: device, host memory, disk."""
 
+from actstore.base.ticket import DONE, Ticket
+from actstore.devices import Cpu, Device
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.device import DeviceTier, too_late
 from actstore.tiers.disk import DiskTier
@@ -7,4 +9,18 @@ from actstore.tiers.host import HostMemoryTier, HostTier
 from actstore.tiers.limited import Limited
 from actstore.tiers.pool import BufferPool
 
-__all__ = ["BufferPool", "DeviceTier", "DiskTier", "HostMemoryTier", "HostTier", "Limited", "Slot", "Tier", "too_late"]
+__all__ = [
+    "DONE",
+    "BufferPool",
+    "Cpu",
+    "Device",
+    "DeviceTier",
+    "DiskTier",
+    "HostMemoryTier",
+    "HostTier",
+    "Limited",
+    "Slot",
+    "Ticket",
+    "Tier",
+    "too_late",
+]

@@ -11,9 +11,7 @@ from typing import Any
 FILE = Path(__file__).parent / "api.txt"
 EVERYTHING = ("actstore", "actstore.codecs", "actstore.policy", "actstore.testing")
 PARTS = {
-    "actstore.devices": ["Cpu", "Device"],
-    "actstore.base.ticket": ["DONE", "Ticket"],
-    "actstore.tiers": ["Slot", "Tier", "too_late"],
+    "actstore.tiers": ["DONE", "Cpu", "Device", "Slot", "Ticket", "Tier", "too_late"],
 }
 
 
@@ -38,13 +36,19 @@ def described(path: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
         bases = ", ".join(base.__name__ for base in value.__bases__)
         yield f"class {path}({bases}){_signature(value)}"
-        for name, member in sorted(vars(value).items()):
-            if not name.startswith("_"):
-                yield from _member(f"  .{name}", member)
+        for name, member in sorted(_members_of(value).items()):
+            yield from _member(f"  .{name}", member)
     elif inspect.isfunction(value) or inspect.ismethod(value):
         yield f"def {path}{_signature(value)}"
     else:
         yield path
+
+
+def _members_of(kind: type) -> dict[str, Any]:
+    """What a class has of its own, and of bases that have no public name."""
+    public = {value for _, value in members()}
+    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("actstore") and base not in public]
+    return {name: member for base in (*reversed(bases), kind) for name, member in vars(base).items() if name[0] != "_"}
 
 
 def _member(name: str, member: Any) -> Iterator[str]:

@@ -34,6 +34,15 @@ def nothing_remembered():
     extensions._load.cache_clear()
 
 
+def test_the_example_imports_public_rooms_only():
+    rooms = {
+        room
+        for path in EXAMPLE.rglob("*.py")
+        for room in re.findall(r"^from (actstore\S*) import", path.read_text(), re.MULTILINE)
+    }
+    assert rooms == {"actstore.codecs", "actstore.tiers", "actstore.errors"}
+
+
 @pytest.fixture
 def example(tmp_path, monkeypatch) -> ModuleType:
     """The example package as pip would install it."""

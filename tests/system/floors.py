@@ -1,4 +1,4 @@
-"""The floors of the package, computed from its imports: ``python -m tests.system.floors`` writes them to CONTRIBUTING.md.
+"""The floors of the package, computed from its imports. ``python -m tests.system.floors`` puts them in CONTRIBUTING.md.
 
 A room is a folder of the package with all that is in it, or a loose module; `__main__` belongs to `cli`. A room stands
 one floor above the highest room that it imports. Every import counts, inside functions and for type checkers alone too.
@@ -66,7 +66,7 @@ def _targets(tree: ast.AST, here: str) -> Iterator[tuple[int, str]]:
 
 def room_of(module: str) -> str:
     """The room of a module: ``actstore.codecs.raw`` is in ``codecs``."""
-    room = (module.split(".") + ["__init__"])[1]
+    room = [*module.split("."), "__init__"][1]
     return DOORS.get(room, room)
 
 

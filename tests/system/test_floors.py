@@ -85,8 +85,8 @@ def test_a_planted_import_is_judged(tmp_path: Path, path: str, source: str, foun
     [
         {"codecs/raw.py": "import actstore.tiers", "tiers/host.py": "from actstore.codecs import raw"},
         {"codecs/raw.py": "from actstore.codecs.int8 import x", "codecs/int8.py": "def f():\n    from . import raw"},
-        {"kernels/base.py": "from actstore.kernels.cpu import raw", "kernels/cpu/raw.py": "from actstore.kernels import base"},
-        {"store/a.py": "from actstore.store import b", "store/b.py": "from actstore.store import c", "store/c.py": "from . import a"},
+        {"kernels/a.py": "from actstore.kernels.cpu import b", "kernels/cpu/b.py": "from actstore.kernels import a"},
+        {"tiers/a.py": "from . import b", "tiers/b.py": "from . import c", "tiers/c.py": "import actstore.tiers.a"},
     ],
     ids=["rooms", "modules", "folders", "three"],
 )  # fmt: skip

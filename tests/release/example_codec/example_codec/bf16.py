@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from actstore.base.spec import Spec
-from actstore.codecs import Codec, Exact, check_buffers, check_dtype, storage_slice
+from actstore.codecs import Codec, Exact, Spec, check_buffers, check_dtype, storage_slice
 from actstore.errors import PayloadError, SpecError
 
 

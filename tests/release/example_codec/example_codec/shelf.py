@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from actstore.base.ticket import DONE, Ticket
-from actstore.devices import Device
 from actstore.errors import StateError
-from actstore.tiers import Slot, Tier, too_late
+from actstore.tiers import DONE, Device, Slot, Ticket, Tier, too_late
 
 
 class Shelf(Tier):
