@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from actstore.kernels.cuda import source
+from actstore.base import source
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "emulator"
@@ -100,7 +100,7 @@ class Emulator:
 
 def _compile(name: str) -> Path:
     """The program of a source; made once for each state of the source and of the emulator."""
-    text = source.read(name).text
+    text = source.read(f"{name}.cu").text
     parts = [text, *((HERE / file).read_text() for file in ("emu.h", "driver.cpp"))]
     program = BUILD / f"{name}-{sha256(''.join(parts).encode()).hexdigest()[:16]}"
     if program.exists():

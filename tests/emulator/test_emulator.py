@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from actstore.kernels.cuda import source
+from actstore.base import source
 from tests.emulator.emulator import Buffer, Emulator, Launch, compiler
 
 KERNELS = """

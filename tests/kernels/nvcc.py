@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actstore.kernels.cuda import source
+from actstore.base import source
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "nvcc"
@@ -70,7 +70,7 @@ def compile_source(name: str, nvcc: str) -> Figures:
     ------
     AssertionError : it does not compile without a warning
     """
-    text = source.read(name).text
+    text = source.read(f"{name}.cu").text
     key = sha256("\n".join([text, version(nvcc), *FLAGS, *ARCHITECTURES]).encode()).hexdigest()
     known = BUILD / f"{name}-{key[:16]}.json"
     if known.exists():

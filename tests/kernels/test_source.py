@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from actstore.base import source
 from actstore.codecs import names
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import KernelUnavailable
-from actstore.kernels.cuda import source
 from tests.oracles import find
 
 
@@ -28,14 +28,14 @@ def test_includes_are_written_out_once(csrc):
     (csrc / "one.cu").write_text(
         '// one\n#include "more.cuh"  // text\n  # include "common.cuh"\n#include <x>\nint one;\n'
     )
-    text, digest = source.read("one")
+    text, digest = source.read("one.cu")
     assert re.findall(r"int (\w+);", text) == ["common", "more", "one"]
     assert "#include <x>" in text
     assert 'include "' not in text
 
     source.read.cache_clear()
     (csrc / "common.cuh").write_text("#pragma once\nint changed;\n")
-    assert source.read("one").digest != digest
+    assert source.read("one.cu").digest != digest
 
 
 def test_a_wheel_comes_first(csrc):
@@ -59,4 +59,4 @@ def test_every_codec_has_a_page():
 
 @pytest.mark.parametrize("name", sorted({c.kernel_name for c in find.variants() if isinstance(c, KernelCodec)}))
 def test_every_kernel_has_a_source(name):
-    assert 'include "' not in source.read(name).text
+    assert 'include "' not in source.read(f"{name}.cu").text

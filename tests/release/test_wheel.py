@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from actstore import __version__
-from actstore.kernels.cuda import source
+from actstore.base import source
 from tests.release.environment import call
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path.name for path in (ROOT / "csrc").iterdir() if path.suffix in (".cu", ".cuh", ".md"))
+SOURCES = sorted(path.name for path in (ROOT / "csrc").iterdir())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LOOK = """
@@ -25,7 +25,7 @@ import json
 from importlib.metadata import entry_points, version
 from pathlib import Path
 import actstore
-from actstore.kernels import source
+from actstore.base import source
 print(json.dumps({
     "file": actstore.__file__,
     "version": actstore.__version__,
@@ -33,7 +33,7 @@ print(json.dumps({
     "typed": (Path(actstore.__file__).parent / "py.typed").exists(),
     "command": [point.value for point in entry_points(group="console_scripts", name="actstore")],
     "csrc": str(source.folder()),
-    "digests": {path.stem: source.read(path.stem).digest for path in source.folder().glob("*.cu")},
+    "digests": {path.stem: source.read(path.name).digest for path in source.folder().glob("*.cu")},
 }))
 """
 
@@ -110,7 +110,7 @@ def test_an_installed_actstore_finds_its_kernels(bare):
     assert seen["command"] == ["actstore.cli.app:main"]
     assert Path(seen["csrc"]).parent == package
     assert sorted(path.name for path in Path(seen["csrc"]).iterdir()) == SOURCES
-    assert seen["digests"] == {path.stem: source.read(path.stem).digest for path in (ROOT / "csrc").glob("*.cu")}
+    assert seen["digests"] == {path.stem: source.read(path.name).digest for path in (ROOT / "csrc").glob("*.cu")}
 
 
 def test_what_is_installed_with_it_is_what_it_requires(bare):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu import int8 as int8_cpu
 from actstore.kernels.cpu.int8 import FLUSH, MAGIC
+from actstore.kernels.cpu.int8 import kernels as element_kernels
 from actstore.kernels.cpu.language import (
     BF16,
     F32,
@@ -54,7 +54,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
     unit_nbytes = group * SEGMENT * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest"), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither"), unit_nbytes)
-    along_elements = int8_cpu.kernels(dtype, device, group, round)
+    along_elements = element_kernels(dtype, device, group, round)
 
     def units(numel: int, columns: int) -> int:
         return -(-numel // (columns * group)) * -(-columns // SEGMENT)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from actstore.base import source
 from actstore.errors import KernelBuildError, KernelUnavailable
-from actstore.kernels.cuda import source
 
 
 @cache
@@ -35,7 +35,7 @@ def function(name: str, kernel: str, device: int) -> Any:
 
 @cache
 def _module(name: str) -> Any:
-    text, digest = source.read(name)
+    text, digest = source.read(f"{name}.cu")
     return _cupy().RawModule(code=text, options=("-std=c++17", f"-DACTSTORE_SOURCE=0x{digest[:8]}"), backend="nvrtc")
 
 

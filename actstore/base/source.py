@@ -1,4 +1,4 @@
-"""CUDA sources: one text per codec, its includes written out, with a digest of all of it."""
+"""Sources in `csrc/`: the text of a translation unit with its includes written out, and a digest of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from actstore.errors import KernelUnavailable
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 
 
@@ -33,18 +33,18 @@ def folder() -> Path:
     for place in places:
         if (place / "common.cuh").is_file():
             return place
-    raise KernelUnavailable(f"the CUDA sources are in none of {', '.join(map(str, places))}; reinstall actstore")
+    raise KernelUnavailable(f"the sources of csrc/ are in none of {', '.join(map(str, places))}; reinstall actstore")
 
 
 @cache
-def read(name: str) -> Source:
-    """The source of `name`, such as ``"int8"``.
+def read(file: str) -> Source:
+    """The source of `file`, such as ``"int8.cu"``.
 
     Notes
     -----
     CuPy's cache of compiled kernels does not see included files; written out, they are part of its key.
     """
-    text = _inline(folder() / f"{name}.cu", set())
+    text = _inline(folder() / file, set())
     return Source(text, sha256(text.encode()).hexdigest())
 
 
