@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from actstore.devices import cpu_memory
 from actstore.devices.accelerator import Accelerator
 from actstore.devices.base import Device, Workers
 from actstore.devices.cpu import Cpu
 
-__all__ = ["Accelerator", "Cpu", "Device", "Workers", "open_device"]
+__all__ = ["Accelerator", "Cpu", "Device", "Workers", "cpu_memory", "open_device"]
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """The device of a tensor's `device`."""
-    return Cpu(torch_device) if torch_device.type == "cpu" else Accelerator(torch_device)
+    """The device of a tensor's `device`; the first CPU gives PyTorch its allocator (`cpu_memory.install`)."""
+    if torch_device.type != "cpu":
+        return Accelerator(torch_device)
+    cpu_memory.install()
+    return Cpu(torch_device)

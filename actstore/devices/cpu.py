@@ -14,6 +14,7 @@ import torch
 from actstore.base.ticket import DONE, Done, Ticket
 from actstore.base.units import format_nbytes
 from actstore.devices.base import Device, Workers
+from actstore.devices.cpu_memory import CountedPages
 from actstore.devices.workers import Threads
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -29,7 +30,7 @@ def map_pages(nbytes: int) -> mmap.mmap:
     MemoryError : the system has no more, which it tells as an OSError
     """
     try:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = CountedPages(nbytes)
     except OSError as error:
         raise MemoryError(f"the system refused {format_nbytes(nbytes)} of memory: {error}") from error
     if nbytes >= HUGE_PAGE_NBYTES and sys.platform == "linux":

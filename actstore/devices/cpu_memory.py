@@ -1,0 +1,291 @@
+"""Memory of CPU tensors: an allocator for PyTorch that uses pages again, and exact counts.
+
+glibc keeps the large blocks that tensors free, and often does not give them to the next tensor: a process that stores
+activations in fewer bytes can then need more memory than one that does not. `install` gives PyTorch an allocator
+(`csrc/cpu_allocator.cpp`) whose idle blocks serve the next tensors of their size, and whose mapped bytes do not exceed
+what tensors have needed at once. It is compiled at first use, against the PyTorch that runs; a wheel may bring it.
+
+The environment variable ACTSTORE_CPU_ALLOCATOR chooses: ``pages`` (the default), ``threshold`` (glibc returns each
+block of 1 MiB or more at once, which costs time) or ``system`` (nothing is changed).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from actstore.base import source
+from actstore.errors import ConfigError, KernelUnavailable
+
+log = logging.getLogger("actstore")
+
+Choice = Literal["pages", "threshold", "system"]
+VARIABLE = "ACTSTORE_CPU_ALLOCATOR"
+LEAST_NBYTES = 64 * 1024  # tensors of this size and more come from pages
+THRESHOLD_NBYTES = 1 << 20
+COMPILERS = ("c++", "g++", "clang++")
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+_lock = Lock()
+
+
+class Status(NamedTuple):
+    """The allocator of CPU tensors in this process.
+
+    Attributes
+    ----------
+    choice : ``pages``, ``threshold`` or ``system``
+    reason : why it is that one; empty where it is as asked
+    """
+
+    choice: Choice
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.choice} ({self.reason})" if self.reason else self.choice
+
+
+_status: Status | None = None
+_chosen: Choice | None = None
+
+
+def choose(choice: Choice) -> None:
+    """Choose the allocator of CPU tensors, before the first store on a CPU is made.
+
+    Raises
+    ------
+    ConfigError : an unknown choice, or a store has been made and the allocator is another one
+    """
+    global _chosen
+    _checked(choice, "choice")
+    if _status is not None and _status.choice != choice:
+        raise ConfigError(
+            f"choice={choice!r}: the process uses {_status.choice!r} since its first store on a CPU was made. Choose "
+            f"before, or set {VARIABLE}={choice}"
+        )
+    _chosen = choice
+
+
+def install() -> Status:
+    """Give PyTorch the allocator that was chosen, once. Later calls return what the first has done."""
+    global _status
+    if _status is None:
+        with _lock:
+            if _status is None:
+                _status = _install(_chosen or _checked(os.environ.get(VARIABLE) or "pages", VARIABLE))
+                log.info("allocator of CPU tensors: %s", _status)
+    return _status
+
+
+def status() -> Status | None:
+    """What `install` has done; None before."""
+    return _status
+
+
+def count() -> bool:
+    """Count the bytes of CPU tensors from now on, and change nothing else. False where that cannot be."""
+    library, _ = _loaded()
+    return library is not None
+
+
+def memory_allocated() -> int | None:
+    """Bytes of CPU tensors and of the store's pages, of those made since `install` or `count`; None before these."""
+    return None if _library is None else int(_library.actstore_allocated())
+
+
+def max_memory_allocated() -> int | None:
+    """The high-water of `memory_allocated` since `reset_peak`; None before `install` or `count`."""
+    return None if _library is None else int(_library.actstore_max_allocated())
+
+
+def reset_peak() -> None:
+    """Forget the high-water so far."""
+    if _library is not None:
+        _library.actstore_reset_max_allocated()
+
+
+class CountedPages(mmap.mmap):
+    """Anonymous pages, counted with the tensors while they live."""
+
+    def __new__(cls, nbytes: int) -> CountedPages:
+        pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.counted = _library
+        if _library is not None:
+            _library.actstore_add(nbytes)
+        return pages
+
+    counted: Any  # by the library, if it was there at the beginning
+
+    def __del__(self) -> None:
+        if self.counted is not None:
+            self.counted.actstore_subtract(len(self))
+
+
+def pages_bytes() -> int:
+    """Bytes of pages that tensors use, rounding included; they are not on the C heap."""
+    return 0 if _library is None else int(_library.actstore_live())
+
+
+def idle_bytes() -> int:
+    """Bytes of pages that no tensor uses, and that wait for the next one."""
+    return 0 if _library is None else int(_library.actstore_idle())
+
+
+def trim() -> None:
+    """Return idle pages to the system."""
+    if _library is not None:
+        _library.actstore_trim(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_library: Any = None
+
+
+def _checked(choice: str, name: str) -> Choice:
+    if choice not in get_args(Choice):
+        raise ConfigError(f"{name}={choice!r}: must be one of {', '.join(get_args(Choice))}")
+    return choice  # type: ignore[return-value]
+
+
+def _install(choice: Choice) -> Status:
+    if choice == "system":
+        return Status(choice)
+    other = _other_malloc()
+    if other:
+        return Status("system", f"malloc is that of {other}, which uses blocks again")
+    reason = ""
+    if choice == "pages":
+        library, reason = _loaded()
+        if library is not None:
+            library.actstore_set_least(LEAST_NBYTES)
+            return Status("pages")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, THRESHOLD_NBYTES):
+        return Status("system", reason or "this C library has no mallopt")
+    return Status("threshold", reason)
+
+
+def _loaded() -> tuple[Any, str]:
+    """The library, given to PyTorch as a counter; None and why where it cannot be."""
+    global _library
+    if _library is None:
+        if sys.platform != "linux":
+            return None, f"the system is {sys.platform}"
+        try:
+            library = ctypes.CDLL(str(_compiled()))
+        except (KernelUnavailable, OSError) as error:
+            return None, str(error)
+        for name in ("allocated", "max_allocated", "idle", "live"):
+            getattr(library, f"actstore_{name}").restype = ctypes.c_size_t
+        for name in ("set_least", "trim", "add", "subtract"):
+            getattr(library, f"actstore_{name}").argtypes = [ctypes.c_size_t]
+        library.actstore_set_window.argtypes = [ctypes.c_int64]
+        if not library.actstore_install():
+            return None, "another library has given PyTorch its allocator of CPU tensors"
+        _library = library
+    return _library, ""
+
+
+def _other_malloc() -> str:
+    """The library whose malloc the process uses, where it is not the C library's."""
+
+    class Info(ctypes.Structure):
+        _fields_ = (
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("symbol", ctypes.c_char_p),
+            ("address", ctypes.c_void_p),
+        )
+
+    process, info = ctypes.CDLL(None), Info()
+    malloc = ctypes.cast(process.malloc, ctypes.c_void_p)
+    if not hasattr(process, "dladdr") or not process.dladdr(malloc, ctypes.byref(info)):
+        return ""
+    name = Path(os.fsdecode(info.file or b"")).name
+    return "" if re.match(r"(libc\b|ld-musl|libc\.musl|libclang_rt|libasan|libtsan)", name) else name
+
+
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler: CXX of the environment, or one of the usual names; None where there is none."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    if given and shutil.which(given[0]):
+        return given
+    return next(([name] for name in COMPILERS if shutil.which(name)), None)
+
+
+def cache_folder() -> Path:
+    """The folder of compiled libraries: ``$XDG_CACHE_HOME/actstore``, by default ``~/.cache/actstore``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actstore"
+
+
+@cache
+def _compiled() -> Path:
+    """The library for the PyTorch that runs: that of the wheel, of the cache, or compiled now.
+
+    Raises
+    ------
+    KernelUnavailable : there is no compiler, or it fails
+    """
+    code = source.read("cpu_allocator.cpp")
+    name = library_name(code.digest)
+    for folder in (source.folder(), cache_folder()):
+        if (folder / name).is_file():
+            return folder / name
+    command = compiler()
+    if command is None:
+        raise KernelUnavailable(
+            f"no C++ compiler: none of {', '.join(COMPILERS)} is installed. Install one (on Debian: apt install g++)"
+        )
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        return build(command, code.text, cache_folder() / name)
+    except OSError as error:
+        why = f"{cache_folder()}: {error}. Set XDG_CACHE_HOME to a folder that can be written"
+        raise KernelUnavailable(why) from error
+
+
+def library_name(digest: str) -> str:
+    """The file name of the library for this PyTorch and this source."""
+    return f"cpu_allocator-torch{torch.__version__}-{digest[:12]}.so"
+
+
+def build(command: list[str], text: str, target: Path) -> Path:
+    """Compile `text`, with its includes in it, into the shared library `target`; other processes may do so too.
+
+    Raises
+    ------
+    KernelUnavailable : the compiler fails
+    """
+    home = Path(torch.__file__).parent
+    flags = [
+        "-O2",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    places = [f"-I{home / 'include'}", f"-L{home / 'lib'}"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        code, made = Path(work) / "cpu_allocator.cpp", Path(work) / target.name
+        code.write_text(text, encoding="utf-8")
+        compiling = [*command, *flags, *places, str(code), "-o", str(made), "-lc10"]
+        found = subprocess.run(compiling, capture_output=True, text=True, check=False)
+        if found.returncode:
+            raise KernelUnavailable(f"{command[0]} cannot compile cpu_allocator.cpp: {found.stderr.strip()[-500:]}")
+        os.replace(made, target)
+    return target
