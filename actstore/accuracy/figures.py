@@ -23,7 +23,9 @@ from actstore.kernels.base import storage_slice
 
 MOST_ELEMENTS = 2**20  # of one payload that are measured,
 BLOCKS = 64  # in so many runs, evenly spaced, where it has more
-CHUNK_ON_HOST = 2**16  # elements that are worked on at once, so that they stay in the cache
+RUN = MOST_ELEMENTS // BLOCKS
+RUNS_AT_ONCE = {"cpu": 1}  # that are worked on, so that they stay in the cache and take little memory,
+RUNS = 16  # and on an accelerator
 FAINT = 2.0**-100  # as good as zero: a payload whose elements are all smaller may vanish. int8's scales do below 1e-33
 CLIPPED = 2.0  # times what came back at most: int2 may round the largest element of a group to half of it
 ROW = 10  # figures of one payload
@@ -51,8 +53,7 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
         ``x / s`` and ``e / s`` the sums of x x, e x, e e, e and (e x)(e x); and the largest e
     """
     xs, ys = (_sample(flat) for flat in _flattened(x, back))
-    size = CHUNK_ON_HOST if xs.device.type == "cpu" else max(1, xs.numel())
-    chunks = list(zip(xs.split(size), ys.split(size), strict=True)) if xs.numel() else []
+    chunks = list(zip(xs, ys, strict=True))
     largest = [torch.stack([_finite_max(part) for part in pair]) for pair in chunks]
     most = torch.stack(largest).amax(0) if largest else torch.zeros(2, device=x.device)
     scale = most.amax()
@@ -69,10 +70,7 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
 
 def scratch_nbytes(x: Tensor) -> int:
     """Bytes that `measure` needs beside its arguments, at most, where these are dense."""
-    sample = min(x.numel(), MOST_ELEMENTS)
-    at_once = min(sample, CHUNK_ON_HOST) if x.device.type == "cpu" else sample
-    copied = 2 * x.itemsize * sample if sample < x.numel() else 0
-    return 4 * SCRATCH * at_once + copied
+    return 4 * SCRATCH * min(x.numel(), RUN * _at_once(x))
 
 
 def _flattened(x: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +80,18 @@ def _flattened(x: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
     return x.detach().reshape(-1), back.detach().reshape(-1)
 
 
-def _sample(flat: Tensor) -> Tensor:
+def _at_once(tensor: Tensor) -> int:
+    return RUNS_AT_ONCE.get(tensor.device.type, RUNS)
+
+
+def _sample(flat: Tensor) -> tuple[Tensor, ...]:
+    """What is measured of a 1-d tensor, as views that are worked on one after the other."""
+    if not flat.numel():
+        return ()
     if flat.numel() <= MOST_ELEMENTS:
-        return flat
-    run = MOST_ELEMENTS // BLOCKS
-    space = (flat.numel() - run) // (BLOCKS - 1)
-    return flat.as_strided((BLOCKS, run), (space, 1), flat.storage_offset()).reshape(-1)
+        return flat.split(RUN * _at_once(flat))  # type: ignore[no-any-return]
+    space = (flat.numel() - RUN) // (BLOCKS - 1)
+    return flat.as_strided((BLOCKS, RUN), (space, 1), flat.storage_offset()).split(_at_once(flat))  # type: ignore[no-any-return]
 
 
 def _finite_max(values: Tensor) -> Tensor:

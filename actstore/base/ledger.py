@@ -215,6 +215,12 @@ class Ledger:
             if now > self.peak:
                 self.peak = now
 
+    @property
+    def held(self) -> int:
+        """Bytes that are held on the compute device now."""
+        self.settle()
+        return self._held
+
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes more can be held within the limit."""
         if self._held + nbytes <= self.limit:

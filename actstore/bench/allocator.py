@@ -14,6 +14,8 @@ from weakref import WeakSet
 
 import torch
 
+from actstore.devices import cpu_memory
+
 PROBE_NBYTES = 1 << 20
 
 
@@ -49,8 +51,8 @@ def in_use(device: str) -> Callable[[], int] | None:
     """A function that tells the bytes in use; None where the system cannot tell.
 
     On a GPU, what PyTorch's allocator has given out. On the CPU, what the C allocator has, which is where tensors come
-    from and whatever else a row makes, and memory maps since `count_maps`. Tensors that are shared between views, kept
-    in caches or by compiled code are counted like all others, each once.
+    from and whatever else a row makes, pages of actstore, and memory maps since `count_maps`. Tensors that are shared
+    between views, kept in caches or by compiled code are counted like all others, each once.
     """
     if torch.device(device).type == "cuda":
         return partial(torch.cuda.memory_allocated, device)
@@ -61,7 +63,7 @@ def in_use(device: str) -> Callable[[], int] | None:
 
     def host() -> int:
         info = mallinfo2()
-        return int(info.uordblks + info.hblkhd) + sum(map(len, list(_maps)))
+        return int(info.uordblks + info.hblkhd) + sum(map(len, list(_maps))) + cpu_memory.pages_bytes()
 
     before = host()
     probe = torch.empty(PROBE_NBYTES, dtype=torch.uint8)

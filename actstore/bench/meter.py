@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from actstore.devices import cpu_memory
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -42,6 +44,8 @@ class PeakMeter:
     def __init__(self, device: str) -> None:
         self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
         self.since_reset = False
+        if self._cuda is None:
+            cpu_memory.count()
 
     def reset(self) -> None:
         """Forget the high-water so far."""
@@ -50,6 +54,7 @@ class PeakMeter:
             self.since_reset = True
         except OSError:
             self.since_reset = False
+        cpu_memory.reset_peak()
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
@@ -60,6 +65,10 @@ class PeakMeter:
     def peak_bytes(self) -> int:
         """The high-water of `now_bytes`."""
         return _process_peak_bytes() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
+
+    def allocated_peak_bytes(self) -> int | None:
+        """The high-water of what the allocator has given to tensors; None on a CPU where it cannot be counted."""
+        return cpu_memory.max_memory_allocated() if self._cuda is None else self.peak_bytes()
 
     def host_peak_bytes(self) -> int:
         """The high-water of the process, whatever the device."""

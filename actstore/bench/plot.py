@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,38 +16,44 @@ from actstore.bench.result import Result, RowResult
 from actstore.bench.table import MIB
 from actstore.display import pictures as look
 
+Memory = Literal["held", "peak"]
+_AXES = {"held": "activations held at the end of forward", "peak": "high-water of the process (of the GPU)"}
 _LEAST = 2.0**-10  # MiB that are drawn for a row that holds nothing: the axis is logarithmic
 
 
-def save(result: Result, path: Path) -> None:
+def save(result: Result, path: Path, memory: Memory = "held") -> None:
     """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format."""
-    draw(result).savefig(path)
+    draw(result, memory).savefig(path)
 
 
-def draw(result: Result) -> Figure:
+def draw(result: Result, memory: Memory = "held") -> Figure:
     """The figure of a result.
+
+    memory : "held", activations at the end of forward, or "peak", the high-water of `peak_bytes`
 
     Rows without time or memory are not in the picture. A line joins the exact rows of ours that none of them beats in
     both, another one those of plain and its peers.
     """
-    rows = [row for row in result.rows if row.ratio is not None and row.held_bytes is not None]
+    point = partial(_point, memory=memory)
+    rows = [row for row in result.rows if row.ratio is not None and _nbytes(row, memory) is not None]
     figure = look.figure(5.6 if len(rows) <= 16 else 7.2)
     axes = figure.add_subplot()
     for kind, drawn in look.KINDS.items():
         mine = [row for row in rows if row.look == kind]
         if mine:
-            x, y = zip(*map(_point, mine), strict=True)
+            x, y = zip(*map(point, mine), strict=True)
             axes.scatter(
                 x, y, s=64, color=drawn.color, marker=drawn.marker, label=drawn.label, zorder=3, edgecolors="white",
                 linewidths=0.8,
             )  # fmt: skip
-    _dress(axes, result, rows)
+    _dress(axes, result, [point(row) for row in rows], memory)
     for ours, color in ((True, look.BLUE), (False, look.GREY)):
-        _draw_front(axes, [row for row in rows if row.bit_equal and (row.kind == "ours") == ours], color)
+        exact = [row for row in rows if row.bit_equal and (row.kind == "ours") == ours]
+        _draw_front(axes, [point(row) for row in exact], color)
     if rows:
         figure.legend(loc="outside lower center", ncols=len(look.KINDS), frameon=False, fontsize=look.NORMAL)
     figure.draw_without_rendering()
-    place(axes, labels(rows), look.NORMAL if len(rows) <= 16 else look.SMALL)
+    place(axes, labels(rows, memory), look.NORMAL if len(rows) <= 16 else look.SMALL)
     return figure
 
 
@@ -58,33 +66,37 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def labels(rows: list[RowResult]) -> list[Label]:
+def labels(rows: list[RowResult], memory: Memory = "held") -> list[Label]:
     """The names of the rows, at their marks."""
-    return [Label(row.name, *_point(row), look.KINDS[row.look].color) for row in rows]
+    return [Label(row.name, *_point(row, memory), look.KINDS[row.look].color) for row in rows]
 
 
-def _point(row: RowResult) -> tuple[float, float]:
-    return row.ratio or 0.0, max((row.held_bytes or 0) / MIB, _LEAST)
+def _nbytes(row: RowResult, memory: Memory) -> int | None:
+    return row.held_bytes if memory == "held" else row.peak_bytes
 
 
-def _draw_front(axes: Axes, rows: list[RowResult], color: str) -> None:
+def _point(row: RowResult, memory: Memory) -> tuple[float, float]:
+    return row.ratio or 0.0, max((_nbytes(row, memory) or 0) / MIB, _LEAST)
+
+
+def _draw_front(axes: Axes, exact: list[tuple[float, float]], color: str) -> None:
     """Up to its first point a front holds whatever is asked for; after its last one it gets no lower."""
-    points = front([_point(row) for row in rows])
+    points = front(exact)
     if points:
         x, y = zip(*points, strict=True)
         high, right = axes.get_ylim()[1], axes.get_xlim()[1]
         axes.step([x[0], *x, right], [high, *y, y[-1]], where="post", color=color, alpha=0.35, linewidth=1.3, zorder=2)
 
 
-def _dress(axes: Axes, result: Result, rows: list[RowResult]) -> None:
+def _dress(axes: Axes, result: Result, points: list[tuple[float, float]], memory: Memory) -> None:
     look.heading(
         axes,
         "What each store costs in time and saves in memory",
         f"{result.subject}; {result.place}; lines: best exact rows",
     )
     axes.set_xlabel("step time, plain PyTorch = 1 (further left is faster)")
-    axes.set_ylabel("activations held at the end of forward, MiB (lower is smaller)")
-    x, y = zip(*(map(_point, rows) if rows else [(1.0, 1.0)]), strict=True)
+    axes.set_ylabel(f"{_AXES[memory]}, MiB (lower is smaller)")
+    x, y = zip(*(points or [(1.0, 1.0)]), strict=True)
     spread = max(x) - min(x) or 0.2
     axes.set_xlim(min(x) - 0.12 * spread, max(x) + 0.2 * spread)
     axes.set_yscale("log")

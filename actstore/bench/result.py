@@ -30,7 +30,8 @@ class RowResult:
     held_bytes : held on the compute device at the end of forward
     peak_held_bytes, stored_bytes : high-water of held_bytes over the step, and size of the payloads; rows of ours only
     peak_bytes : high-water over the timed steps of the process's resident memory, or of the GPU's allocator
-    baseline_bytes : the same measure before the first step
+    allocated_peak_bytes : high-water over the timed steps of what the allocator has given to tensors
+    baseline_bytes : the measure of `peak_bytes` before the first step
     host_peak_bytes : high-water of the process's resident memory, whatever the device
     peak_since_reset : whether the high-water of the process leaves out what came before the timed steps
     loss, loss_hex : of the last step; the hex form is exact
@@ -53,6 +54,7 @@ class RowResult:
     peak_held_bytes: int | None = None
     stored_bytes: int | None = None
     peak_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
     baseline_bytes: int | None = None
     host_peak_bytes: int | None = None
     peak_since_reset: bool | None = None

@@ -112,14 +112,17 @@ def _error(row: RowResult) -> str:
 
 def _legend(result: Result) -> str:
     work = result.workload
-    peak = "what the GPU's allocator gave out" if work["device"].startswith("cuda") else "the process's resident memory"
-    same = "" if work["device"].startswith("cuda") else " On a CPU host memory is that device."
+    cuda = work["device"].startswith("cuda")
+    peak = "what the GPU's allocator gave out" if cuda else "the process's resident memory"
+    more = "" if cuda else ",
+      and what the C allocator keeps of freed blocks, unless actstore's is in its place"
+    same = "" if cuda else " On a CPU host memory is that device."
     return (
         f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps,\n"
         "± half of the distance between their quartiles.\n"
         "saved: what plain autograd would hold, each storage once, parameters excluded.\n"
         f"held: on the compute device at the end of forward; % of saved.{same}\n"
-        f"peak: high-water of {peak}, model and libraries included.\n"
+        f"peak: high-water of {peak}; more than held: it has weights, gradients, optimizer, libraries{more}.\n"
         f"loss: after {work['warmup'] + work['steps']} steps. "
         "Gradient error: |g - g_plain| / |g_plain| over all parameters, same batch."
     )

@@ -134,6 +134,7 @@ class Trainer:
         return {
             "baseline_bytes": self._baseline_bytes,
             "peak_bytes": self._meter.peak_bytes(),
+            "allocated_peak_bytes": self._meter.allocated_peak_bytes(),
             "host_peak_bytes": self._meter.host_peak_bytes(),
             "peak_since_reset": self._meter.since_reset,
         }

@@ -92,6 +92,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Run every row so often, each time in a new order.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory against time into this file.")] = None,
+    plot_memory: Annotated[str, typer.Option(help="What the picture shows: held, or peak of the process.")] = "held",
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
 ) -> None:
     """Train a model with every store, and compare memory, time and gradient error.
@@ -111,6 +112,8 @@ def bench(
     for path, option in ((json, "--json"), (plot, "--plot")):
         check_writable(path, option)
     check_plot(plot)
+    if plot_memory not in ("held", "peak"):
+        raise ConfigError(f"--plot-memory {plot_memory}: must be held or peak")
     if disk_path is not None and not os.access(disk_path, os.W_OK | os.X_OK):
         raise ConfigError(f"--disk-path {disk_path}: not a folder that can be written; create it or choose another")
     result = _run(work, chosen, disk_path, repeats)
@@ -122,7 +125,7 @@ def bench(
     if plot is not None:
         from actstore.bench.plot import save
 
-        save(result, plot)
+        save(result, plot, "peak" if plot_memory == "peak" else "held")
     if result.failed:
         raise typer.Exit(1)
 

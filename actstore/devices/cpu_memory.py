@@ -23,7 +23,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -40,7 +40,7 @@ THRESHOLD_NBYTES = 1 << 20
 COMPILERS = ("c++", "g++", "clang++")
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
-_lock = Lock()
+_lock = RLock()  # a collection inside may end pages
 
 
 class Status(NamedTuple):
@@ -119,25 +119,30 @@ def reset_peak() -> None:
 
 
 class CountedPages(mmap.mmap):
-    """Anonymous pages, counted with the tensors while they live."""
+    """Anonymous pages of the store, counted while they live."""
+
+    total = 0  # bytes of all that live
+    counted: Any  # the library that counts these too, if it was there when they were made
 
     def __new__(cls, nbytes: int) -> CountedPages:
         pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.counted = _library
+        with _lock:
+            CountedPages.total += nbytes
         if _library is not None:
             _library.actstore_add(nbytes)
         return pages
 
-    counted: Any  # by the library, if it was there at the beginning
-
     def __del__(self) -> None:
+        with _lock:
+            CountedPages.total -= len(self)
         if self.counted is not None:
             self.counted.actstore_subtract(len(self))
 
 
 def pages_bytes() -> int:
-    """Bytes of pages that tensors use, rounding included; they are not on the C heap."""
-    return 0 if _library is None else int(_library.actstore_live())
+    """Bytes of tensors and of the store that are on pages of their own, not on the C heap."""
+    return CountedPages.total + (0 if _library is None else int(_library.actstore_live()))
 
 
 def idle_bytes() -> int:

@@ -34,14 +34,15 @@ class Influence:
         self._before: _Look | None = None  # what is shown until the next backward
         self._open: Step | None = None  # whose forward has yet to end
         self._levels: tuple[float, ...] = ()  # of the next step
+        self._asked = False
         self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
 
     def ask(self, levels: tuple[float, ...] = ()) -> None:
-        """Have the next step that is sampled looked at, although nothing was lossy in the last one.
+        """Have the next step that is sampled looked at in whole, although nothing was lossy in the last one.
 
         levels : relative errors of payloads that are to be in `SiteEffect.curve`
         """
-        self._rest, self._levels = 0, levels
+        self._rest, self._levels, self._asked = 0, levels, True
 
     def begin(self, *, sampled: bool) -> Step | None:
         """A step begins. Returns what looks at it, if it is to be looked at."""
@@ -59,8 +60,8 @@ class Influence:
         self._settle()
         if last is not None and last.came:
             self._before = last
-        step = Step(self._ledger, self._relative, self._levels)
-        self._levels = ()
+        step = Step(self._ledger, self._relative, self._levels, whole=self._asked)
+        self._levels, self._asked = (), False
         self._look, self._open = _Look(step, minibatch), step
         minibatch.begin(model)
         return step

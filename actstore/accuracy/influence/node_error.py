@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actstore.base.layout import layout_of
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Last
 from actstore.base.spec import Site
+from actstore.kernels.base import storage_slice
 
 BLOCK = 32  # contiguous elements that share one size of noise
+CHUNKS = {"cpu": 2**15}  # elements that are worked on at once,
+CHUNK = 2**22  # and on an accelerator
+FEWEST = 2**10  # elements of a payload that stand for all of it
 SEED = 0x5EED
 DRAWN = 2**16 + 1  # numbers: no power of two, so that rows of tensors do not all have the same
 STRIDE = 104_729  # a prime
@@ -27,6 +34,16 @@ SUMS = frozenset(
         "AddBackward0", "SubBackward0", "RsubBackward0", "EmbeddingBackward0", "NativeLayerNormBackward0",
         "NativeGroupNormBackward0", "NativeBatchNormBackward0", "BatchNormWithUpdateBackward0",
         "BatchNormNoUpdateBackward0", "CudnnBatchNormBackward0", "FusedRmsNormBackward0",
+    }
+)  # fmt: skip
+
+# What they compute for an element depends on that element of what they read and are given.
+POINTWISE = frozenset(
+    {
+        "CosBackward0", "DivBackward0", "EluBackward0", "ExpBackward0", "GeluBackward0", "HardsigmoidBackward0",
+        "HardswishBackward0", "HardtanhBackward0", "LeakyReluBackward0", "LogBackward0", "LogSigmoidBackward0",
+        "MishBackward0", "MulBackward0", "PowBackward0", "ReluBackward0", "RsqrtBackward0", "SigmoidBackward0",
+        "SiluBackward0", "SinBackward0", "SoftplusBackward0", "SqrtBackward0", "TanhBackward0", "ThresholdBackward0",
     }
 )  # fmt: skip
 
@@ -65,7 +82,7 @@ class Noise:
         self._drawn: dict[torch.device, tuple[Tensor, Last]] = {}
         self._at = 0
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def _draw(self, tensor: Tensor) -> Tensor:
         """Noise of the shape of `tensor`: float32, in memory of its own."""
         if tensor.device not in self._drawn:
             generator = torch.Generator(tensor.device).manual_seed(SEED)
@@ -81,6 +98,13 @@ class Noise:
         noise[first + whole :] = drawn[: noise.numel() - first - whole]
         return noise.view(tensor.shape)
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """Noise of the shape and dtype of `tensor`, in memory of its own."""
+        made = torch.empty_like(tensor)
+        for part in _chunks(made):
+            part.copy_(self._draw(part))
+        return made
+
     def perturb(self, tensor: Tensor, relative: Tensor) -> Tensor:
         """`tensor` with noise of the size of `relative` times the root mean square of each block of 32 elements.
 
@@ -89,11 +113,69 @@ class Noise:
         tensor : any shape, a floating dtype
         relative : scalar on the same device
         """
-        flat = tensor.reshape(-1).float()
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-        rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK)
-        noise = self.like(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
-        return torch.empty_like(tensor).copy_(noise.add_(flat).view(tensor.shape))
+        made = torch.empty_like(tensor)
+        if made.stride() != tensor.stride():  # it had gaps
+            tensor = made.copy_(tensor)
+        for values, part in zip(_chunks(tensor), _chunks(made), strict=True):
+            flat = values.float()
+            blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+            rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK)
+            noise = self._draw(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
+            part.copy_(noise.add_(flat))
+        return made
+
+
+def scratch_nbytes(tensor: Tensor) -> int:
+    """Bytes that `Noise.perturb` and `changes` take beside their results."""
+    return 16 * min(tensor.numel(), CHUNKS.get(tensor.device.type, CHUNK)) + Noise.NBYTES
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a tensor in storage order, in 1-d pieces; of one without gaps, views."""
+    dense = layout_of(tensor.shape, tensor.stride()).dense
+    flat = storage_slice(tensor, 0, tensor.numel()) if dense else tensor.reshape(-1)
+    pieces: tuple[Tensor, ...] = flat.split(CHUNKS.get(tensor.device.type, CHUNK))
+    return pieces
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of elements, in storage order, of tensors that have one shape and one order of elements.
+
+    Attributes
+    ----------
+    begin, count : the run
+    numel : of the whole tensors
+    """
+
+    begin: int
+    count: int
+    numel: int
+
+    @property
+    def scale(self) -> float:
+        """The norm over all elements, for each unit of the norm over the run."""
+        return math.sqrt(self.numel / self.count)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The run of a tensor, as a 1-d view."""
+        return storage_slice(tensor, self.begin, self.count)
+
+
+def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> Part | None:
+    """A run of at most `numel` elements on which a pointwise node can run; None for other nodes.
+
+    Parameters
+    ----------
+    tensors : all that the node reads and is given
+    """
+    first = tensors[0]
+    alike = all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
+    if name not in POINTWISE or not alike or not layout_of(first.shape, first.stride()).dense:
+        return None
+    count = min(first.numel(), numel) // BLOCK * BLOCK
+    begin = (first.numel() - count) // 2 // BLOCK * BLOCK
+    return Part(begin, count, first.numel()) if count >= FEWEST else None
 
 
 def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor]:
@@ -105,7 +187,10 @@ def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor
     sizes = {}
     for k, (was, now) in enumerate(zip(expected, found, strict=True)):
         if was is not None and now is not None:
-            sizes[k] = norm(now.sum_to_size(was.shape).float() - was.float())
+            now = now.sum_to_size(was.shape)
+            alike = now.stride() == was.stride()
+            pairs = zip(_chunks(now), _chunks(was), strict=True) if alike else [(now, was)]
+            sizes[k] = norm(torch.stack([norm(mine.float() - its.float()) for mine, its in pairs]))
     return sizes
 
 
@@ -172,7 +257,7 @@ def probe(node: Any, noise: Noise, incoming: tuple[Tensor | None, ...], edges: l
     """How white noise in the first of the incoming gradients grows on its way along these edges, as `fan_in`."""
     first = next(k for k, grad in enumerate(incoming) if grad is not None)
     white = [None if grad is None else torch.zeros_like(grad) for grad in incoming]
-    white[first] = torch.empty_like(incoming[first]).copy_(noise.like(incoming[first]))  # type: ignore[arg-type]
+    white[first] = noise.like(incoming[first])  # type: ignore[arg-type]
     size = norm(white[first])  # type: ignore[arg-type]
     found = node(*white)
     found = found if isinstance(found, tuple) else (found,)

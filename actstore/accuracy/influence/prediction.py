@@ -9,8 +9,9 @@ taken for noise without a mean; what rounds to nearest has one, which `actstore.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -23,19 +24,22 @@ from actstore.accuracy.influence.node_error import (
     MATMULS,
     OVERWRITING,
     Noise,
+    Part,
     changes,
     fan_in,
     is_sum,
     linear_change,
     norm,
+    part_of,
     probe,
+    scratch_nbytes,
 )
 from actstore.accuracy.influence.scalars import Scalars
 from actstore.autograd.readers import Reader, Readers
 from actstore.base.ledger import Account, Ledger
 
-COPIES = 4  # of a payload that a second run of its node needs, in float32, at most,
-GRADIENTS = 3  # and of the gradients that come to the node and that it computes
+SPARE = 0.03  # of the high-water that backward begins with: most that a step may need beyond it,
+SPARE_NBYTES = 2**19  # or so much
 
 Relative = Callable[[Account], Tensor | None]  # the relative L2 error of an account's payloads, on their device
 
@@ -62,9 +66,13 @@ class Step:
     Parameters
     ----------
     levels : relative errors whose effect is predicted, too
+    whole : whether to run every node on all of its elements, whatever memory that takes within the budget; otherwise
+        the step needs little more memory than others, and nodes for which that is too little are left out
     """
 
-    def __init__(self, ledger: Ledger, relative: Relative, levels: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self, ledger: Ledger, relative: Relative, levels: tuple[float, ...] = (), *, whole: bool = False
+    ) -> None:
         self.levels = levels
         self.readers = Readers()
         self.walk = Walk()
@@ -77,6 +85,8 @@ class Step:
         self._ledger = ledger
         self._relative = relative
         self._noise = Noise(ledger)
+        self._whole = whole
+        self._most: float | None = None  # bytes that may be held, this step's looking included
         self._closed = False
 
     def put_out(self, output: Any) -> None:
@@ -161,7 +171,7 @@ class Step:
             seen.white = self._white(node, number, point, outgoing, incoming)
             for account, its in lossy.items():
                 only = its[0] if len(readers) == 1 else None
-                self._local(node, point, seen, only, its, account, outgoing, incoming)
+                self._local(node, point, seen, only, readers, its, account, outgoing, incoming)
         except torch.OutOfMemoryError:
             self._refuse(readers, "no memory to run its reader once more")
 
@@ -190,7 +200,9 @@ class Step:
         factors = {k: fan_in(node, point.name, k, weight) for k in edges if (weight := outgoing[k]) is not None}
         found = {k: factor for k, factor in factors.items() if factor is not None}
         edges = [k for k in edges if k not in found]
-        if edges and self._room(None, 0, *outgoing, *incoming):
+        given = [grad for grad in (*outgoing, *incoming) if grad is not None]
+        read = [reader.captured for reader in self.readers.of(number) if reader.captured is not None]
+        if edges and self._book(None, read, sum(grad.nbytes for grad in given) + scratch_nbytes(given[-1])):
             found |= probe(node, self._noise, incoming, edges)
         return {k: self.norms.put(factor) for k, factor in found.items()}
 
@@ -200,6 +212,7 @@ class Step:
         point: Point,
         seen: _Seen,
         only: Reader | None,
+        every: list[Reader],
         readers: list[Reader],
         account: Account,
         outgoing: tuple[Tensor | None, ...],
@@ -207,41 +220,98 @@ class Step:
     ) -> None:
         """How far the errors of a site's payloads move what a node computes that has these readers of them.
 
+        every : all readers of the node
         only : the reader, where the node has no other, also not of exact payloads
         """
         relative = self._relative(account)
-        tensors = [reader.captured for reader in readers if reader.captured is not None]
         if relative is None:
             self._refuse(readers, "its error was not measured")
             return
         grad, last = incoming[0], len(point.edges) - 1
-        nbytes = COPIES * 4 * sum(tensor.numel() for tensor in tensors)
         linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
-        if not linear and not self._room(account, nbytes, *outgoing, *incoming):
+        part = linear or self._part(point, every, readers, account, outgoing, incoming)
+        if part is False:
             self._refuse(readers, "no room to run its reader once more")
             return
         for level in (None, *self.levels):
             size = relative if level is None else relative.new_full((), level)
-            if linear and grad is not None:
-                sizes = {last: linear_change(node, tensors[0], grad, size)} if outgoing[last] is not None else {}
+            if not linear:
+                sizes = self._run(node, every, readers, size, part, outgoing, incoming)
+            elif only is not None and only.captured is not None and grad is not None and outgoing[last] is not None:
+                sizes = {last: linear_change(node, only.captured, grad, size)}
             else:
-                for reader, tensor in zip(readers, tensors, strict=True):
-                    reader.shown = self._noise.perturb(tensor, size)
-                sizes = changes(outgoing, node(*incoming))
-                for reader, tensor in zip(readers, tensors, strict=True):
-                    reader.shown = tensor
+                sizes = {}
             seen.local.append((account, level, {k: self.norms.put(size) for k, size in sizes.items()}))
         if account not in self.relatives:
             self.relatives[account] = self.norms.put(relative)
         self.reasons.setdefault(account, "")
         self.nodes.setdefault(account, set()).add(point.name)
 
-    def _room(self, account: Account | None, nbytes: int, *gradients: Tensor | None) -> bool:
-        """Whether there is room to run a node once more, with its gradients and these bytes. Then it is booked."""
-        nbytes += Noise.NBYTES + GRADIENTS * 4 * sum(grad.numel() for grad in gradients if grad is not None)
-        if room := self._ledger.fits(nbytes):
-            self._ledger.touch_peak(account, nbytes)
-        return room
+    def _run(
+        self,
+        node: Any,
+        every: list[Reader],
+        lossy: list[Reader],
+        size: Tensor,
+        part: Part | bool,
+        outgoing: tuple[Tensor | None, ...],
+        incoming: tuple[Tensor | None, ...],
+    ) -> dict[int, Tensor]:
+        """The norms of the changes that errors of `size` in what `lossy` read make to what the node computes.
+
+        part : the elements that it runs on; True for all
+        """
+        shown = {reader: reader.captured for reader in every if reader.captured is not None}
+        scale, expected = 1.0, outgoing
+        try:
+            if isinstance(part, Part):
+                shown = {reader: part.of(tensor) for reader, tensor in shown.items()}
+                incoming = tuple(None if grad is None else part.of(grad) for grad in incoming)
+                for reader, tensor in shown.items():
+                    reader.shown = tensor
+                found = node(*incoming)
+                scale, expected = part.scale, found if isinstance(found, tuple) else (found,)
+            for reader in lossy:
+                reader.shown = self._noise.perturb(shown[reader], size)
+            return {k: size * scale for k, size in changes(expected, node(*incoming)).items()}
+        finally:
+            for reader in every:
+                reader.shown = reader.captured
+
+    def _part(
+        self,
+        point: Point,
+        every: list[Reader],
+        lossy: list[Reader],
+        account: Account,
+        outgoing: tuple[Tensor | None, ...],
+        incoming: tuple[Tensor | None, ...],
+    ) -> Part | bool:
+        """The elements that a node can run on once more, in the memory that there is: True for all, False for none."""
+        read = [reader.captured for reader in every if reader.captured is not None]
+        changed = sum(reader.captured.nbytes for reader in lossy if reader.captured is not None)
+        computed = [grad for grad in outgoing if grad is not None]
+        given = [grad for grad in incoming if grad is not None]
+        scratch = scratch_nbytes(given[0])
+        if self._book(account, read, changed + sum(grad.nbytes for grad in computed) + scratch):
+            return True
+        of_one = (changed + 2 * sum(grad.nbytes for grad in computed)) / max(1, given[0].numel())
+        part = part_of(point.name, [*given, *read, *computed], int((self._spare(read) - scratch) / of_one))
+        return part if part is not None and self._book(account, read, int(of_one * part.count) + scratch) else False
+
+    def _spare(self, read: Sequence[Tensor]) -> float:
+        """Bytes that looking may take, while these tensors are held for it."""
+        ledger = self._ledger
+        if self._most is None:
+            self._most = inf if self._whole else ledger.peak + max(SPARE_NBYTES, SPARE * ledger.peak)
+        return min(self._most, ledger.limit) - ledger.held - sum(tensor.nbytes for tensor in read)
+
+    def _book(self, account: Account | None, read: Sequence[Tensor], nbytes: int) -> bool:
+        """Whether there is room for so many bytes beside what was read. Then they are booked."""
+        if nbytes > self._spare(read):
+            return False
+        self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read))
+        return True
 
     def _refuse(self, readers: list[Reader], reason: str) -> None:
         for reader in readers:
