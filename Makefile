@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-CSRC := $(wildcard csrc/*.cu csrc/*.cuh)
+CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-torch test-debug fuzz soak docs check format gpu clean

@@ -114,8 +114,7 @@ def _legend(result: Result) -> str:
     work = result.workload
     cuda = work["device"].startswith("cuda")
     peak = "what the GPU's allocator gave out" if cuda else "the process's resident memory"
-    more = "" if cuda else ",
-      and what the C allocator keeps of freed blocks, unless actstore's is in its place"
+    more = "" if cuda else ",\n      and what the C allocator keeps of freed blocks, unless actstore's is in its place"
     same = "" if cuda else " On a CPU host memory is that device."
     return (
         f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps,\n"
