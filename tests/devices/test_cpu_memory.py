@@ -290,6 +290,8 @@ def test_many_threads_under_a_sanitizer(tmp_path: Path, sanitizer: str, way: str
         pytest.skip(f"the {sanitizer} sanitizer is not installed")
     assert made.returncode == 0, made.stderr
     done = subprocess.run([str(program), way], capture_output=True, text=True, check=False, timeout=120)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address space is not one that the thread sanitizer knows")
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from actstore import __version__
 from actstore.base import source
-from tests.release.environment import call
+from actstore.devices import cpu_memory
+from tests.release.environment import Environment, call
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "csrc").iterdir())
@@ -53,6 +54,23 @@ def test_the_wheel_holds_the_package_and_the_sources_of_the_kernels(built):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "actstore").rglob("*.py")}
     assert files == modules | {"actstore/py.typed"} | {f"actstore/_csrc/{name}" for name in SOURCES}
     assert f"actstore-{__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_a_wheel_can_bring_the_allocator(tmp_path, monkeypatch):
+    if cpu_memory.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("ACTSTORE_BUILD_ALLOCATOR", "1")
+    dist, installed = tmp_path / "dist", tmp_path / "installed"
+    installed.mkdir()
+    call(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, ROOT, cwd=tmp_path)
+    [wheel] = dist.iterdir()
+    assert re.fullmatch(rf"actstore-{re.escape(__version__)}-py3-none-linux_\w+\.whl", wheel.name)
+    said = Environment(installed, wheel).run(
+        "-c",
+        "import os; os.environ.update(PATH='/nowhere', XDG_CACHE_HOME='/nowhere')\n"
+        "from actstore.devices import cpu_memory; print(cpu_memory.install())",
+    )
+    assert said.strip() == "pages"
 
 
 def test_the_source_distribution_holds_what_a_developer_needs(built):
