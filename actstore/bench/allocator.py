@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,17 +15,6 @@ import torch
 from actstore.devices import cpu_memory
 
 PROBE_NBYTES = 1 << 20
-
-
-class _MallInfo2(ctypes.Structure):
-    """struct mallinfo2 of glibc: mallinfo(3)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
 
 
 _maps: WeakSet[mmap.mmap] = WeakSet()
@@ -56,14 +43,9 @@ def in_use(device: str) -> Callable[[], int] | None:
     """
     if torch.device(device).type == "cuda":
         return partial(torch.cuda.memory_allocated, device)
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
-    if mallinfo2 is None:
-        return None
-    mallinfo2.restype = _MallInfo2
 
     def host() -> int:
-        info = mallinfo2()
-        return int(info.uordblks + info.hblkhd) + sum(map(len, list(_maps))) + cpu_memory.pages_bytes()
+        return cpu_memory.heap()[0] + sum(map(len, list(_maps))) + cpu_memory.pages_bytes()
 
     before = host()
     probe = torch.empty(PROBE_NBYTES, dtype=torch.uint8)

@@ -150,6 +150,16 @@ def idle_bytes() -> int:
     return 0 if _library is None else int(_library.actstore_idle())
 
 
+def heap() -> tuple[int, int]:
+    """Bytes that are in use on the C heap, mapped blocks included, and bytes of its free blocks; 0 where unknown."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if mallinfo2 is None:
+        return 0, 0
+    mallinfo2.restype = _MallInfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd, info.fordblks
+
+
 def trim() -> None:
     """Return idle pages to the system."""
     if _library is not None:
@@ -159,6 +169,17 @@ def trim() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _library: Any = None
+
+
+class _MallInfo2(ctypes.Structure):
+    """struct mallinfo2 of glibc: mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
 
 
 def _checked(choice: str, name: str) -> Choice:

@@ -9,6 +9,7 @@ import torch
 from actstore.base.layout import layout_of
 from actstore.base.spec import Spec
 from actstore.codecs import Codec, Exact
+from actstore.devices import cpu_memory
 from actstore.errors import SpecError
 from actstore.kernels.base import LENGTH_NBYTES
 from actstore.policy import Encode, parse_decision
@@ -86,6 +87,8 @@ def encode(tensor: torch.Tensor, codec: str | Codec, key: int = 0) -> Encoded:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not layout_of(tuple(tensor.shape), tensor.stride()).dense:
         tensor = tensor.contiguous()
+    if tensor.is_cpu:
+        cpu_memory.install()
     spec = Spec.of(tensor)
     size = codec.size(spec)
     payload = torch.empty(size.nbytes, dtype=torch.uint8, device=tensor.device)

@@ -56,6 +56,7 @@ from actstore.session.arguments import (
     tiers_of,
     window_under,
 )
+from actstore.session.process import ProcessMemory
 from actstore.session.report import Report
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
@@ -408,7 +409,9 @@ class ActivationStore:
         store = self._store
         store.poll()
         gradients = None if self._influence is None else self._influence.read()
-        return Report.of(store.ledger, store.circumstances(self._min_nbytes), self._sampler.errors(), gradients)
+        circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
+        process = ProcessMemory.now(self._model, store.ledger.held) if circumstances.on_host else None
+        return Report.of(store.ledger, circumstances, errors, gradients, process)
 
     def sample_next(self) -> None:
         """Measure errors in the next step, whatever `sample_errors` says."""

@@ -14,6 +14,7 @@ from actstore.base.units import format_nbytes
 from actstore.display import html
 from actstore.errors import StateError
 from actstore.session.advice import Figures, why
+from actstore.session.process import ProcessMemory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,6 +103,7 @@ class Report:
     sites : the same for each site that saved something, in the order of first use
     gradients : what the lossy payloads of the last sampled step do to its gradients, predicted; None where nothing is
         lossy, or no backward has come since
+    process : memory of the process, for a store on a CPU; None elsewhere
     """
 
     saved_bytes: int
@@ -119,6 +121,7 @@ class Report:
     media: tuple[MediumReport, ...]
     sites: tuple[SiteReport, ...]
     gradients: GradientEffect | None = None
+    process: ProcessMemory | None = None
 
     @classmethod
     def of(
@@ -127,6 +130,7 @@ class Report:
         circumstances: Circumstances,
         errors: Mapping[Account, ErrorFigures] | None = None,
         gradients: GradientEffect | None = None,
+        process: ProcessMemory | None = None,
     ) -> Report:
         """The figures of `ledger` as they are now, the `errors` that were measured, and what they do to gradients."""
         advice = tuple(why(_figures(ledger, circumstances)))
@@ -168,6 +172,7 @@ class Report:
             media=tuple(MediumReport(tier, now, peak) for tier, (now, peak) in sorted(ledger.media.items())),
             sites=sites,
             gradients=gradients,
+            process=process,
         )
 
     def to_json(self) -> str:
@@ -283,7 +288,9 @@ class Report:
                 f"{self.stall_ms:.1f} ms; {self.hits} payloads in time, {self.late} late, {self.misses} not foreseen"
             )
         lines += self._error_lines()
-        return [*lines, str(self.gradients)] if self.gradients is not None and self.gradients.sites else lines
+        if self.gradients is not None and self.gradients.sites:
+            lines.append(str(self.gradients))
+        return [*lines, str(self.process)] if self.process is not None else lines
 
     def _error_lines(self) -> list[str]:
         """What was lost, in words."""

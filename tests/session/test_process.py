@@ -1,0 +1,77 @@
+"""The report's line about the process: what the system counts, and what of it is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore
+from actstore.session import process
+from actstore.session.process import ProcessMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+MIB = 2**20
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+
+
+def test_the_parts_add_up_to_what_is_resident(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    store = ActivationStore(model, "int8")
+    for _ in range(2):
+        with store:
+            loss = model(torch.randn(256, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+    found = store.report().process
+    assert found is not None
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert (found.weights_bytes, found.gradients_bytes) == (weights, weights)
+    assert 2 * weights <= found.optimizer_bytes <= 2 * weights + 64
+    parts = (found.activations_bytes, found.freed_bytes, found.other_bytes, found.optimizer_bytes, 2 * weights)
+    assert found.resident_bytes == sum(parts)
+    assert found.peak_bytes >= found.resident_bytes > 100 * MIB
+    assert found.allocator in ("pages", "threshold", "system") or " (" in found.allocator
+
+
+def test_activations_are_those_that_are_held_now(model: nn.Module) -> None:
+    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=0)
+    with store:
+        loss = model(torch.randn(256, 512)).square().mean()
+    held = store.report().process
+    loss.backward()
+    gone = store.report().process
+    assert held is not None
+    assert gone is not None
+    assert held.activations_bytes == store.report().held_bytes > gone.activations_bytes == 0
+
+
+def test_it_is_a_line_of_the_report_and_a_part_of_its_json(model: nn.Module) -> None:
+    store = ActivationStore(model, "keep")
+    with store:
+        model(torch.randn(8, 512))
+    report = store.report()
+    line = str(report).splitlines()[-1 - len(report.advice)]
+    assert line.startswith("process: peak ")
+    assert "weights 4.0 MiB" in line
+    assert json.loads(report.to_json())["process"]["weights_bytes"] == 4_200_448
+
+
+def test_a_store_without_a_model() -> None:
+    store = ActivationStore(policy="int8")
+    with store:
+        torch.randn(8, requires_grad=True).exp()
+    found = store.report().process
+    assert found is None or found.weights_bytes == found.optimizer_bytes == 0
+
+
+def test_without_proc_there_is_none(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STATUS", process.STATUS.with_name("nothing"))
+    assert ProcessMemory.now(model, 0) is None
