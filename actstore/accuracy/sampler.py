@@ -115,10 +115,13 @@ class Sampler:
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
         """The same codec, whose payload is measured when it is encoded; `plain` decodes unobserved."""
 
+        before = account.held
+
         def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             used = bound.encode(src, out, key)
             losses = self._met(account)
-            nbytes = out.nbytes + src.nbytes + scratch_nbytes(src)  # the payload is not booked yet
+            unbooked = max(0, out.nbytes - (account.held - before))  # of the payload: a tier's has been booked
+            nbytes = unbooked + src.nbytes + scratch_nbytes(src)
             if self._ledger.fits(nbytes):
                 self._ledger.touch_peak(account, nbytes)
                 begin = device.mark(device.current()) if trace is not None else None

@@ -46,7 +46,7 @@ def peaks(model: nn.Module, batch: tuple[Tensor, ...], policy: str, folder: str,
     return found
 
 
-@pytest.mark.parametrize("policy", ["int8", "int4", "int8 @ disk"])
+@pytest.mark.parametrize("policy", ["int8", "int4", "int8 @ host"])
 def test_of_a_transformer(policy: str, tmp_path: Path) -> None:
     job = gpt.make(Workload(layers=4, width=128, heads=4, context=128, batch=24))
     found = peaks(job.model, job.batch(0), policy, str(tmp_path), job.loss)

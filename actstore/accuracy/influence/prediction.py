@@ -38,7 +38,7 @@ from actstore.accuracy.influence.scalars import Scalars
 from actstore.autograd.readers import Reader, Readers
 from actstore.base.ledger import Account, Ledger
 
-SPARE = 0.03  # of the high-water that backward begins with: most that a step may need beyond it,
+SPARE = 0.02  # of the high-water that backward begins with: most that a step may need beyond it,
 SPARE_NBYTES = 2**19  # or so much
 
 Relative = Callable[[Account], Tensor | None]  # the relative L2 error of an account's payloads, on their device
