@@ -25,7 +25,7 @@ import json
 from importlib.metadata import entry_points, version
 from pathlib import Path
 import actstore
-from actstore.kernels import source
+from actstore.kernels.cuda import source
 print(json.dumps({
     "file": actstore.__file__,
     "version": actstore.__version__,
