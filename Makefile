@@ -61,7 +61,7 @@ fuzz: $(STAMP)  ## train random models under random policies, others each time, 
 soak: $(STAMP)  ## train 2,000 steps that go wrong in many ways, and count what is left; ARGS="--steps 100000" for more
 	$(BIN)/python -m tests.system.soak $(ARGS)
 
-docs: $(STAMP)  ## build the documentation site into build/site; any warning is an error
+docs: $(STAMP)  ## build the documentation site into build/site; any warning is an error. To read it, with search: python -m http.server -d build/site
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(STAMP)  ## lint and types

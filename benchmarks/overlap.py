@@ -145,7 +145,7 @@ def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str
 
 
 def picture(folder: Path, path: Path) -> None:
-    """The timeline of a step, of the shape that the README talks of."""
+    """The timeline of a step, of the shape that docs/guide/moving.md shows."""
     training = Training(*SHAPES[2])
     store = ActivationStore(training.model, "raw @ disk", disk_path=folder, trace=True)
     for _ in range(4):

@@ -1,7 +1,7 @@
-"""Builds the site from the repository: pages of other folders, parts of them by name, and docstrings as Markdown.
+"""Builds the site from the repository: pages of other folders, and docstrings as Markdown.
 
-``<!-- part: README.md#The codecs -->`` in a page stands for the text below that heading of that file. Links and
-pictures of such texts are written as seen from their own folder; here they get the addresses of the site.
+Links and pictures of pages are written as seen from their own folder; here they get the addresses of the site.
+``<!-- evidence: Tasks -->`` in a page stands for the text below that heading of `EVIDENCE`, which is made from figures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from mkdocs.structure.pages import Page
 from actstore.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-# Pages whose source lies outside of docs/, with their addresses; and what else the pages lead to.
+# Pages whose source lies outside of docs/, with their addresses. FILES: more pages and files that pages link.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
-INSTEAD = {"README.md": "index.md", "csrc": "formats.md"}  # for links to what is no page
+INSTEAD = {"csrc": "formats.md"}  # for a link to a folder
+EVIDENCE = "benchmarks/results/amd-epyc-2-cores/evidence.md"
 FILES = (
     "csrc/*.md",
     "benchmarks/README.md",
@@ -33,13 +34,8 @@ FILES = (
     "benchmarks/results/**/*.json",
     "examples/*.py",
 )
-PART = re.compile(r"^<!-- part: (\S+?)#(.+?) -->$", re.MULTILINE)
+PART = re.compile(r"^<!-- evidence: (.+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:\s]+)((?:#[^)]*)?\))")
-HOLDERS = {  # of each part that a page takes: "README.md#the-codecs" is on the page guide/codecs.md
-    f"{path}#{heading.lower().replace(' ', '-')}": page.relative_to(ROOT / "docs").as_posix()
-    for page in (ROOT / "docs").rglob("*.md")
-    for path, heading in PART.findall(page.read_text(encoding="utf-8"))
-}
 SECTION = re.compile(r"^([A-Z][a-z]+)\n-{3,}$", re.MULTILINE)
 ENTRY = re.compile(r"^([\w.*]+(?:, [\w.*]+)*) : ", re.MULTILINE)
 
@@ -55,19 +51,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the parts in, and lead links to where their targets are on the site."""
+    """Put in the commands and the evidence, and lead links to where their targets are on the site."""
     here = page.file.src_uri
     source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT).as_posix()
     markdown = _linked(markdown, source, here, files).replace("<!-- commands -->", commands())
-    return PART.sub(lambda found: _linked(part(*found.groups()), found[1], here, files), markdown)
+    return PART.sub(lambda found: _linked(_evidence(found[1]), EVIDENCE, here, files), markdown)
 
 
-def part(path: str, heading: str) -> str:
-    """The text below a heading of the first two levels, up to the next one of the second."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    found = re.search(rf"^##? {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+def _evidence(heading: str) -> str:
+    """Return the text below a heading of the second level, up to the next one."""
+    text = (ROOT / EVIDENCE).read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise PluginError(f"{path} has no heading {heading!r}; a page of docs/ takes the text below it")
+        raise PluginError(f"{EVIDENCE} must have the heading {heading!r}: a page of docs/ takes the text below it")
     return found[1].strip()
 
 
@@ -75,12 +71,11 @@ def _linked(markdown: str, source: str, here: str, files: Files) -> str:
     def lead(found: re.Match[str]) -> str:
         before, target, after = found.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        address = HOLDERS.get(path + after[:-1]) or INSTEAD.get(path) or PAGES.get(path) or path.removeprefix("docs/")
+        address = INSTEAD.get(path) or PAGES.get(path) or path.removeprefix("docs/")
         if files.get_file_from_path(address) is None:
             if (ROOT / path).exists():  # a file of the repository that the site does not show
                 return f"`{path}`"
             return found[0]  # mkdocs says what is wrong with it
-        after = ")" if path + after[:-1] in HOLDERS else after
         return f"{before}{posixpath.relpath(address, posixpath.dirname(here) or '.')}{after}"
 
     return LINK.sub(lead, markdown)

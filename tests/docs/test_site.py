@@ -84,6 +84,44 @@ def test_every_command_is_in_the_reference(site):
     assert "--tolerance" in page
 
 
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert len(text.split()) <= 1600
+
+
+def test_links_of_readme_lead_to_files():
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 5
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
+def test_a_page_owns_its_text(page):
+    """A page takes commands and evidence, which are made from code and from figures, and nothing from README."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "README.md#" not in text.replace("benchmarks/README.md#", "")
+    assert re.findall(r"<!-- *part:.*", text) == []
+    assert "<!-- evidence: " not in text or page == "docs/guide/convergence.md"
+
+
+def test_the_site_takes_nothing_from_readme():
+    assert re.findall(r"(?<!benchmarks/)README", (ROOT / "docs" / "site.py").read_text(encoding="utf-8")) == []
+
+
+def test_navigation_is_short():
+    """Five sections of at most twelve entries; the pages of formats are one level further down."""
+    lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].splitlines()
+    sections: list[list[str]] = []
+    for line in lines:
+        if line.startswith("  - "):
+            sections.append([])
+        elif line.startswith("      - "):
+            sections[-1].append(line)
+    assert len(sections) == 5
+    assert max(len(section) for section in sections) <= 12
+
+
 def test_every_format_has_its_page(site):
     index = (site / "formats.html").read_text(encoding="utf-8")
     for source in (ROOT / "csrc").glob("*.md"):
