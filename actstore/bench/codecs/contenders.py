@@ -15,6 +15,7 @@ from actstore.codecs import Codec, Exact
 from actstore.errors import ActstoreError, ConfigError, KernelUnavailable
 from actstore.kernels.base import LENGTH_NBYTES
 from actstore.policy import Encode, parse_decision
+from actstore.policy.encoded import Encoded, encode
 
 KEY = 0x5EED  # of the random bits
 BNB = "bnb8 (bitsandbytes)"
@@ -128,6 +129,15 @@ class Contender:
         """
         return OurTrip(self.codec, source) if self.codec else _BnbTrip(source)
 
+    def public_trip(self, source: Tensor) -> Trip:
+        """The same by the calls that a user makes, which allocate what they return.
+
+        Raises
+        ------
+        KernelUnavailable : a package is missing
+        """
+        return PublicTrip(self.codec, source) if self.codec else _BnbTrip(source)
+
 
 def select(texts: list[str]) -> tuple[list[Contender], dict[str, str]]:
     """The contenders by name, the default ones where none is given; and why a default one is not there.
@@ -177,6 +187,26 @@ class OurTrip(Trip):
         if self.fixed or not self.payload.numel():
             return self.payload.numel()
         return int(self.payload[:LENGTH_NBYTES].view(torch.int64))
+
+
+class PublicTrip(Trip):
+    """Through a codec of ours by `actstore.encode` and `Encoded.decode`."""
+
+    def __init__(self, codec: Codec, source: Tensor) -> None:
+        self._codec, self._source = codec, source
+        self.fixed = isinstance(codec.size(Spec.of(source)), Exact)
+        self._encoded: Encoded | None = None
+
+    def encode(self) -> None:
+        self._encoded = encode(self._source, self._codec, key=KEY)
+
+    def decode(self) -> Tensor:
+        assert self._encoded is not None, "encode comes first"
+        return self._encoded.decode()
+
+    def payload_nbytes(self) -> int:
+        assert self._encoded is not None, "encode comes first"
+        return self._encoded.nbytes
 
 
 class _BnbTrip(Trip):

@@ -14,16 +14,23 @@ from actstore.bench.result import finite
 
 @dataclass
 class Speed:
-    """One direction of a codec, each call beside a ``Tensor.copy_`` of the same tensor.
+    """One direction of a codec, each call beside a ``Tensor.copy_`` of the same tensor into memory that was written.
 
     Attributes
     ----------
-    ms : of the calls
+    ms : of the calls, which allocate what they return, in memory that is used again
     copy_ms : of the copies, each right before its call
+    fresh_ms : of calls whose memory comes from the system; none where the device's allocator keeps memory anyway
     """
 
     ms: list[float]
     copy_ms: list[float]
+    fresh_ms: list[float] = field(default_factory=list)
+
+    @property
+    def fresh_of_copy(self) -> float | None:
+        """How many times as fast as a copy the calls in fresh memory are, at the medians."""
+        return median(self.copy_ms) / median(self.fresh_ms) if self.fresh_ms else None
 
     @property
     def of_copy(self) -> list[float]:
@@ -119,7 +126,11 @@ class CodecResult:
                 of |= {"ratio": row.ratio, "bits_per_element": row.bits}
             for verb, speed in (("encode", row.encode), ("decode", row.decode)):
                 if speed is not None:
-                    of[verb] |= {"of_copy": speed.quartiles[1], "gbps": speed.gbps(row.nbytes)}
+                    of[verb] |= {
+                        "of_copy": speed.quartiles[1],
+                        "fresh_of_copy": speed.fresh_of_copy,
+                        "gbps": speed.gbps(row.nbytes),
+                    }
         return json.dumps(finite(values), indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -137,7 +148,7 @@ def _row(values: dict[str, Any]) -> CodecRow:
     known = {f.name for f in fields(CodecRow)}
     for verb in ("encode", "decode"):
         if values[verb] is not None:
-            values[verb] = Speed(values[verb]["ms"], values[verb]["copy_ms"])
+            values[verb] = Speed(values[verb]["ms"], values[verb]["copy_ms"], values[verb].get("fresh_ms", []))
     return CodecRow(**{name: value for name, value in values.items() if name in known})
 
 

@@ -14,9 +14,10 @@ from actstore.bench.codecs.result import CodecResult, CodecRow, Speed
 
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _LEGEND = """\
-bits: of the payload for one element. ratio: bytes of the tensor over those of the payload.
+bits: of the payload for one element.
 of copy: the rate, in bytes of the tensor, over that of Tensor.copy_ of the same tensor right
-before; the median of the pairs, and half the distance between their quartiles.
+before, into memory that was written; the median of the pairs, ± half the distance between their
+quartiles. Calls allocate what they return: in memory that is used again; fresh: from the system.
 GB/s: 10^9 bytes of the tensor a second. error: |x - decode(encode(x))| / |x|."""
 
 
@@ -33,10 +34,6 @@ def render(result: CodecResult) -> RenderableType:
         parts.append(_by_data([(row, _ratios(row)) for row in variable]))
     parts += [Text(f"{row.codec}: {row.failed}", style="yellow" if row.missing else "red") for row in result.failed]
     return Group(*parts, Text(_LEGEND, style="dim"))
-
-
-def _sizes(row: CodecRow) -> tuple[str, ...]:
-    return row.codec, _SHORT.get(row.dtype, row.dtype), row.data, f"{row.bits:.2f}", f"{row.ratio:.2f}"
 
 
 def _title(result: CodecResult) -> str:
@@ -56,21 +53,22 @@ def _speeds(result: CodecResult) -> Table:
     table.add_column("\ncodec", no_wrap=True)
     table.add_column("\ndtype")
     table.add_column("\ndata")
-    for name in ("\nbits", "\nratio", "encode\nof copy", "\nGB/s", "decode\nof copy", "\nGB/s"):
+    for name in ("\nbits", "encode\nof copy", "\nfresh", "\nGB/s", "decode\nof copy", "\nfresh", "\nGB/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result.good:
         table.add_row(
-            Text(row.codec), _SHORT.get(row.dtype, row.dtype), row.data, f"{row.bits:.2f}", f"{row.ratio:.2f}",
+            Text(row.codec), _SHORT.get(row.dtype, row.dtype), row.data, f"{row.bits:.2f}",
             *_speed(row, row.encode), *_speed(row, row.decode),
         )  # fmt: skip
     return table
 
 
-def _speed(row: CodecRow, speed: Speed | None) -> tuple[str, str]:
+def _speed(row: CodecRow, speed: Speed | None) -> tuple[str, str, str]:
     if speed is None:
-        return "-", "-"
+        return "-", "-", "-"
     low, middle, high = speed.quartiles
-    return f"{middle:.2f} ±{(high - low) / 2:.2f}", f"{speed.gbps(row.nbytes):.2f}"
+    fresh = "" if speed.fresh_of_copy is None else f"{speed.fresh_of_copy:.2f}"
+    return f"{middle:.2f} ±{(high - low) / 2:.2f}", fresh, f"{speed.gbps(row.nbytes):.2f}"
 
 
 def _by_data(rows: list[tuple[CodecRow, dict[str, str]]]) -> Table:
