@@ -24,10 +24,11 @@ def _status_bytes(field: str) -> int | None:
 def rss_bytes() -> int:
     """Resident memory of this process now; its high-water so far where the system does not tell."""
     now = _status_bytes("VmRSS")
-    return _process_peak_bytes() if now is None else now
+    return peak_rss_bytes() if now is None else now
 
 
-def _process_peak_bytes() -> int:
+def peak_rss_bytes() -> int:
+    """The high-water of the resident memory of this process."""
     peak = _status_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
@@ -64,7 +65,7 @@ class PeakMeter:
 
     def peak_bytes(self) -> int:
         """The high-water of `now_bytes`."""
-        return _process_peak_bytes() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
+        return peak_rss_bytes() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
 
     def allocated_peak_bytes(self) -> int | None:
         """The high-water of what the allocator has given to tensors; None on a CPU where it cannot be counted."""
@@ -72,4 +73,4 @@ class PeakMeter:
 
     def host_peak_bytes(self) -> int:
         """The high-water of the process, whatever the device."""
-        return _process_peak_bytes()
+        return peak_rss_bytes()

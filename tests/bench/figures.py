@@ -48,10 +48,10 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "points": [_point(axis, n, size) for axis, sizes in _SIZES.items() for n, size in enumerate(sizes)],
     },
     "largest": {
-        "environment": ENVIRONMENT, "workload": _WORK, "budget": 32 * MIB,
+        "environment": ENVIRONMENT, "workload": _WORK, "limit": 1024 * MIB, "limited_by": "a control group", "steps": 3,
         "rows": [
-            {"name": name, "kind": "ours" if n > 2 else "peer" if n else "plain", "most": 300, "failed": "",
-             "batch": 7 + 40 * n if n < 8 else 300, "held": {}, "bit_equal": n % 2 == 0}
+            {"name": name, "kind": "ours" if n > 2 else "peer" if n else "plain", "most": 300,
+             "batch": 7 + 40 * n if n < 8 else 300, "peaks": {}, "lossy": n % 2 == 1}
             for n, name in enumerate(largest.ROWS)
         ],
     },
