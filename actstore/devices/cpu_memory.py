@@ -233,6 +233,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actstore"
 
 
+def library_file() -> Path | None:
+    """The library for the PyTorch that runs, where it is compiled: that of the wheel or of the cache."""
+    name = library_name(source.read("cpu_allocator.cpp").digest)
+    return next((file for folder in (source.folder(), cache_folder()) if (file := folder / name).is_file()), None)
+
+
 @cache
 def _compiled() -> Path:
     """The library for the PyTorch that runs: that of the wheel, of the cache, or compiled now.
@@ -241,11 +247,10 @@ def _compiled() -> Path:
     ------
     KernelUnavailable : there is no compiler, or it fails
     """
+    there = library_file()
+    if there is not None:
+        return there
     code = source.read("cpu_allocator.cpp")
-    name = library_name(code.digest)
-    for folder in (source.folder(), cache_folder()):
-        if (folder / name).is_file():
-            return folder / name
     command = compiler()
     if command is None:
         raise KernelUnavailable(
@@ -253,7 +258,7 @@ def _compiled() -> Path:
         )
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        return build(command, code.text, cache_folder() / name)
+        return build(command, code.text, cache_folder() / library_name(code.digest))
     except OSError as error:
         why = f"{cache_folder()}: {error}. Set XDG_CACHE_HOME to a folder that can be written"
         raise KernelUnavailable(why) from error

@@ -16,6 +16,7 @@ from actstore.errors import KernelUnavailable
 VARIABLE = "NUMBA_CACHE_DIR"
 _HERE = Path(__file__).parent
 _IMPORT = re.compile(r"^from actstore\.kernels\.([\w.]+) import", re.MULTILINE)
+_KERNEL = re.compile(r"^ *@kernel$", re.MULTILINE)
 
 
 @cache
@@ -41,6 +42,11 @@ def cached(source: str) -> int:
     """Count the kernels of ``kernels/cpu/<source>.py``, as it is now, in the cache of this Python."""
     version = f"py{sys.version_info[0]}{sys.version_info[1]}"
     return len(list(folder().glob(f"{source}.*_{short_digest(_HERE / f'{source}.py')}-*.{version}*.nbi")))
+
+
+def sources() -> list[str]:
+    """Return the names of the sources that have kernels."""
+    return sorted(path.stem for path in _HERE.glob("*.py") if _KERNEL.search(path.read_text(encoding="utf-8")))
 
 
 def short_digest(path: Path) -> str:
