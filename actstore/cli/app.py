@@ -1,5 +1,5 @@
 """The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
-``actstore plan``."""
+``actstore plan``, ``actstore doctor``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from actstore.bench.result import Result
 from actstore.bench.workloads import MODELS, check, kind, sized
 from actstore.bench.workloads.user import is_users
 from actstore.bench.workloads.workload import Workload
+from actstore.cli.doctor import doctor
 from actstore.cli.plan import plan
 from actstore.cli.show import show
 from actstore.cli.verify import verify
@@ -49,6 +50,7 @@ bench_app.command()(compare)
 app.command()(show)
 app.command()(verify)
 app.command()(plan)
+app.command()(doctor)
 WIDTH = 100  # of the table, where there is no terminal
 _D = Workload()
 

@@ -23,8 +23,9 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakSet
 
 import torch
 
@@ -40,7 +41,7 @@ THRESHOLD_NBYTES = 1 << 20
 COMPILERS = ("c++", "g++", "clang++")
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
-_lock = RLock()  # a collection inside may end pages
+_lock = Lock()
 
 
 class Status(NamedTuple):
@@ -121,28 +122,30 @@ def reset_peak() -> None:
 class CountedPages(mmap.mmap):
     """Anonymous pages of the store, counted while they live."""
 
-    total = 0  # bytes of all that live
-    counted: Any  # the library that counts these too, if it was there when they were made
+    _live = WeakSet[mmap.mmap]()
+    counted: Any = None  # the library that counts these too, if it was there when they were made
 
     def __new__(cls, nbytes: int) -> CountedPages:
         pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.counted = _library
-        with _lock:
-            CountedPages.total += nbytes
+        cls._live.add(pages)
         if _library is not None:
             _library.actstore_add(nbytes)
+            pages.counted = _library
         return pages
 
     def __del__(self) -> None:
-        with _lock:
-            CountedPages.total -= len(self)
         if self.counted is not None:
             self.counted.actstore_subtract(len(self))
+
+    @classmethod
+    def total(cls) -> int:
+        """The bytes of all that live."""
+        return sum(map(len, list(cls._live)))
 
 
 def pages_bytes() -> int:
     """Bytes of tensors and of the store that are on pages of their own, not on the C heap."""
-    return CountedPages.total + (0 if _library is None else int(_library.actstore_live()))
+    return CountedPages.total() + (0 if _library is None else int(_library.actstore_live()))
 
 
 def idle_bytes() -> int:
@@ -259,6 +262,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actstore"
 
 
+def library_file() -> Path | None:
+    """The library for the PyTorch that runs, where it is compiled: that of the wheel or of the cache."""
+    name = library_name(source.read("cpu_allocator.cpp").digest)
+    return next((file for folder in (source.folder(), cache_folder()) if (file := folder / name).is_file()), None)
+
+
 @cache
 def _compiled() -> Path:
     """The library for the PyTorch that runs: that of the wheel, of the cache, or compiled now.
@@ -267,11 +276,10 @@ def _compiled() -> Path:
     ------
     KernelUnavailable : there is no compiler, or it fails
     """
+    there = library_file()
+    if there is not None:
+        return there
     code = source.read("cpu_allocator.cpp")
-    name = library_name(code.digest)
-    for folder in (source.folder(), cache_folder()):
-        if (folder / name).is_file():
-            return folder / name
     command = compiler()
     if command is None:
         raise KernelUnavailable(
@@ -279,7 +287,7 @@ def _compiled() -> Path:
         )
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        return build(command, code.text, cache_folder() / name)
+        return build(command, code.text, cache_folder() / library_name(code.digest))
     except OSError as error:
         why = f"{cache_folder()}: {error}. Set XDG_CACHE_HOME to a folder that can be written"
         raise KernelUnavailable(why) from error

@@ -56,6 +56,7 @@ from actstore.session.arguments import (
     tiers_of,
     window_under,
 )
+from actstore.session.out_of_memory import explain
 from actstore.session.process import ProcessMemory
 from actstore.session.report import Report
 from actstore.store.store import Store
@@ -295,6 +296,9 @@ class ActivationStore:
         try:
             entry = self._innermost(error)
             self._leave(entry, error)
+            if error is not None:
+                has_budget = self._given_plan is not None or isinstance(self._auto, Auto)
+                explain(error, self._store.ledger, self._policy, self._model, has_budget=has_budget)
         except BaseException as failure:
             if not isinstance(failure, Exception):  # an interrupt fell into it
                 self._leave(entry or self._innermost(error), failure)

@@ -206,11 +206,11 @@ class NamelessFile:
         return "the disk or its driver is not to be trusted: use disk_path= on another one"
 
 
-def warn_if_memory(folder: Path) -> None:
-    """Warn when what is written in `folder` still fills memory."""
+def file_system(folder: Path) -> str:
+    """Return the kind of the file system that holds a folder, such as ext4; empty where the system does not tell."""
     mounts = Path("/proc/self/mounts")
     if not mounts.exists():
-        return
+        return ""
     where = os.path.realpath(folder)
     kinds = {}
     for line in mounts.read_text().splitlines():
@@ -218,7 +218,17 @@ def warn_if_memory(folder: Path) -> None:
         point = point.replace("\\040", " ")
         if where == point or where.startswith(point.rstrip("/") + "/"):
             kinds[point] = kind
-    if kinds and kinds[max(kinds, key=len)] in ("tmpfs", "ramfs"):
+    return kinds[max(kinds, key=len)] if kinds else ""
+
+
+def is_memory(kind: str) -> bool:
+    """Whether a file system of this kind keeps its files in memory."""
+    return kind in ("tmpfs", "ramfs")
+
+
+def warn_if_memory(folder: Path) -> None:
+    """Warn when what is written in `folder` still fills memory."""
+    if is_memory(file_system(folder)):
         warnings.warn(
             f"the disk tier's folder {str(folder)!r} lies in memory (tmpfs): what goes there still fills RAM. "
             "Give disk_path= a folder on a real disk.",

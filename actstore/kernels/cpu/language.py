@@ -5,9 +5,6 @@ Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,8 @@ try:
     from llvmlite import ir
     from numba.core import cgutils as _cgutils
     from numba.extending import intrinsic as _intrinsic
+
+    from actstore.kernels.cpu import cache, notice  # no part of the digest: they change no kernel
 except ImportError as error:
     raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
 
@@ -62,23 +61,17 @@ def kernel(run: Any) -> Any:
       kernel then runs in its place for ever;
     * a digest of its source and of all kernel sources that this imports. numba itself looks only at the file that the
       kernel stands in: with a newer version of another one, it would go on running the old code.
+
+    Raises
+    ------
+    KernelUnavailable : numba finds no folder for its cache
     """
     constants = (cell.cell_contents for cell in run.__closure__ or ())
     parts = [run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)]
-    run.__qualname__ = "_".join([*parts, _digest(Path(run.__code__.co_filename))[:8]])
-    return _compiled(run)
-
-
-@cache
-def _digest(path: Path) -> str:
-    """The sha256 of a source and of the kernel sources that it imports."""
-    text = path.read_text(encoding="utf-8")
-    kernels = Path(__file__).parents[1]
-    imported = (_digest(kernels / f"{name.replace('.', '/')}.py") for name in _IMPORT.findall(text))
-    return sha256("".join([text, *imported]).encode()).hexdigest()
-
-
-_IMPORT = re.compile(r"^from actstore\.kernels\.([\w.]+) import", re.MULTILINE)
+    run.__qualname__ = "_".join([*parts, cache.short_digest(Path(run.__code__.co_filename))])
+    cache.folder()
+    with notice.compiling(run):
+        return _compiled(run)
 
 
 def _pointer_to(element: Any) -> Any:

@@ -1,0 +1,74 @@
+"""All facts about this machine, and what follows from them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from actstore._version import __version__
+from actstore.cli.machine.allocator import Allocator, allocator
+from actstore.cli.machine.cuda import Cuda, cuda
+from actstore.cli.machine.disk import Disk, disk
+from actstore.cli.machine.kernels import Kernels, kernels
+from actstore.cli.machine.memory import Memory, memory
+from actstore.cli.machine.packages import Missing, Package, cuda_major, missing, packages
+
+FORMAT = "actstore doctor 1"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts. `missing` are features that a command installs; `broken` is what is here and does not work."""
+
+    python: str
+    packages: Mapping[str, Package]
+    kernels: tuple[Kernels, ...]
+    allocator: Allocator
+    disk: Disk
+    memory: Memory
+    cuda: Cuda
+
+    @property
+    def missing(self) -> list[Missing]:
+        """The features that lack a package or a compiler."""
+        found = missing(self.packages, cuda_major() if self.cuda.devices else None)
+        if self.allocator.library is None and self.allocator.compiler is None and self.allocator.asked == "pages":
+            found.append(Missing("allocator of CPU tensors", "apt install g++"))
+        return found
+
+    @property
+    def broken(self) -> list[str]:
+        """A sentence for each thing that is here and does not work."""
+        found = [
+            f"{package.name} is installed, but its import fails: {package.error}"
+            for package in self.packages.values()
+            if package.state == "broken"
+        ]
+        found += [each.error for each in self.kernels if each.error]
+        if self.allocator.is_broken:
+            found.append(f"The allocator of CPU tensors does not work: {self.allocator.reason}")
+        if self.disk.error:
+            found.append(self.disk.error)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All facts under the names of their attributes, as JSON has them."""
+        versions = {"actstore": __version__, **asdict(self)}
+        return {"format": FORMAT, **versions, "missing": [asdict(each) for each in self.missing], "broken": self.broken}
+
+
+def machine(folder: Path | None = None) -> Machine:
+    """Look at this machine; `folder` is that of the disk tier, by default the system's temporary one."""
+    found = packages()
+    return Machine(
+        python=platform.python_version(),
+        packages=found,
+        kernels=tuple(kernels(found)),
+        allocator=allocator(),
+        disk=disk(folder),
+        memory=memory(),
+        cuda=cuda(),
+    )

@@ -1,0 +1,65 @@
+"""numba's cache of compiled kernels: its folder, and the kernels of a source in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from actstore.errors import KernelUnavailable
+
+VARIABLE = "NUMBA_CACHE_DIR"
+_HERE = Path(__file__).parent
+_IMPORT = re.compile(r"^from actstore\.kernels\.([\w.]+) import", re.MULTILINE)
+_KERNEL = re.compile(r"^ *@kernel$", re.MULTILINE)
+
+
+@cache
+def folder() -> Path:
+    """Return the folder where numba caches kernels: ``__pycache__`` beside them, or that of NUMBA_CACHE_DIR.
+
+    Where neither can be written, numba takes the user's cache folder.
+
+    Raises
+    ------
+    KernelUnavailable : none of them can be written
+    """
+    try:
+        compiled: Any = numba.njit(cache=True)(_stand_in)
+    except RuntimeError as error:  # numba's word for it
+        raise KernelUnavailable(
+            f"numba finds no folder for compiled kernels: set {VARIABLE} to a folder that can be written"
+        ) from error
+    return Path(compiled.stats.cache_path)
+
+
+def cached(source: str) -> int:
+    """Count the kernels of ``kernels/cpu/<source>.py``, as it is now, in the cache of this Python."""
+    version = f"py{sys.version_info[0]}{sys.version_info[1]}"
+    return len(list(folder().glob(f"{source}.*_{short_digest(_HERE / f'{source}.py')}-*.{version}*.nbi")))
+
+
+def sources() -> list[str]:
+    """Return the names of the sources that have kernels."""
+    return sorted(path.stem for path in _HERE.glob("*.py") if _KERNEL.search(path.read_text(encoding="utf-8")))
+
+
+def short_digest(path: Path) -> str:
+    """Return 8 hex digits that change with a source of kernels, or with one that it imports."""
+    return _digest(path)[:8]
+
+
+@cache
+def _digest(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    imported = (_digest(_HERE.parent / f"{name.replace('.', '/')}.py") for name in _IMPORT.findall(text))
+    return sha256("".join([text, *imported]).encode()).hexdigest()
+
+
+def _stand_in() -> None:
+    """A function of this folder, where all kernels are."""

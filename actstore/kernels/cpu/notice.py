@@ -1,0 +1,83 @@
+"""A line in the log where the compilation of kernels takes long, while it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Timer
+from time import perf_counter
+from typing import Any
+
+from numba.core import event
+
+from actstore.kernels.cpu import cache
+
+log = logging.getLogger("actstore")
+
+LEAST_S = 1.0  # of compilation in one process
+
+
+class Notice:
+    """The line, once in a process. numba's lock lets one thread at a time call `begin` and `end`.
+
+    Parameters
+    ----------
+    folder : gives the folder of the cache
+    clock, timer : ``time.perf_counter`` and ``threading.Timer``, or what tests give
+    """
+
+    def __init__(
+        self, folder: Callable[[], Path], clock: Callable[[], float] = perf_counter, timer: Callable[..., Any] = Timer
+    ) -> None:
+        self._folder, self._clock, self._make_timer = folder, clock, timer
+        self._spent_s = self._began_s = 0.0
+        self._said = False
+        self._timer: Any = None
+
+    def begin(self) -> None:
+        """The compiler begins: say so as soon as it has taken `LEAST_S` in all."""
+        if self._said:
+            return
+        self._began_s = self._clock()
+        self._timer = self._make_timer(max(0.0, LEAST_S - self._spent_s), self._say)
+        self._timer.daemon = True
+        with suppress(RuntimeError):  # no thread to be had: nothing is said
+            self._timer.start()
+
+    def end(self) -> None:
+        """The compiler is done."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._spent_s += self._clock() - self._began_s
+
+    def _say(self) -> None:
+        self._said = True
+        log.warning("compiling CPU kernels (once; cached in %s)", self._folder())  # INFO is not shown by default
+
+
+notice = Notice(cache.folder)
+
+
+class _Misses(event.Listener):
+    """Hears of numba when it compiles one function, and not when its cache has it, nor of what is inlined there."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func is self._run:
+            notice.begin()
+
+    def on_end(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func is self._run:
+            notice.end()
+
+
+@contextmanager
+def compiling(run: Any) -> Iterator[None]:
+    """Tell `notice` when numba compiles `run` inside."""
+    with event.install_listener("numba:compile", _Misses(run)):
+        yield

@@ -1,0 +1,121 @@
+"""The note that errors about memory take along: held bytes, who holds most of them, and what to try next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+
+from torch.nn import Module
+
+from actstore.auto.controller import TIGHTER, ran_out
+from actstore.base.ledger import Account, Ledger
+from actstore.base.units import format_nbytes
+from actstore.errors import ActstoreError, CapacityError
+from actstore.model.blocks import repeated_blocks
+from actstore.model.names import named_modules
+from actstore.model.units import device_of
+from actstore.policy import Offload, Policy, Recompute, Rules
+from actstore.policy.decision import waits_as
+from actstore.session.arguments import read_policy
+
+MARK = "actstore: held "  # where each of these notes begins
+MODULES = 3
+
+
+def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None, *, has_budget: bool) -> None:
+    """Add the note to `error` if it is about memory and has none yet. Raises nothing, and keeps nothing.
+
+    Parameters
+    ----------
+    has_budget : whether the policy was made for a budget, by "auto" or a Plan
+    """
+    if not (isinstance(error, CapacityError) or ran_out(error)):
+        return
+    with suppress(Exception):  # there may be no memory for a note either
+        if not any(note.startswith(MARK) for note in getattr(error, "__notes__", ())):
+            error.add_note(_note(ledger, policy, model, has_budget))
+
+
+def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool) -> str:
+    accounts = ledger.accounts()
+    held, saved = sum(account.held for account in accounts), sum(account.saved for account in accounts)
+    lines = [
+        f"{MARK}{format_nbytes(held)} of {format_nbytes(saved)} that this forward saved, "
+        f"{format_nbytes(ledger.peak)} at its peak"
+    ]
+    largest = _largest(accounts)
+    if largest:
+        lines.append(f"  most is held by {', '.join(largest)}")
+    lines.append(f"  try next: {_next(accounts, ledger.peak, policy, model, has_budget)}")
+    return "\n".join(lines)
+
+
+def _largest(accounts: list[Account]) -> list[str]:
+    """Return the modules that hold most, each with its bytes and the decision about most of these."""
+    modules: dict[str, Counter[str]] = {}
+    for account in accounts:
+        if account.held > 0:
+            decision = f"{account.where or 'keep'}{f'; {account.note}' if account.note else ''}"
+            modules.setdefault(account.site.name or "(top)", Counter())[decision] += account.held
+    most = sorted(modules.items(), key=lambda module: module[1].total(), reverse=True)[:MODULES]
+    return [f"{name} {format_nbytes(held.total())} ({held.most_common(1)[0][0]})" for name, held in most]
+
+
+def _next(accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool) -> str:
+    if not peak:
+        return "a smaller batch: activations are not what fills memory"
+    budget = f'budget="{_written(int(TIGHTER * peak))}"'
+    if has_budget:
+        return f"{budget}, or a smaller batch"
+    stays = _stays_in_blocks(accounts, policy, model)
+    text = next((text for text in _texts(model, stays=stays) if _fits(text, policy, model)), None)
+    if text is None:
+        return "a smaller batch"
+    chosen = f', or the policy "auto" with {budget}' if stays else ""
+    return f'the policy "{text}"{chosen}; gradients are then exact'
+
+
+def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | None) -> bool:
+    """Whether most of what is held was saved in blocks, and neither recomputation nor a tier is to free it."""
+    inside = tuple(f"{block}." for block in _blocks(model))
+    stays = sum(a.held for a in accounts if f"{a.site.name}.".startswith(inside) and _stays(a, policy))
+    return 2 * stays > sum(account.held for account in accounts)
+
+
+def _stays(account: Account, policy: Policy) -> bool:
+    if not isinstance(policy, Rules):
+        return "@" not in account.where
+    decision = policy.decide(account.site.name, account.site.tag)
+    return not isinstance(decision, Recompute) and not isinstance(waits_as(decision), Offload)
+
+
+def _texts(model: Module | None, *, stays: bool) -> list[str]:
+    """Return exact policies that hold less, the fastest first."""
+    device = device_of(model)
+    away = "raw @ disk" if device is None or device.type == "cpu" else "raw @ host > disk"
+    if not _blocks(model):
+        return [away]
+    least = f"@blocks : recompute({away}); * : {away}"
+    return ["@blocks : recompute", least] if stays else [least]
+
+
+def _blocks(model: Module | None) -> list[str]:
+    return [] if model is None else repeated_blocks(model)
+
+
+def _fits(text: str, policy: Policy, model: Module | None) -> bool:
+    """Whether the model takes a policy, and the policy is another one than now."""
+    try:
+        rules = read_policy(text, model)
+        if isinstance(rules, Rules) and model is not None:
+            names = [name for name, _ in named_modules(model)]
+            rules.check(names)
+            rules.recompute_roots(names, _blocks(model))
+    except ActstoreError:
+        return False
+    return rules != policy
+
+
+def _written(nbytes: int) -> str:
+    """Return bytes as `parse_budget` reads them."""
+    return f"{nbytes >> 20}MiB" if nbytes >> 20 else f"{nbytes}B"
