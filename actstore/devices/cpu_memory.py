@@ -24,7 +24,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from weakref import WeakSet
 
 import torch
@@ -122,7 +122,7 @@ def reset_peak() -> None:
 class CountedPages(mmap.mmap):
     """Anonymous pages of the store, counted while they live."""
 
-    _live = WeakSet[mmap.mmap]()
+    _live: ClassVar[WeakSet[mmap.mmap]] = WeakSet()
     counted: Any = None  # the library that counts these too, if it was there when they were made
 
     def __new__(cls, nbytes: int) -> CountedPages:

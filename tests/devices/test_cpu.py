@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from actstore.devices.cpu import HUGE_PAGE_NBYTES, map_pages
+from actstore.devices.cpu_memory import CountedPages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice and its traces are Linux's")
 
@@ -35,12 +36,11 @@ def test_large_maps_are_advised_to_be_huge_pages() -> None:
 def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    class Refusing(mmap.mmap):
-        def madvise(self, *advice: int) -> None:
-            asked.append(advice)
-            raise OSError(22, "Invalid argument")
+    def madvise(self: mmap.mmap, *advice: int) -> None:
+        asked.append(advice)
+        raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(mmap, "mmap", Refusing)
+    monkeypatch.setattr(CountedPages, "madvise", madvise, raising=False)
     pages = map_pages(HUGE_PAGE_NBYTES)
     assert asked == [(mmap.MADV_HUGEPAGE,)]
     assert len(pages) == HUGE_PAGE_NBYTES

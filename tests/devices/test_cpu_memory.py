@@ -170,12 +170,16 @@ def test_an_exit_with_live_tensors_and_threads() -> None:
             from actstore.devices import cpu_memory
             cpu_memory.install()
 
+            ready = threading.Barrier(4)
+
             def holds():
                 mine = [torch.ones(100_000) for _ in range(10)]
+                ready.wait()
                 time.sleep(1000)
 
             for _ in range(3):
                 threading.Thread(target=holds, daemon=True).start()
+            ready.wait()
             kept = torch.ones(10**6)
             cycle = [torch.ones(10**6)]
             cycle.append(cycle)
