@@ -51,7 +51,7 @@ def test_each_file_has_its_section_and_its_picture(folder: Path, result: Result)
         "- raw @ disk failed: OSError: the disk is full",
         "- bitsandbytes 8-bit is left out: bitsandbytes is not installed",
         "**Not finished**: interrupted. 2026-01-02, 1.5 minutes.", "## Where the time goes", "## Training for longer",
-        "| int8 | 127, 18.1 times plain |", "[json](some-2-cores/codecs.json)", "| torch | 2 |",
+        "| int8 | 207, 29.6 times plain |", "[json](some-2-cores/codecs.json)", "| torch | 2 |",
     ):  # fmt: skip
         assert words in text, words
     for name in (*MADE_UP, "gpt"):
