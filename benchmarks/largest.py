@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ ROWS = (
     "plain", "torch checkpoint", "compile, budget 0.5", "bitsandbytes 8-bit", "derive", "int8", "int4", "int8 @ disk",
     "raw @ disk", "recompute", "recompute(int8)", "recompute(raw @ disk)",
 )  # fmt: skip
+USUAL = ("plain", "torch checkpoint", "bitsandbytes 8-bit", "int8", "int4", "recompute")  # in the suite
 PATIENCE = 8  # batches that were tried, after which the interval is halved
 STEPS = 3
 GROUPS = (  # of memory in control groups: the folder, and the file of the limit; versions 2 and 1
@@ -88,21 +90,24 @@ def control_group(limit: int) -> Iterator[Path | None]:
 
 def _peak(work: Workload, row: Row, batch: int, limit: int, group: Path | None, steps: int = STEPS) -> int | None:
     """The high-water of a process that trains `steps` steps under the limit; None where it does not end them."""
-    request = {
-        "workload": replace(work, batch=batch).to_dict(), "row": asdict(row), "limit": limit, "steps": steps,
-        "group": None if group is None else str(group),
-    }  # fmt: skip
+    request = {"workload": replace(work, batch=batch).to_dict(), "row": asdict(row), "steps": steps}
     command = [sys.executable, "-m", "benchmarks.largest", "--trial", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(  # under the limit from its first byte on
+        command, capture_output=True, text=True, check=False, preexec_fn=partial(_limit, limit, group)
+    )
     return int(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def trial(request: dict[str, Any]) -> None:
-    """Train under the limit, and print the high-water of the process."""
-    if request["group"] is None:
-        resource.setrlimit(resource.RLIMIT_DATA, (request["limit"], request["limit"]))
+def _limit(limit: int, group: Path | None) -> None:
+    """Limit the memory of this process."""
+    if group is None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     else:
-        (Path(request["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def trial(request: dict[str, Any]) -> None:
+    """Train, and print the high-water of the process."""
     trainer = Trainer(Workload.from_dict(request["workload"]), Row(**request["row"]), None)
     trainer.start()
     for _ in range(request["steps"]):

@@ -42,6 +42,15 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
     return Layout(span, disjoint and not expanded and inner == span, compact)
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of the elements of a tensor; of a sparse COO one, of its values and indices; 0 for other layouts."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return 0
+
+
 def storage_view(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """`count` consecutive elements of the storage under `tensor`, from element `start`, as a 1-d tensor."""
     return tensor.detach().as_strided((count,), (1,), start)

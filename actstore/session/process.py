@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
+from actstore.base.layout import nbytes_of
 from actstore.base.units import format_nbytes
 from actstore.devices import cpu_memory
 
@@ -85,7 +86,7 @@ def _status() -> dict[str, int]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(nbytes_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def _optimizer_nbytes(parameters: Sequence[Tensor]) -> int:

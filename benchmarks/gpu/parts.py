@@ -13,6 +13,7 @@ CODECS = "tests/codecs/test_cuda.py"
 TESTS = (
     "tests/autograd/test_flex.py",
     "tests/check/test_gradients.py",
+    "tests/cli/test_doctor.py",
     "tests/codecs/test_bnb8.py",
     "tests/devices/test_accelerator.py",
     "tests/system/test_cuda_store.py",

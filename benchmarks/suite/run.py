@@ -73,7 +73,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
     works = {model: sized(model, **sizes.get(model, {}), **steps) for model in MODELS}
     small = works["gpt"] if quick else sized("gpt", layers=4, width=128, batch=4)
     grown = {"layers": [1, 2], "batch": [4, 8]} if quick else GROWN
-    limit, most = (640 * MIB, 4) if quick else (1024 * MIB, 1024)
+    limit, most = (640 * MIB, 4) if quick else (768 * MIB, 1024)
     curves = [replace(works["gpt"], steps=12)] if quick else CURVES
 
     def some(of_part: tuple[str, ...]) -> list[Row]:
@@ -85,7 +85,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
         *(Part(model, partial(_rows, work, names), 13, partial(_duels, work, names)) for model, work in works.items()),
         Part("breakdown", partial(breakdown.measure, works["gpt"], 1 if quick else 7), 1),
         Part("scaling", partial(scaling.measure, small, grown, some(scaling.ROWS)), 7),
-        Part("largest", partial(largest.measure, works["gpt"], limit, most, some(largest.ROWS)), 25),
+        Part("largest", partial(largest.measure, small, limit, most, some(largest.USUAL)), 5),
         Part("convergence", partial(convergence.measure, curves, some(convergence.ROWS)), 5),
     ]
 

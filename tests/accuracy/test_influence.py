@@ -168,7 +168,7 @@ def test_what_a_second_run_takes_is_booked():
             out = model(x)
         out.square().sum().backward()
         peaks.append(store.report().peak_held_bytes)
-    assert peaks[2] >= peaks[0] + 3 * x.nbytes
+    assert peaks[2] >= peaks[0] + 2 * x.nbytes
     assert peaks[1] <= 1.05 * peaks[0] + 2**19
 
 

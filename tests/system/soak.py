@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from actstore import ActivationStore, encode
 from actstore.base.layout import layout_of
+from actstore.devices import cpu_memory
 
 POLICIES = ("raw @ disk", "int8 @ host > disk", "zmask(expack) @ disk")
 LOSSY = 1
@@ -327,6 +328,7 @@ def in_memory(soak: Soak) -> dict[str, int]:
     soak.rest()
     layout_of.cache_clear()  # of a bounded size, which so many shapes take a while to fill
     gc.collect()
+    cpu_memory.trim()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

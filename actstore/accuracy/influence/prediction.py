@@ -23,6 +23,7 @@ from actstore.accuracy.influence.graph import Point, Walk, is_compiled, roots_of
 from actstore.accuracy.influence.node_error import (
     MATMULS,
     OVERWRITING,
+    POINTWISE,
     Noise,
     Part,
     changes,
@@ -36,6 +37,7 @@ from actstore.accuracy.influence.node_error import (
 )
 from actstore.accuracy.influence.scalars import Scalars
 from actstore.autograd.readers import Reader, Readers
+from actstore.base.layout import nbytes_of
 from actstore.base.ledger import Account, Ledger
 
 SPARE = 0.02  # of the high-water that backward begins with: most that a step may need beyond it,
@@ -202,7 +204,9 @@ class Step:
         edges = [k for k in edges if k not in found]
         given = [grad for grad in (*outgoing, *incoming) if grad is not None]
         read = [reader.captured for reader in self.readers.of(number) if reader.captured is not None]
-        if edges and self._book(None, read, sum(grad.nbytes for grad in given) + scratch_nbytes(given[-1])):
+        if edges and self._book(
+            None, read, sum(map(nbytes_of, given)) + self._expanded(point, incoming) + scratch_nbytes(given[-1])
+        ):
             found |= probe(node, self._noise, incoming, edges)
         return {k: self.norms.put(factor) for k, factor in found.items()}
 
@@ -293,11 +297,15 @@ class Step:
         computed = [grad for grad in outgoing if grad is not None]
         given = [grad for grad in incoming if grad is not None]
         scratch = scratch_nbytes(given[0])
-        if self._book(account, read, changed + sum(grad.nbytes for grad in computed) + scratch):
+        if self._book(account, read, changed + sum(map(nbytes_of, computed)) + scratch):
             return True
-        of_one = (changed + 2 * sum(grad.nbytes for grad in computed)) / max(1, given[0].numel())
+        of_one = (changed + 2 * sum(map(nbytes_of, computed))) / max(1, given[0].numel())
         part = part_of(point.name, [*given, *read, *computed], int((self._spare(read) - scratch) / of_one))
         return part if part is not None and self._book(account, read, int(of_one * part.count) + scratch) else False
+
+    def _expanded(self, point: Point, incoming: tuple[Tensor | None, ...]) -> int:
+        """The bytes that a pointwise node computes for a weight before it sums them to the weight's shape."""
+        return max(nbytes_of(g) for g in incoming if g is not None) if point.name in POINTWISE else 0
 
     def _spare(self, read: Sequence[Tensor]) -> float:
         """Bytes that looking may take, while these tensors are held for it."""
