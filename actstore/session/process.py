@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
 from actstore.base.layout import nbytes_of
 from actstore.base.units import format_nbytes
@@ -27,9 +25,9 @@ class ProcessMemory:
     peak_bytes : high-water of resident memory since the process began (VmHWM of proc(5))
     resident_bytes : resident memory now; it is the sum of those that follow
     activations_bytes : held by the store now
-    weights_bytes, gradients_bytes, optimizer_bytes : of the model's parameters and buffers
+    weights_bytes, gradients_bytes : of the model's parameters and buffers
     freed_bytes : freed and not returned to the system: idle pages of actstore's allocator, free blocks of the C heap
-    other_bytes : all else: Python, libraries, compiled kernels, data
+    other_bytes : all else: optimizer states, Python, libraries, compiled kernels, data
     allocator : of CPU tensors: ``pages``, ``threshold`` or ``system``, and why
     """
 
@@ -38,7 +36,6 @@ class ProcessMemory:
     activations_bytes: int
     weights_bytes: int
     gradients_bytes: int
-    optimizer_bytes: int
     freed_bytes: int
     other_bytes: int
     allocator: str
@@ -53,11 +50,10 @@ class ProcessMemory:
         parameters = [] if model is None else list(model.parameters())
         weights = _nbytes([*parameters, *([] if model is None else model.buffers())])
         gradients = _nbytes(parameter.grad for parameter in parameters if parameter.grad is not None)
-        optimizer = _optimizer_nbytes(parameters)
         freed = cpu_memory.idle_bytes() + cpu_memory.heap()[1]
-        known = activations_bytes + weights + gradients + optimizer + freed
+        known = activations_bytes + weights + gradients + freed
         return cls(
-            peak, resident, activations_bytes, weights, gradients, optimizer, freed, max(0, resident - known),
+            peak, resident, activations_bytes, weights, gradients, freed, max(0, resident - known),
             str(cpu_memory.status() or "system"),
         )  # fmt: skip
 
@@ -67,9 +63,8 @@ class ProcessMemory:
             "activations": self.activations_bytes,
             "weights": self.weights_bytes,
             "gradients": self.gradients_bytes,
-            "optimizer": self.optimizer_bytes,
             "freed but not returned": self.freed_bytes,
-            "Python, libraries and kernels": self.other_bytes,
+            "optimizer, Python, libraries and kernels": self.other_bytes,
         }
         known = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
         return f"process: peak {format_nbytes(self.peak_bytes)}; now {format_nbytes(self.resident_bytes)}: {known}"
@@ -87,18 +82,3 @@ def _status() -> dict[str, int]:
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(nbytes_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
-def _optimizer_nbytes(parameters: Sequence[Tensor]) -> int:
-    """The bytes of the tensors that an optimizer remembers of these parameters, found by what refers to one of them."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return 0
-    states = [found for found in gc.get_referrers(trained[0]) if isinstance(found, dict) and trained[0] in found]
-    return _nbytes(
-        leaf
-        for state in states
-        for parameter in trained
-        for leaf in tree_leaves(state.get(parameter))
-        if isinstance(leaf, Tensor)
-    )

@@ -34,8 +34,8 @@ def test_the_parts_add_up_to_what_is_resident(model: nn.Module) -> None:
     assert found is not None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert (found.weights_bytes, found.gradients_bytes) == (weights, weights)
-    assert 2 * weights <= found.optimizer_bytes <= 2 * weights + 64
-    parts = (found.activations_bytes, found.freed_bytes, found.other_bytes, found.optimizer_bytes, 2 * weights)
+    assert found.other_bytes > 2 * weights  # the optimizer among them
+    parts = (found.activations_bytes, found.freed_bytes, found.other_bytes, 2 * weights)
     assert found.resident_bytes == sum(parts)
     assert found.peak_bytes >= found.resident_bytes > 100 * MIB
     assert found.allocator in ("pages", "threshold", "system") or " (" in found.allocator
@@ -69,7 +69,7 @@ def test_a_store_without_a_model() -> None:
     with store:
         torch.randn(8, requires_grad=True).exp()
     found = store.report().process
-    assert found is None or found.weights_bytes == found.optimizer_bytes == 0
+    assert found is None or found.weights_bytes == 0
 
 
 def test_without_proc_there_is_none(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
