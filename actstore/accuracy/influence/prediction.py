@@ -240,7 +240,7 @@ class Step:
         """Whether there is room to run a node once more, with its gradients and these bytes. Then it is booked."""
         nbytes += Noise.NBYTES + GRADIENTS * 4 * sum(grad.numel() for grad in gradients if grad is not None)
         if room := self._ledger.fits(nbytes):
-            self._ledger.touch_peak(account, nbytes)
+            self._ledger.touch_peak(account, nbytes, "sampling")
         return room
 
     def _refuse(self, readers: list[Reader], reason: str) -> None:
