@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from actstore.base.spec import Site
 from actstore.base.units import format_nbytes
@@ -121,7 +122,7 @@ class Figures:
     order: str = ""
 
     @property
-    def links(self) -> bool:
+    def by_rules(self) -> bool:
         """Whether rules of the user's own decide what moves."""
         return self.chooser not in PLANNED
 
@@ -138,7 +139,7 @@ def why(figures: Figures) -> list[str]:
         ]
     found: list[tuple[float, str]] = []
     if figures.hidden_rules:
-        found.append((2.0, _hidden(figures)))
+        found.append((inf, _hidden(figures)))
     for nbytes, least, words in _causes(figures):
         share = nbytes / figures.saved_bytes
         if share >= least and words:
@@ -216,7 +217,7 @@ def _no_room(f: Figures) -> str:
     full = [tier for tier in ("host", "disk") if tier in f.tiers.split(" > ")]
     budgets = {"host": f.host_budget, "disk": f.disk_budget}
     remedies = [f"raise {tier}_budget={format_nbytes(limit)}" for tier in full if (limit := budgets[tier]) is not None]
-    if full == ["host"] and f.disk_budget != 0 and f.links:
+    if full == ["host"] and f.disk_budget != 0 and f.by_rules:
         remedies.append(f"end the ladder with disk: `{'@ host > disk' if f.lower == 'host' else '@ disk'}`")
     if "disk" in full and f.disk_budget is None:
         remedies.append("give disk_path= a folder with more space")
@@ -290,7 +291,7 @@ def _without_host(f: Figures) -> str:
 
 
 def _in_flight(f: Figures) -> str:
-    if not f.links:
+    if not f.by_rules:
         return ""
     tiers = f.flight_decision.partition(" @ ")[2]
     if f.in_flight <= PARCEL_NBYTES:
@@ -311,14 +312,13 @@ def _in_flight(f: Figures) -> str:
 
 def _peak(f: Figures) -> str:
     lead = "more than at the end of forward were held at the peak of the step"
-    if not f.links or f.peak_work == "compiled":
+    if not f.by_rules or f.peak_work == "compiled":
         return ""
     part = f"{format_nbytes(f.peak_bytes)} of it"
     if f.peak_work == "sampling":
+        at = f" at {f.peak_site}" if f.peak_site else " and their effect on gradients"
         remedy = "" if f.chooser else "; sample_errors=0 leaves the measurement out"
-        return (
-            f"{lead}, {part} to measure errors at {f.peak_site}: this step was sampled, and others need less{remedy}."
-        )
+        return f"{lead}, {part} to measure errors{at}: this step was sampled, and others need less{remedy}."
     if f.peak_work == "recomputation":
         return (
             f"{lead}, {part} to run {f.peak_site} again; recompute smaller modules than that, or use smaller batches."
@@ -336,7 +336,7 @@ def _peak(f: Figures) -> str:
 
 def _stall(f: Figures, part: float) -> str:
     lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
-    remedy = "keep or recompute some layers" if f.links else "give a larger budget="
+    remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget="
     if 2 * f.room_ms > f.stall_ms:
         return (
             f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin; give a larger window= than "
