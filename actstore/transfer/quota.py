@@ -77,9 +77,9 @@ class Quota:
         fits = self.nbytes <= max(parcel.capacity, self.limit_nbytes(parcel.run))
         return fits and self.lookahead.admits(parcel.capacity)
 
-    def exceeded(self, run: Run[Berth]) -> bool:
-        """Return whether more waits than the bound."""
-        return self.nbytes > self.limit_nbytes(run)
+    def has_room(self, run: Run[Berth], nbytes: int) -> bool:
+        """Return whether `nbytes` more may wait within the bound."""
+        return self.nbytes + nbytes <= self.limit_nbytes(run)
 
     def weigh(self, parcel: Parcel) -> None:
         """Count a parcel anew, after a change of its state or of its users."""

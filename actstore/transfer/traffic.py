@@ -60,6 +60,7 @@ class Traffic:
             return None
         slot.tier = tier
         try:
+            self.drop_unwanted(partial(self.quota.has_room, run, capacity))
             buffer = self.buffers.take(capacity)
         except BaseException:
             tier.free(slot)
@@ -72,7 +73,6 @@ class Traffic:
         self.ledger.occupy(tier.name, capacity)
         parcel = Parcel(buffer, slot, stream, run)
         self.quota.weigh(parcel)
-        self.drop_unwanted(lambda: not self.quota.exceeded(run))
         return parcel
 
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
@@ -124,8 +124,8 @@ class Traffic:
             except ActstoreError as error:
                 self.strand(parcel, error)
                 return
-        self.leave_window(parcel)
         stays = parcel.users or self.stays(parcel)
+        self.leave_window(parcel)
         self.turn_ready(parcel)
         if not stays:
             self.evict(parcel)
