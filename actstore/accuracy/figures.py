@@ -85,7 +85,7 @@ def _at_once(tensor: Tensor) -> int:
 
 
 def _sample(flat: Tensor) -> tuple[Tensor, ...]:
-    """What is measured of a 1-d tensor, as views that are worked on one after the other."""
+    """Return the runs of a 1-d tensor that are measured, as views, one piece of work each."""
     if not flat.numel():
         return ()
     if flat.numel() <= MOST_ELEMENTS:

@@ -14,6 +14,7 @@ from actstore.accuracy.influence.prediction import UNREACHED, Step
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
 from actstore.check import measure_gradient_error
+from actstore.devices import cpu_memory
 from actstore.transfer.order import Run
 from tests.accuracy.jitter import Jitter
 from tests.autograd.models import CASES, build
@@ -159,16 +160,20 @@ def test_what_a_second_run_takes_is_booked():
     """The weight of the gate is reached by noise in gradients of 2 MB; what is lossy has 8 kB."""
     pool = Of(lambda x: x.mean(0))
     model, x = nn.Sequential(Of(torch.mul, 2048), pool, nn.Tanh()), torch.randn(256, 2048)
-    peaks = []
+    peaks, taken = [], []
     for sample_errors, asked in (0, False), (1, False), (0, True):
         store = ActivationStore(model, jittery("2"), min_bytes=0, sample_errors=sample_errors)
         if asked:
             store.sample_next()
         with store:
             out = model(x)
+        cpu_memory.reset_peak()
+        before = cpu_memory.memory_allocated()
         out.square().sum().backward()
+        taken.append(cpu_memory.max_memory_allocated() - before)
         peaks.append(store.report().peak_held_bytes)
     assert peaks[2] >= peaks[0] + 2 * x.nbytes
+    assert peaks[2] - peaks[0] >= taken[2] - taken[0] > x.nbytes // 2  # by the allocator's count
     assert peaks[1] <= 1.05 * peaks[0] + 2**19
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, tag
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
 
@@ -59,3 +59,27 @@ def test_of_a_mixture_of_experts(tmp_path: Path) -> None:
     batch = (torch.randn(32, 128, 64),)
     found = peaks(model, batch, "int8", str(tmp_path), lambda x: model(x).square().mean())
     assert max(found[0], found[4]) <= MORE * found[2], found
+
+
+def test_a_factor_that_is_kept_leaves_the_rest_of_the_prediction() -> None:
+    """It cannot be cut to a part: the product is left out where it does not fit in whole, and no other site is."""
+
+    class Gated(nn.Module):
+        def __init__(self, width: int = 256) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = (nn.Linear(a, b) for a, b in ((width, 1024), (width, 1024), (1024, width)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x) * tag(self.gate(x), "gate"))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    store = ActivationStore(model, "*/gate : keep; * : int8", min_bytes=0)
+    with store:
+        loss = model(torch.randn(1024, 256)).square().mean()
+    loss.backward()
+    effect = store.report().gradients
+    assert effect is not None
+    assert {site.reason for site in effect.sites} <= {"", "no room to run its reader once more"}
+    assert all(site.variance is not None for site in effect.sites if site.site.endswith("down[0]"))
+    store.close()

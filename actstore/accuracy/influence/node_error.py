@@ -162,6 +162,12 @@ class Part:
         return storage_slice(tensor, self.begin, self.count)
 
 
+def saved_count(node: Any) -> int:
+    """Return the number of tensors that a node has saved."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    return sum(isinstance(getattr(node, name), Tensor) for name in names)
+
+
 def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> Part | None:
     """A run of at most `numel` elements on which a pointwise node can run; None for other nodes.
 

@@ -33,6 +33,7 @@ from actstore.accuracy.influence.node_error import (
     norm,
     part_of,
     probe,
+    saved_count,
     scratch_nbytes,
 )
 from actstore.accuracy.influence.scalars import Scalars
@@ -233,7 +234,7 @@ class Step:
             return
         grad, last = incoming[0], len(point.edges) - 1
         linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
-        part = linear or self._part(point, every, readers, account, outgoing, incoming)
+        part = linear or self._part(node, point, every, readers, account, outgoing, incoming)
         if part is False:
             self._refuse(readers, "no room to run its reader once more")
             return
@@ -284,6 +285,7 @@ class Step:
 
     def _part(
         self,
+        node: Any,
         point: Point,
         every: list[Reader],
         lossy: list[Reader],
@@ -299,6 +301,8 @@ class Step:
         scratch = scratch_nbytes(given[0])
         if self._book(account, read, changed + sum(map(nbytes_of, computed)) + scratch):
             return True
+        if len(every) != saved_count(node):  # what has no reader would not be cut
+            return False
         of_one = (changed + 2 * sum(map(nbytes_of, computed))) / max(1, given[0].numel())
         part = part_of(point.name, [*given, *read, *computed], int((self._spare(read) - scratch) / of_one))
         return part if part is not None and self._book(account, read, int(of_one * part.count) + scratch) else False
@@ -315,7 +319,7 @@ class Step:
         return min(self._most, ledger.limit) - ledger.held - sum(tensor.nbytes for tensor in read)
 
     def _book(self, account: Account | None, read: Sequence[Tensor], nbytes: int) -> bool:
-        """Whether there is room for so many bytes beside what was read. Then they are booked."""
+        """Book `nbytes` beside what was read, if there is room for them. Returns whether there is."""
         if nbytes > self._spare(read):
             return False
         self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read))
