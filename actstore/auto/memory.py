@@ -1,4 +1,4 @@
-"""Where the memory goes that is no activation."""
+"""Memory of the device beside activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actstore.plan.profile import Memory
 
 
 def memory_of(model: Module, optimizers: list[Optimizer]) -> Memory:
-    """Where the memory goes that is no activation."""
+    """Return the bytes of parameters, gradients, optimizer states and buffers."""
     parameters = list(model.parameters())
     mine = {id(parameter) for parameter in parameters}
     states = [

@@ -8,28 +8,20 @@ from pathlib import Path
 import torch
 
 from actstore.devices import cpu_memory
+from actstore.session.process import status_bytes
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def _status_bytes(field: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else None
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 def rss_bytes() -> int:
     """Resident memory of this process now; its high-water so far where the system does not tell."""
-    now = _status_bytes("VmRSS")
+    now = status_bytes().get("VmRSS")
     return peak_rss_bytes() if now is None else now
 
 
 def peak_rss_bytes() -> int:
     """The high-water of the resident memory of this process."""
-    peak = _status_bytes("VmHWM")
+    peak = status_bytes().get("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 

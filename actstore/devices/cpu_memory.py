@@ -98,8 +98,9 @@ def status() -> Status | None:
 
 
 def count() -> bool:
-    """Count the bytes of CPU tensors from now on, and change nothing else. False where that cannot be."""
-    library, _ = _loaded()
+    """Count the bytes of CPU tensors from now on, and change nothing else. Returns False where that is impossible."""
+    with _lock:
+        library, _ = _loaded()
     return library is not None
 
 

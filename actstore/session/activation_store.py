@@ -33,6 +33,7 @@ from actstore.autograd.hooks import Scope, turns, unpack
 from actstore.autograd.tracker import Place, Tracker
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_budget, parse_nbytes
+from actstore.devices import cpu_memory
 from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
@@ -443,7 +444,10 @@ class ActivationStore:
         return trace
 
     def close(self) -> None:
-        """Return all memory and files. A backward that still needs stored tensors raises StateError afterwards."""
+        """Return all memory and files, and idle pages of CPU tensors.
+
+        A backward that still needs stored tensors raises StateError afterwards.
+        """
         if self._inside:
             raise StateError("close() was called inside the store's own context; leave it first")
         if self._auto is not None:
@@ -451,6 +455,7 @@ class ActivationStore:
         if self._influence is not None:
             self._influence.close()
         self._store.close()
+        cpu_memory.trim()
 
     # -- fitting a model ----------------------------------------------------------------------------------------------
 

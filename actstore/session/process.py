@@ -43,7 +43,7 @@ class ProcessMemory:
     @classmethod
     def now(cls, model: Module | None, activations_bytes: int) -> ProcessMemory | None:
         """The figures; None where the system does not tell them."""
-        status = _status()
+        status = status_bytes()
         peak, resident = status.get("VmHWM"), status.get("VmRSS")
         if peak is None or resident is None:
             return None
@@ -70,8 +70,8 @@ class ProcessMemory:
         return f"process: peak {format_nbytes(self.peak_bytes)}; now {format_nbytes(self.resident_bytes)}: {known}"
 
 
-def _status() -> dict[str, int]:
-    """The sizes of /proc/self/status, in bytes."""
+def status_bytes() -> dict[str, int]:
+    """Return the sizes of /proc/self/status in bytes, by name; none where the system has no such file."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actstore import ActivationStore
 from actstore.base import source
 from actstore.devices import cpu_memory
 from actstore.errors import ConfigError
@@ -100,6 +101,15 @@ def test_idle_blocks_go_when_they_were_not_needed_for_two_windows(pages: None) -
         assert cpu_memory.idle_bytes() <= 36 * MIB
     finally:
         library.actstore_set_window(30 * 10**9)
+
+
+def test_closing_a_store_returns_idle_pages(pages: None) -> None:
+    store = ActivationStore(torch.nn.Linear(8, 8), "int8")
+    freed = torch.empty(16 * MIB, dtype=torch.uint8)
+    del freed
+    assert cpu_memory.idle_bytes() >= 16 * MIB
+    store.close()
+    assert cpu_memory.idle_bytes() == 0
 
 
 def test_what_pytorch_does_with_memory(pages: None) -> None:

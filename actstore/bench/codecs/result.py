@@ -29,7 +29,7 @@ class Speed:
 
     @property
     def fresh_of_copy(self) -> float | None:
-        """How many times as fast as a copy the calls in fresh memory are, at the medians."""
+        """The rate of calls in fresh memory over that of copies, at the medians."""
         return median(self.copy_ms) / median(self.fresh_ms) if self.fresh_ms else None
 
     @property

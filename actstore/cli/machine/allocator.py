@@ -21,7 +21,7 @@ class Allocator:
 
     @property
     def is_broken(self) -> bool:
-        """Whether pages were asked for, what they need is there, and yet they do not work; or the word is unknown."""
+        """True where the choice is unknown, or pages were asked for, could be compiled or loaded, and do not work."""
         can = self.library is not None or self.compiler is not None
         return self.choice == "unknown" or (self.asked == "pages" and self.choice == "threshold" and can)
 
