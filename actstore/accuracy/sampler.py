@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actstore.accuracy.figures import ROW, ErrorFigures, Total, measure, scratch_nbytes
+from actstore.base.caller import stacklevel
 from actstore.base.ledger import Account, Ledger
 from actstore.base.ticket import Between, Ticket
 from actstore.codecs.base import Bound
@@ -123,7 +123,7 @@ class Sampler:
             unbooked = max(0, out.nbytes - (account.held - before))  # of the payload: a tier's has been booked
             nbytes = unbooked + src.nbytes + scratch_nbytes(src)
             if self._ledger.fits(nbytes):
-                self._ledger.touch_peak(account, nbytes)
+                self._ledger.touch_peak(account, nbytes, "sampling")
                 begin = device.mark(device.current()) if trace is not None else None
                 try:
                     back = torch.empty_like(src)
@@ -250,7 +250,7 @@ class Sampler:
         if (account, why) not in self._warned:
             self._warned.add((account, why))
             message = f"{_words(account, found)}: {why}. {_advice(account)}"
-            warnings.warn(message, RuntimeWarning, stacklevel=_outside())
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel())
 
 
 def _words(account: Account, found: ErrorFigures) -> str:
@@ -261,11 +261,3 @@ def _advice(account: Account) -> str:
     site = account.site
     place = f"{site.name or '*'}/{site.tag}" if site.tag else site.name or "*"
     return f'Put a rule with more bits before the others, such as "{place} : e5m6", or "{place} : keep"'
-
-
-def _outside() -> int:
-    """How many frames up, from the caller on, the code begins that is not actstore's own."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "actstore":
-        frame, level = frame.f_back, level + 1
-    return level

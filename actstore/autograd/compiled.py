@@ -1,4 +1,4 @@
-"""Names for modules that were compiled by ``module.compile()``.
+"""Names for modules that were compiled by ``module.compile()``, and saves of compiled regions.
 
 Their hooks are compiled with them, where none may tell the name of a module. While a store is active, the compiled
 call is therefore wrapped. A copy or a pickle of a module leaves its compiled call out.
@@ -6,16 +6,27 @@ call is therefore wrapped. A copy or a pickle of a module leaves its compiled ca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
 
+from torch.autograd import Function
 from torch.nn import Module
 
 from actstore.autograd.tracker import after_call, before_call
 from actstore.base.compiler import tell_compiler
 
 _lock = Lock()
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def region_saves() -> bool:
+    """Whether the caller's saved-tensor hook runs for a compiled region, which saves as one autograd function."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("actstore."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _APPLY and frame.f_locals["cls"].__name__ == "CompiledFunction"
 
 
 class NamedCall:

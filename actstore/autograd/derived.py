@@ -309,7 +309,7 @@ class Derived:
             )
         if made.stride() != stride:
             made = made.new_empty_strided(shape, stride).copy_(made)
-        self.ledger.touch_peak(self.account, made.nbytes)
+        self.ledger.touch_peak(self.account, made.nbytes, "derivation")
         if self.shape == shape and self.stride == stride:
             return made
         return made.as_strided(self.shape, self.stride, self.offset)

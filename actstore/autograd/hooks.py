@@ -20,6 +20,7 @@ from torch.autograd import graph
 from torch.nn import Parameter
 
 from actstore.autograd.census import Census
+from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
@@ -274,6 +275,7 @@ class Scope:
             if reason:
                 codec = BITS if dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
+                    account.exact = True
                     return self._keep(tensor, account, key, storage, reason)
                 account.note = f"{codec.name}: {reason}"
         if key in self._kept and self._is_kept(key):
@@ -414,7 +416,7 @@ class Scope:
             return frame.exact
         if key in self.tracker.computed:
             return COMPUTED
-        return lossy_reason(known, dtype, producer)
+        return lossy_reason(known, dtype, producer, compiled=_COMPILER in modules and region_saves())
 
     def _is_alone(self, account: Account, key: int) -> bool:
         """Whether this is the one site that is lossy, or reads what that has stored."""
@@ -467,6 +469,7 @@ class Scope:
         """Backward begins inside of the context: the end of forward. Trackers are for the thread of their forward."""
         if thread == self.thread:
             self.tracker.renew()
+        self._store.turn(self._forward)
         self.ledger.mark_turn()
 
     def close(self, *, failed: bool) -> None:

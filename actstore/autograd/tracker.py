@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from actstore.autograd.census import Census
+from actstore.base.checkpoints import in_checkpoint
 from actstore.base.compiler import tell_compiler
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Last
@@ -81,10 +82,14 @@ def target_of(decision: Decision) -> Target | Deriving | None:
 class Place:
     """What is remembered of one module name: its accounts in the order of its saves, and where they go."""
 
-    __slots__ = ("_ledger", "_small", "accounts", "keep_below", "name", "target")
+    __slots__ = ("_ledger", "_small", "accounts", "hidden", "keep_below", "name", "target", "watched")
 
-    def __init__(self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int) -> None:
+    def __init__(
+        self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int, *, watched: bool = False
+    ) -> None:
         self.name = name
+        self.watched = watched  # whether it is looked at if the module runs in a checkpoint of the model's own,
+        self.hidden = False  # and whether it did, when it ran last
         self.accounts: list[Account] = []
         self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
         self.keep_below = keep_below  # storages below this many bytes are kept, and accounted for in groups
@@ -185,7 +190,10 @@ def _note_norm(module: Module, output: Tensor, name: str) -> None:
 class Tracker:
     """The modules that are running on one thread under one entry of a store."""
 
-    __slots__ = ("census", "computed", "counted", "derives", "ended", "frame", "owned", "parameters", "places", "stack")
+    __slots__ = (
+        "census", "computed", "counted", "derives", "ended", "frame", "hidden", "owned", "parameters", "places",
+        "stack",
+    )  # fmt: skip
 
     def __init__(
         self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int], exact: str = ""
@@ -197,6 +205,7 @@ class Tracker:
         self.computed: set[int] = set()  # storages of weights that are computed from parameters
         self.owned: set[int] = set()
         self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
+        self.hidden = 0  # calls of watched modules in checkpoints of the model's own
         self.derives = False  # whether something may be made again of what normalisations were given
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.owned, exact=exact)
@@ -306,6 +315,9 @@ def before_call(module: Module, _: Any) -> None:
         if place is not None:
             if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
                 tracker.unwind()
+            if place.watched:
+                place.hidden = in_checkpoint()
+                tracker.hidden += place.hidden
             tracker.push(module, place)
 
 

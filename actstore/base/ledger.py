@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from actstore.base.reaper import Last
@@ -16,20 +16,51 @@ from actstore.base.spec import Site
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the figures of a step depend on.
+    """Facts about a step that its figures depend on.
 
     Attributes
     ----------
     min_nbytes : smaller tensors are kept
     on_host : whether the memory of the compute device is host memory
-    step_ms : how long the last step took, or the first one so far
+    step_ms : length of the last step, or of the first one so far
     first_step : whether no step came before, to learn from
+    forward_ms : length of the last forward; 0 where it is unknown
+    overrun_ms : how long copies out went on after that forward had ended
+    window_nbytes : most bytes on their way to one tier
+    keeps_when_full : whether payloads stay on the device while the window is full
+    host_nbytes, disk_nbytes : budgets of these tiers; None for no limit
+    order : part of the step that differed from the step before: "forward" saved other payloads, "backward" read
+        them in another order; empty where neither is known to
     """
 
     min_nbytes: int
     on_host: bool
     step_ms: float
     first_step: bool
+    forward_ms: float = 0.0
+    overrun_ms: float = 0.0
+    window_nbytes: int = 0
+    keeps_when_full: bool = False
+    host_nbytes: int | None = None
+    disk_nbytes: int | None = None
+    order: str = ""
+
+
+class Transient(NamedTuple):
+    """Bytes that existed for a moment beside those held, when a step came to its peak.
+
+    Attributes
+    ----------
+    work : "decoding", "sampling", "recomputation", "derivation" or "compiled"
+    site : of the payload or the module that it was for; None for none
+    nbytes : of the moment
+    peak : held bytes and these
+    """
+
+    work: str
+    site: Site | None
+    nbytes: int
+    peak: int
 
 
 class Account:
@@ -40,6 +71,7 @@ class Account:
         "away",
         "count",
         "drawn",
+        "exact",
         "fetch_ns",
         "held",
         "held_at_exit",
@@ -50,6 +82,7 @@ class Account:
         "offload_ns",
         "peak",
         "precedent",
+        "room_ns",
         "route",
         "saved",
         "site",
@@ -71,10 +104,12 @@ class Account:
         self.alive = 0  # saved, stored, and yet held by somebody else at the end of forward
         self.offload_ns = 0  # copies to a tier ran, and back
         self.fetch_ns = 0
-        self.stall_ns = 0  # compute waited for them
+        self.stall_ns = 0  # compute waited for them,
+        self.room_ns = 0  # of that for copies out, which leave room for others
         self.hits = 0  # payloads that backward found on the device,
         self.late = 0  # on their way to it,
         self.misses = 0  # or not even that
+        self.exact = False  # kept because its codec is lossy, and its values are not to be
         self.where = ""  # the decision, as policy text
         self.note = ""  # why the decision was not followed, where it was not
         self.route: Any = None  # the store's own memory of where the last tensor of this site went,
@@ -126,6 +161,7 @@ class Ledger:
         self._accounts: dict[Site, Account] = {}
         self._held = 0
         self.peak = 0
+        self._transient_peak: Transient | None = None
         self.held_at_exit = 0
         self._turned = False  # backward has begun inside of the context
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
@@ -188,10 +224,16 @@ class Ledger:
             if booking is not None:
                 booking[1] = held
 
-    def touch_peak(self, account: Account | None, transient: int) -> None:
+    @property
+    def transient(self) -> Transient | None:
+        """The work whose memory made the peak; None where payloads and kept tensors alone made it."""
+        found = self._transient_peak
+        return found if found is not None and found.peak == self.peak else None
+
+    def touch_peak(self, account: Account | None, transient: int, work: str = "decoding") -> None:
         """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment.
 
-        They are those of `account`, or of none.
+        They are those of `account`, or of none. `work` says what they are for, as in `Transient`.
         """
         most = self._held + transient  # or less: what is gone may not be booked yet
         if (
@@ -214,6 +256,7 @@ class Ledger:
             now = self._held + transient
             if now > self.peak:
                 self.peak = now
+                self._transient_peak = Transient(work, None if account is None else account.site, transient, now)
 
     @property
     def held(self) -> int:
@@ -233,7 +276,7 @@ class Ledger:
         """Book bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
         with self._lock:
             self.compiled[node] = total = self.compiled.get(node, 0) + nbytes
-        self.touch_peak(account, total)
+        self.touch_peak(account, total, "compiled")
 
     def occupy(self, tier: str, nbytes: int) -> None:
         """Book room in a tier as reserved, or as given back where negative."""
@@ -243,7 +286,7 @@ class Ledger:
             medium[1] = max(medium)
 
     def time(self, account: Account, kind: str, ns: int) -> None:
-        """Book how long an "offload", a "fetch" or a "stall" took."""
+        """Book how long an "offload", a "fetch", a "stall" or a stall for "room" took."""
         with self._lock:
             if kind == "offload":
                 account.offload_ns += ns
@@ -251,6 +294,8 @@ class Ledger:
                 account.fetch_ns += ns
             else:
                 account.stall_ns += ns
+                if kind == "room":
+                    account.room_ns += ns
 
     def judge(self, account: Account, *, late: bool) -> None:
         """Book a fetch that was begun before backward asked for it as late or in time."""
@@ -268,11 +313,13 @@ class Ledger:
                 account.saved = account.stored = account.count = account.drawn = 0
                 account.peak = account.held
                 account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
-                account.misses = account.alive = 0
+                account.misses = account.alive = account.room_ns = 0
+                account.exact = False
                 account.note = account.where = ""
             self.compiled.clear()
             self.reserve, self._transient = self._transient, 0
             self.peak = self._held
+            self._transient_peak = None
             for medium in self.media.values():
                 medium[1] = medium[0]
 

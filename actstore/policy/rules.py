@@ -85,6 +85,10 @@ class Rules:
             self._decided[name, tag] = decision
         return decision
 
+    def pattern_of(self, name: str, tag: str = "") -> str:
+        """Return the pattern of the rule that decides for a tensor with this tag, saved in the module `name`."""
+        return next(str(pattern) for pattern, _ in self._ordered if pattern.covers(name, tag))
+
     def check(self, names: Iterable[str]) -> None:
         """Check that every pattern matches a module of a model with these module names.
 

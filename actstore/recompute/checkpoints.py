@@ -1,21 +1,48 @@
-"""PyTorch's checkpoints that an exception has left."""
+"""Checkpoints of a model's own: those that an exception has left, and those beside a region of a store."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from traceback import walk_tb
 from typing import Any
 
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils.checkpoint import checkpoint
+
+from actstore.base.caller import stacklevel
+from actstore.base.checkpoints import innermost_pack
 
 _CODE = inspect.unwrap(checkpoint).__code__
 
 
-def innermost_pack() -> Any:
-    """What packs what this thread saves; None where no saved-tensor hooks are entered."""
-    hooks: Any = _top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]
+class DoubleCheckpoints:
+    """A warning of modules that both a rule and the model's own checkpoints recompute. One store gives it once."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def tell_inside(self, region: str) -> None:
+        """Warn that a region is entered in a checkpoint of the model."""
+        self._tell(
+            f"{region}: the model runs this module inside a checkpoint of its own, so that the rule has no effect"
+        )
+
+    def tell_around(self, region: str) -> None:
+        """Warn that a checkpoint of the model runs in a region."""
+        self._tell(
+            f"{region}: the model checkpoints this module, or a part of it, by itself; together they hold no less, and "
+            "may compute it three times"
+        )
+
+    def _tell(self, what: str) -> None:
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                f"{what}. Switch the model's own checkpoints off (Transformers: "
+                "model.gradient_checkpointing_disable()), or leave the rule out.",
+                RuntimeWarning,
+                stacklevel=stacklevel(),
+            )
 
 
 def end_left(error: BaseException, pack: Any) -> None:

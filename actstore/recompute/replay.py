@@ -322,7 +322,7 @@ class Chain:
                     if carry is not None and carry in needed:
                         values[carry] = leaves[index].detach()
                 transient = sum(tensor.nbytes for carry, tensor in values.items() if carry.kept is None)
-                self._ledger.touch_peak(run.account, transient + run.saved_nbytes)
+                self._ledger.touch_peak(run.account, transient + run.saved_nbytes, "recomputation")
                 values = {carry: tensor for carry, tensor in values.items() if needed[carry] > run.number}
         except BaseException as error:
             for carry in made:

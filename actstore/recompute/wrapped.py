@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from actstore.autograd.composite import is_parameter
+from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
@@ -28,7 +29,7 @@ from actstore.model.generators import Generators
 from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
-from actstore.recompute.checkpoints import end_left, innermost_pack
+from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
 from actstore.recompute.schedule import schedule_of
 
@@ -57,6 +58,7 @@ class Wrapped:
     Parameters
     ----------
     entry_of : the entry of the store on this thread, if it is the innermost one
+    double : warns of checkpoints of the model's own
     alike : modules that the same rule matches: the first guess at the length of a chain
 
     Raises
@@ -70,6 +72,7 @@ class Wrapped:
         module: Module,
         decision: Recompute,
         entry_of: Callable[[], Entered | None],
+        double: DoubleCheckpoints,
         alike: int = 1,
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
@@ -92,6 +95,7 @@ class Wrapped:
         self._module = module
         self._decision = decision
         self._entry_of = entry_of
+        self._double = double
         self._alike = alike
         self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
         self._lengths: dict[int, int] = {}
@@ -121,14 +125,18 @@ class Wrapped:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
-        if entry is None or not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
+        if entry is None:
+            return forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
+            if not self._double.told and in_checkpoint():
+                self._double.tell_inside(self._region)
             return forward(*args, **kwargs)
         first = self._decision.first
         scope, calls = entry.scope, entry.calls
         if first is not None and calls.begin(self) >= first:
             return forward(*args, **kwargs)
         tracker = scope.tracker
-        depth = len(tracker.stack)
+        depth, hidden = len(tracker.stack), tracker.hidden
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
         saved = _CountSaved(scope, call)
         if call.chain is not None:
@@ -166,6 +174,8 @@ class Wrapped:
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
+        if tracker.hidden != hidden:
+            self._double.tell_around(self._region)
         return output
 
     def _take(
@@ -283,11 +293,7 @@ def _in_region(pack: Any) -> bool:
     return getattr(pack, "__module__", "") in REGIONS
 
 
-REGIONS = (  # whose hooks save nothing
-    "torch.utils.checkpoint",
-    "deepspeed.runtime.activation_checkpointing.checkpointing",
-    __name__,
-)
+REGIONS = (*CHECKPOINTS, __name__)  # whose hooks save nothing
 
 # Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
 _RESPECT: dict[str, Any] = (
@@ -426,4 +432,4 @@ class _CountRecomputed(_Delegating):
             seen.done()
         if seen.traced is not None:
             seen.traced()
-        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()))
+        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")

@@ -31,6 +31,7 @@ from actstore.autograd.census import Census
 from actstore.autograd.compiled import NamedCall
 from actstore.autograd.hooks import Scope, turns, unpack
 from actstore.autograd.tracker import Place, Tracker
+from actstore.base.checkpoints import innermost_pack
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_budget, parse_nbytes
 from actstore.devices import cpu_memory
@@ -40,8 +41,8 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
-from actstore.policy import Decision, Keep, Policy, Rules
-from actstore.recompute.checkpoints import end_left, innermost_pack
+from actstore.policy import Decision, Keep, Policy, Recompute, Rules
+from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.replay import Calls
 from actstore.recompute.wrapped import Wrapped
 from actstore.session.arguments import (
@@ -57,6 +58,7 @@ from actstore.session.arguments import (
     tiers_of,
     window_under,
 )
+from actstore.session.causes import Request
 from actstore.session.out_of_memory import explain
 from actstore.session.process import ProcessMemory
 from actstore.session.report import Report
@@ -209,6 +211,7 @@ class ActivationStore:
         self._influence = Influence(model, ledger, self._sampler.relative) if model is not None else None
         self._lock = Lock()
         self._inside = set[_Entry]()  # those of all threads
+        self._double = DoubleCheckpoints()
         self._wrapped = self._fit_model()
         self._places: dict[Module, Place] = {}
         self._compiled: list[NamedCall] = []
@@ -416,7 +419,19 @@ class ActivationStore:
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
         process = ProcessMemory.now(self._model, store.ledger.held) if circumstances.on_host else None
-        return Report.of(store.ledger, circumstances, errors, gradients, process)
+        return Report.of(store.ledger, circumstances, errors, gradients, self._request(), process)
+
+    def _request(self) -> Request:
+        """Return the choices that advice must respect."""
+        hidden = tuple(place.name for place in self._places.values() if place.hidden)
+        plan = self.plan
+        if isinstance(self._auto, Chooser):
+            return Request(self._policy, "bits", measuring=self.choice is None)
+        if plan is not None or self._auto is not None:
+            budget = 0 if plan is None else int(plan.budget)
+            chooser = "plan" if self._auto is None else "auto"
+            return Request(self._policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
+        return Request(self._policy, "" if isinstance(self._policy, Rules) else "function", hidden=hidden)
 
     def sample_next(self) -> None:
         """Measure errors in the next step, whatever `sample_errors` says."""
@@ -478,7 +493,8 @@ class ActivationStore:
         roots = policy.recompute_roots(list(named), repeated_blocks(model) if recomputes(policy) else [])
         alike = Counter(roots.values())
         return [
-            Wrapped(name, named[name], decision, self._entry_here, alike[decision]) for name, decision in roots.items()
+            Wrapped(name, named[name], decision, self._entry_here, self._double, alike[decision])
+            for name, decision in roots.items()
         ]
 
     def _follow(self, policy: Policy) -> None:
@@ -522,7 +538,10 @@ class ActivationStore:
         keep_below = self._min_nbytes
         if isinstance(decision, Keep) and not names_tags(self._policy):
             keep_below = max(keep_below, GROUPED_NBYTES)
-        return Place(name, self._store.ledger, decision, keep_below)
+        watched = isinstance(self._policy, Rules) and (
+            self._policy.pattern_of(name) != "*" or isinstance(decision, Recompute)
+        )
+        return Place(name, self._store.ledger, decision, keep_below, watched=watched)
 
     def _entry_here(self) -> _Entry | None:
         """The entry of this store on this thread, if it is the innermost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from actstore.accuracy.influence.effect import GradientEffect
 from actstore.base.units import format_nbytes
 from actstore.display import html
 from actstore.errors import StateError
-from actstore.session.advice import Figures, why
+from actstore.policy import Keep, Rules
+from actstore.session.advice import why
+from actstore.session.causes import Request, figures_of
 from actstore.session.process import ProcessMemory
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ class Report:
     sites : the same for each site that saved something, in the order of first use
     gradients : what the lossy payloads of the last sampled step do to its gradients, predicted; None where nothing is
         lossy, or no backward has come since
-    process : memory of the process, for a store on a CPU; None elsewhere
+    process : memory of the process when the report was made, for a store on a CPU; None elsewhere. Reports are compared
+        without it
     """
 
     saved_bytes: int
@@ -121,7 +124,7 @@ class Report:
     media: tuple[MediumReport, ...]
     sites: tuple[SiteReport, ...]
     gradients: GradientEffect | None = None
-    process: ProcessMemory | None = None
+    process: ProcessMemory | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -130,10 +133,14 @@ class Report:
         circumstances: Circumstances,
         errors: Mapping[Account, ErrorFigures] | None = None,
         gradients: GradientEffect | None = None,
+        request: Request | None = None,
         process: ProcessMemory | None = None,
     ) -> Report:
-        """The figures of `ledger` as they are now, the `errors` that were measured, and what they do to gradients."""
-        advice = tuple(why(_figures(ledger, circumstances)))
+        """Return the figures of `ledger` as they are now, the `errors` that were measured, and their effect.
+
+        `request` : what the user has asked for, which advice respects
+        """
+        advice = tuple(why(figures_of(ledger, circumstances, request or Request(Rules([], default=Keep())))))
         sites = tuple(
             SiteReport(
                 site=str(account.site),
@@ -324,44 +331,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _figures(ledger: Ledger, circumstances: Circumstances) -> Figures:
-    """The causes behind the figures, as far as they show in the accounts."""
-    accounts = ledger.accounts()
-    kept = [account for account in accounts if account.saved and not account.stored]
-
-    def noted(start: str) -> int:
-        return sum(account.saved for account in kept if account.note.startswith(start))
-
-    no_room = [account for account in kept if account.note.startswith("kept: no room")]
-    alive = max(accounts, key=lambda account: account.alive, default=None)
-    hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
-    return Figures(
-        saved_bytes=sum(account.saved for account in accounts),
-        held_bytes=ledger.held_at_exit,
-        peak_held_bytes=ledger.peak,
-        kept_small=noted("small"),
-        min_bytes=circumstances.min_nbytes,
-        kept_no_room=noted("kept: no room"),
-        tiers=no_room[0].note.removeprefix("kept: no room in ") if no_room else "",
-        kept_protected=noted("kept: ") - noted("kept: no room"),
-        kept_by_policy=sum(a.saved for a in kept if not a.note and not a.where.startswith("recompute")),
-        kept_still_alive=sum(account.alive for account in accounts),
-        alive_site=str(alive.site) if alive is not None and alive.alive else "",
-        on_host=sum(a.stored for a in accounts if a.where.endswith("@ host")) if circumstances.on_host else 0,
-        compiled=max(ledger.compiled.values(), default=0),
-        in_flight=sum(
-            a.held_at_exit for a in accounts if a.stored and "@" in a.where and not _on_host(a, circumstances)
-        ),
-        stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
-        step_ms=circumstances.step_ms,
-        fetches=hits + late + misses,
-        late=late,
-        misses=misses,
-        first_step=circumstances.first_step,
-    )
-
-
-def _on_host(account: Account, circumstances: Circumstances) -> bool:
-    return circumstances.on_host and "@ host" in account.where

@@ -63,8 +63,9 @@ class Forward:
     def __init__(self) -> None:
         self.runs: dict[TierSet, Run[Berth]] = {}
         self.ended = False
-        self.place: TierSet | None = None  # where the trace has its begin
-        self.mark: Ticket | None = None
+        self.place: TierSet | None = None  # of the device on which it runs, where that is known
+        self.mark: Ticket | None = None  # its begin
+        self.span: Ticket | None = None  # from its begin to its end
 
 
 class Route:

@@ -85,6 +85,7 @@ class Store:
         self._steps = 0
         self._started_ns = 0  # the step that runs
         self.step_ns = 0  # how long the last one took
+        self._forward = Forward()  # the last that began
         self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
@@ -227,25 +228,32 @@ class Store:
 
     def begin(self, device: torch.device) -> Forward:
         """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
-        forward = Forward()
-        if self.options.trace:
-            forward.place = place = self.place(device)
+        self._forward = forward = Forward()
+        forward.place = place = self.place(device) if self.options.trace else self._places.get(device)
+        if place is not None:
             forward.mark = place.device.mark(place.device.current())
         return forward
+
+    def turn(self, forward: Forward) -> None:
+        """Backward begins, inside of the context or after it: the end of forward."""
+        if forward.mark is not None and forward.place is not None and forward.span is None:
+            device = forward.place.device
+            forward.span = Between(forward.mark, device.mark(device.current()))
 
     def end(self, forward: Forward) -> None:
         """The forward pass is over: send what waits for more."""
         forward.ended = True
         for place, run in forward.runs.items():
             place.engine.flush(run)
-        if forward.mark is not None and forward.place is not None:
+        self.turn(forward)
+        if self.trace is not None and forward.mark is not None and forward.place is not None:
             device = forward.place.device
             forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
 
     def recomputing(self, forward: Forward, account: Account) -> Callable[[], None] | None:
         """A region begins to run again. Returns what to call at its end; None where nobody traces."""
         place = forward.place
-        if place is None:
+        if place is None or self.trace is None:
             return None
         device = place.device
         begin = device.mark(device.current())
@@ -291,11 +299,21 @@ class Store:
     def circumstances(self, min_nbytes: int) -> Circumstances:
         """What the figures of the step that runs depend on."""
         first = self._steps < 2
+        places, options, span = list(self._places.values()), self.options, self._forward.span
+        begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
+        left = [place.engine.left_ns() for place in places if place is self._forward.place]
         return Circumstances(
             min_nbytes=min_nbytes,
-            on_host=any(place.device.on_host for place in list(self._places.values())),
+            on_host=any(place.device.on_host for place in places) if places else not torch.accelerator.is_available(),
             step_ms=(perf_counter_ns() - self._started_ns if first else self.step_ns) / 1e6,
             first_step=first,
+            forward_ms=(end - begin) / 1e6,
+            overrun_ms=max([0, *(at - end for at in left if end)]) / 1e6,
+            window_nbytes=max((place.engine.window_nbytes for place in places), default=0),
+            keeps_when_full=options.when_full == "keep",
+            host_nbytes=options.host_budget_nbytes,
+            disk_nbytes=options.disk_budget_nbytes,
+            order=next((found for place in places if (found := place.engine.differed)), ""),
         )
 
     def events(self) -> Trace | None:

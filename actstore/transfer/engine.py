@@ -299,6 +299,22 @@ class Engine:
             self._tidy()
             self._traffic.times.step = step
             self._traffic.buffers.trim()
+            self._lessons.differed = ""
+
+    def left_ns(self) -> int:
+        """When the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        with self._lock:
+            return self._traffic.times.left_ns()
+
+    @property
+    def differed(self) -> str:
+        """As in `Lessons`, in this step so far."""
+        return self._lessons.differed
+
+    @property
+    def window_nbytes(self) -> int:
+        """Most bytes that leave for one tier at once, and that are fetched ahead."""
+        return self._traffic.window_nbytes
 
     def close(self) -> None:
         """Wait for what host threads still do to buffers, and return all memory. All berths were dropped before."""
@@ -322,7 +338,7 @@ class Engine:
             stall = self._device.wait(self._device.current(), motion)
         with self._lock:
             if stall is not None:
-                self._traffic.times.expect("stall", stall, parcel.tier.name, shares)
+                self._traffic.times.expect("stall", stall, parcel.tier.name, shares, for_room=True)
             if parcel.state is State.OFFLOADING:
                 self._traffic.land(parcel)  # 3
 

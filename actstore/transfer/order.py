@@ -128,16 +128,28 @@ class Run(Generic[B]):
 
 
 class Lessons:
-    """The last lesson of each forward, told apart by their first payload's site. Not thread-safe."""
+    """The last lesson of each forward, told apart by their first payload's site. Not thread-safe.
+
+    Attributes
+    ----------
+    differed : the last lesson differed from the one before by its "forward" (other payloads) or by its "backward"
+        (another order); empty where it did not
+    """
 
     def __init__(self) -> None:
         self._of: OrderedDict[int, Lesson] = OrderedDict()
+        self.differed = ""
 
     def of(self, sign: int) -> Lesson | None:
         return self._of.get(sign)
 
     def learn(self, lesson: Lesson) -> None:
         if lesson.order:
+            before = self._of.get(lesson.signs[0])
+            if before is None or before.signs != lesson.signs:
+                self.differed = "forward"
+            elif before.order != lesson.order:
+                self.differed = "backward"
             self._of[lesson.signs[0]] = lesson
             self._of.move_to_end(lesson.signs[0])
             if len(self._of) > REMEMBERED:

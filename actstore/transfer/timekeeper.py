@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter_ns
 from typing import NamedTuple
 
 from actstore.base.ledger import Account, Ledger
@@ -21,6 +22,7 @@ class _Pending(NamedTuple):
     step: int
     shares: list[tuple[Account, int]]
     judged: bool
+    for_room: bool
 
 
 class Timekeeper:
@@ -34,12 +36,29 @@ class Timekeeper:
         self._trace = trace
         self._pending: dict[Kind, deque[_Pending]] = {}  # of one kind, they end in their order
         self.step = 0  # of training, for the trace
+        self._left_ns = 0
 
     def expect(
-        self, kind: Kind, ticket: Ticket, tier: str, shares: list[tuple[Account, int]], *, judged: bool = False
+        self,
+        kind: Kind,
+        ticket: Ticket,
+        tier: str,
+        shares: list[tuple[Account, int]],
+        *,
+        judged: bool = False,
+        for_room: bool = False,
     ) -> None:
-        """`shares` say whose bytes the operation is about; `judged`: its length says whether a fetch was late."""
-        self._pending.setdefault(kind, deque()).append(_Pending(kind, ticket, tier, self.step, shares, judged))
+        """`shares` say whose bytes the operation is about; `judged`: its length says whether a fetch was late.
+
+        `for_room` : a stall until a copy out has left its memory
+        """
+        self._pending.setdefault(kind, deque()).append(
+            _Pending(kind, ticket, tier, self.step, shares, judged, for_room)
+        )
+
+    def left_ns(self) -> int:
+        """When the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        return perf_counter_ns() if self._pending.get("offload") else self._left_ns
 
     def settle(self) -> list[tuple[bool, int]]:
         """Book what is known by now. Returns for each fetch that was judged whether it was late, and its bytes."""
@@ -58,9 +77,12 @@ class Timekeeper:
     def _book(self, found: _Pending, begin: int, end: int) -> None:
         kind, shares = found.kind, found.shares
         total = sum(nbytes for _, nbytes in shares)
+        if kind == "offload":
+            self._left_ns = max(self._left_ns, end)
         if kind in _BOOKED:
+            booked = "room" if found.for_room else kind
             for account, nbytes in shares:
-                self._ledger.time(account, kind, (end - begin) * nbytes // max(1, total))
+                self._ledger.time(account, booked, (end - begin) * nbytes // max(1, total))
         if self._trace is not None:
             site = "" if not shares else shares[0][0].site if len(shares) == 1 else _Sites(shares)
             self._trace.add(kind, begin, end, site, found.step, found.tier, total)

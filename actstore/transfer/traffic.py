@@ -81,7 +81,7 @@ class Traffic:
         for ticket in buffer.after:  # 1
             stall = self.device.wait(stream, ticket)
             if stall is not None:
-                self.times.expect("stall", stall, tier.name, [(account, capacity)])
+                self.times.expect("stall", stall, tier.name, [(account, capacity)], for_room=True)
         self.window(tier).nbytes += capacity
         self.ledger.occupy(tier.name, capacity)
         return Parcel(buffer, slot, stream, run)

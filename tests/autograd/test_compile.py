@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore
+from actstore.autograd.protect import COMPILED
 from tests.autograd.checks import check_drained, check_same, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
@@ -91,7 +92,7 @@ def test_a_whole_compiled_model_is_the_model_and_not_the_loss():
         store = ActivationStore(given, "int8", min_bytes=0)
         gradients(model, call, (torch.randn(32, 64),), store)
         notes = [site.note for site in store.report().sites if site.site != "(top)[0]"]  # also of the loss
-        assert set(notes) == {"kept: requires no gradient: a statistic, a mask or an index"}
+        assert set(notes) == {f"kept: {COMPILED}"}
         store = ActivationStore(given, "unprotected int8", min_bytes=0)
         gradients(model, call, (torch.randn(32, 64),), store)
         assert store.report().stored_bytes < 0.3 * store.report().saved_bytes
@@ -113,6 +114,32 @@ def test_what_a_compiled_region_reads_at_once_is_told():
     gradients(model, call, batch, store)
     assert store.report().peak_held_bytes < report.peak_held_bytes
     assert not any("compiled" in sentence for sentence in store.report().advice)
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_what_a_compiled_region_saves_has_its_true_reason_and_two_ways_out(how):
+    model, call = build(how, "aot_eager")
+    batch = (torch.randn(256, 64),)
+    store = ActivationStore(model, "int8", min_bytes=0)
+    gradients(model, call, batch, store)
+    report = store.report()
+    assert report.held_bytes > 0.75 * report.saved_bytes
+    (said,) = [text for text in report.advice if "compiled regions save them without a graph" in text]
+    assert "`unprotected int8`" in said
+    assert "recompute the modules" in said
+    assert not any("a statistic, a mask or an index" in site.note for site in report.sites if site.site != "(top)[0]")
+    for policy in ("unprotected int8", "* : recompute"):
+        store = ActivationStore(model, policy, min_bytes=0)
+        gradients(model, call, batch, store)
+        report = store.report()
+        assert report.held_bytes < 0.5 * report.saved_bytes
+        assert not any("compiled regions save them" in text for text in report.advice)
+    plain = nn.Sequential(Block(breaks=False), nn.Linear(64, 4))
+    store = ActivationStore(plain, "int8", min_bytes=0)
+    gradients(plain, plain, batch, store)
+    assert {site.note for site in store.report().sites if site.site == "0.up[0]"} == {
+        "kept: requires no gradient: a statistic, a mask or an index"  # the batch
+    }
 
 
 def test_compiled_calls_are_given_back():

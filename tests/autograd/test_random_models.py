@@ -23,7 +23,10 @@ from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.autograd.random_models import Tree, build, trees
 from tests.autograd.random_training import WAYS, policies, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning"),
+]
 
 
 def check(

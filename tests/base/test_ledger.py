@@ -222,3 +222,30 @@ def test_a_step_forgets_the_decision_of_the_one_before():
     account.where, account.note = "int8 @ host", "small"
     ledger.start()
     assert (account.where, account.note) == ("", "")
+
+
+def test_a_peak_names_the_work_that_made_it():
+    ledger = Ledger()
+    account = ledger.account(Site("a", 0))
+    assert ledger.transient is None
+    ledger.add(account, 10, 0, 10)
+    ledger.touch_peak(account, 5, "sampling")
+    ledger.touch_peak(account, 3, "recomputation")  # less
+    found = ledger.transient
+    assert (found.work, found.site, found.nbytes, found.peak) == ("sampling", Site("a", 0), 5, 15)
+    ledger.add(account, 6, 0, 6)  # more is held than ever existed for a moment
+    assert ledger.transient is None
+    ledger.touch_peak(None, 1)
+    assert (ledger.transient.work, ledger.transient.site) == ("decoding", None)
+    ledger.start()
+    assert ledger.transient is None
+
+
+def test_stalls_for_room_are_stalls():
+    ledger = Ledger()
+    account = ledger.account(Site("a", 0))
+    ledger.time(account, "stall", 3)
+    ledger.time(account, "room", 4)
+    assert (account.stall_ns, account.room_ns) == (7, 4)
+    ledger.start()
+    assert (account.stall_ns, account.room_ns) == (0, 0)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from actstore.bench import allocator
 from actstore.bench.allocator import Held, count_maps, in_use
 
-NBYTES = 4 << 20
-SLACK = 200_000  # nodes of the graph, and what Python makes on the way
+NBYTES = 32 << 20
+SLACK = NBYTES // 16  # what a process that has run other tests allocates or frees meanwhile, next to nodes of the graph
 
 pytestmark = pytest.mark.skipif(in_use("cpu") is None, reason="the C allocator does not tell")
 

@@ -149,6 +149,7 @@ def checkpoints():
     """DeepSpeed's own activation checkpointing, in both forms. Under ZeRO-3 it cannot have views of parameters."""
     deepspeed = sys.modules["deepspeed"]
     deepspeed.checkpointing.configure(None)
+    warnings.filterwarnings("ignore", ".*Switch the model's own checkpoints off", RuntimeWarning)  # see test_checkpoint
     for checkpoint in (deepspeed.checkpointing.checkpoint, deepspeed.checkpointing.non_reentrant_checkpoint):
         for stage in (1, 3):
             check(stage, ["raw @ disk", "recompute"], checkpoint, steps=3)

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -367,3 +368,58 @@ def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
     with pytest.raises(actstore.StateError, match=r"trl\..*activation_offloading=False"):
         trainer.train()
+
+
+# -- checkpoints of the model's own -----------------------------------------------------------------------------------
+
+
+def checkpointed_llama():
+    model = llama().train()
+    model.config.use_cache = False
+    with warnings.catch_warnings():  # the name of both releases is deprecated in Transformers 5
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def step_of(model, store):
+    rows = torch.stack([row["input_ids"] for row in tokens(4)])
+    with store:
+        loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    return store.report()
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("@blocks : recompute", r"^model\.layers\.0 \(recompute\): the model checkpoints this module"),
+        ("@mlp : recompute; @attention : int8", r"^model\.layers\.0\.mlp \(recompute\): the model runs this module in"),
+    ],
+)
+def test_recomputation_beside_gradient_checkpointing_is_told_of_once(policy, words):
+    model = checkpointed_llama()
+    store = actstore.ActivationStore(model, policy, min_bytes=0)
+    with pytest.warns(RuntimeWarning, match=words) as told:
+        report = step_of(model, store)
+    assert len(told) == 1
+    assert "model.gradient_checkpointing_disable()" in str(told[0].message)
+    blind = [text for text in report.advice if "saw nothing" in text]
+    assert (len(blind) == 1) == policy.startswith("@mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_disable()
+    report = step_of(model, actstore.ActivationStore(model, policy, min_bytes=0))  # and nothing is said
+    assert not any("saw nothing" in text for text in report.advice)
+
+
+def test_lossy_rules_inside_gradient_checkpointing_saw_nothing():
+    model = checkpointed_llama()
+    report = step_of(model, actstore.ActivationStore(model, "@mlp : int8; @attention : int4", min_bytes=0))
+    assert report.stored_bytes == 0
+    assert "saw nothing" in report.advice[0]
+    assert "`model.layers.*.mlp : int8`" in report.advice[0]
+    assert "`model.gradient_checkpointing_disable()`" in report.advice[0]
+    report = step_of(model, actstore.ActivationStore(model, "@blocks : int8", min_bytes=0))  # sees their inputs
+    assert report.stored_bytes > 0
+    assert not any("saw nothing" in text for text in report.advice)

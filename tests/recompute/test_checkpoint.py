@@ -150,6 +150,7 @@ class FailsOnce(nn.Module):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("policy", ["keep", "raw @ disk", "1 : recompute", "1 : recompute(raw)"])
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_an_exception_in_a_checkpoint_reaches_the_caller_as_it_is(policy, error):
     model = nn.Sequential(nn.Linear(16, 16), FailsOnce(error), nn.Linear(16, 4))
     store, x = ActivationStore(model, policy, min_bytes=0), torch.randn(5, 16, requires_grad=True)
@@ -173,12 +174,14 @@ class Catches(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["raw", "0.fails : recompute", "0 : recompute"])
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_an_exception_in_a_checkpoint_that_forward_catches(policy):
     model, x = nn.Sequential(Catches()), torch.randn(5, 16, requires_grad=True)
     check_same(grads_of(model, x, ActivationStore(model, policy, min_bytes=0)), grads_of(model, x))
 
 
 @pytest.mark.parametrize("policy", ["raw", "recompute(raw)"])
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_a_checkpoint_inside_a_recomputed_module(policy):
     model, x = nn.Sequential(Checkpointed(reentrant=False)), torch.randn(5, 16, requires_grad=True)
     store = ActivationStore(model, f"0 : {policy}", min_bytes=0)
@@ -197,6 +200,55 @@ def test_checkpoint_sequential(reentrant):
     assert store.report().stored_bytes > 0
     y.sum().backward()  # torch.autograd.grad is not for reentrant ones
     check_same(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
+
+
+class Reruns(nn.Module):
+    """A block whose forward is checkpointed, as Transformers does it, or whose caller does it."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.reentrant, self.runs = reentrant, 0
+
+    def inner(self, x):
+        self.runs += 1
+        return x + self.mlp(x)
+
+    def forward(self, x):
+        return self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("* : recompute", r"^0 \(recompute\): the model checkpoints this module, .* compute it three times\. Switch"),
+        ("*.mlp : recompute", r"^0\.mlp \(recompute\): the model runs this module inside a checkpoint .* no effect\. "),
+    ],
+)
+def test_a_model_that_checkpoints_and_a_rule_that_recomputes_are_told_of_once(policy, words, reentrant):
+    model, x = nn.Sequential(*(Reruns(reentrant=reentrant) for _ in range(3))), torch.randn(5, 16, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=0)
+    with pytest.warns(RuntimeWarning, match=words) as told:
+        found = grads_of(model, x, store)
+    assert len(told) == 1
+    assert "model.gradient_checkpointing_disable()" in str(told[0].message)
+    assert model[0].runs == (3 if reentrant and policy.startswith("* ") else 2)
+    check_same(found, grads_of(model, x, store))  # and says no more
+    for block in model:
+        block.reentrant = None
+    check_same(found, grads_of(model, x, ActivationStore(model, policy, min_bytes=0)))
+
+
+def test_a_frozen_part_under_no_grad_is_no_checkpoint():
+    model, x = nn.Sequential(Reruns(reentrant=None), Reruns(reentrant=None)), torch.randn(5, 16)
+    store = ActivationStore(model, "* : recompute", min_bytes=0)
+    with store:
+        with torch.no_grad():
+            x = model[0](x)
+        loss = model[1](x).sum()
+    loss.backward()
+    assert [block.runs for block in model] == [1, 2]
 
 
 def test_early_stop_is_not_swallowed():

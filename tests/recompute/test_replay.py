@@ -688,6 +688,7 @@ class Checkpoints(Counted):
 
 
 @pytest.mark.parametrize("options", ["segment=3", "schedule=revolve, slots=2"])
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_a_checkpoint_of_the_users_inside_a_block(options):
     model = blocks(6, Checkpoints)
     check_exact(model, (torch.randn(3, WIDTH),), make(model, options))
@@ -695,6 +696,7 @@ def test_a_checkpoint_of_the_users_inside_a_block(options):
 
 @pytest.mark.parametrize("options", ["segment=1", "segment=3", "schedule=revolve, slots=2"])
 @pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_a_checkpoint_of_the_users_around_blocks(options, inside):
     """It runs them again as a whole, where there may be no store."""
 

@@ -39,6 +39,7 @@ KEPT = [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE]
 @pytest.mark.parametrize("options", [{}, RESPECTS], ids=["", "respect"])
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context .* is active around a selective:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 def test_gradients_are_those_without_a_store(kept, options, policy):
     model, batch = Selective(kept, **options), (torch.randn(5, 16),)
     store = ActivationStore(model, policy, min_bytes=0)

@@ -1,59 +1,416 @@
-"""The sentences of the report."""
+"""Advice: for each sentence a situation in which it must appear, and near ones in which it must not.
+
+The first half gives `why` figures; the second half runs models.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from actstore.session.advice import Figures, why
 
 MIB = 2**20
+BASE: dict[str, Any] = {"saved_bytes": 100 * MIB, "lower": "disk", "window": 32 * MIB}
 
 
-@pytest.mark.parametrize(
-    ("figures", "parts"),
-    [
-        ({"kept_still_alive": 50 * MIB, "alive_site": "blocks.3"},
-         ["were stored, but that freed nothing: something else keeps these tensors alive, most of them at blocks.3;",
-          "drop them before forward ends"]),
-        ({"kept_still_alive": 50 * MIB}, ["keeps these tensors alive; look for"]),
-        ({"kept_small": 50 * MIB, "min_bytes": 256 * 1024}, ["below min_bytes=256.0 KiB", "set min_bytes=0"]),
-        ({"kept_no_room": 50 * MIB, "tiers": "host"}, ["found no room in host and", "raise host_budget"]),
-        ({"kept_no_room": 50 * MIB}, ["found no room in the tiers and"]),
-        ({"kept_protected": 50 * MIB}, ["may not be lossy", "give the rule a tier"]),
-        ({"kept_by_policy": 50 * MIB}, ["the policy says so or no rule matches", "`* : int8`"]),
-        ({"on_host": 50 * MIB}, ["host memory, which here is the compute device's own", "use `@ disk`"]),
-        ({"in_flight": 50 * MIB}, ["had not left the device when forward ended", "store fewer bytes"]),
-        ({"peak_held_bytes": 60 * MIB, "held_bytes": 10 * MIB}, ["at the peak of the step", "smaller blocks"]),
-    ],
-)  # fmt: skip
-def test_each_cause_has_figure_cause_and_remedy(figures: dict[str, object], parts: list[str]) -> None:
-    (sentence,) = why(Figures(saved_bytes=100 * MIB, **figures))  # type: ignore[arg-type]
-    assert sentence.startswith("50.0 MiB (50 % of the saved bytes) ")
-    for part in parts:
-        assert part in sentence
-    assert sentence.endswith(".")
+class Case(NamedTuple):
+    """A sentence.
+
+    Attributes
+    ----------
+    when : figures in which it must appear
+    says : what it says, after its figure
+    unless : for each near situation, the figures that differ
+    """
+
+    when: dict[str, Any]
+    says: str
+    unless: list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(
-    ("figures", "parts"),
-    [
-        ({"first_step": True, "misses": 8, "fetches": 8}, ["this was the first step", "look at the next one"]),
-        ({"misses": 5, "late": 1, "fetches": 8}, ["5 of 8 payloads were not asked for in advance", "same graph"]),
-        ({"misses": 1, "late": 5, "fetches": 8}, ["5 of 8 payloads came late", "store fewer bytes"]),
-        ({}, ["for room to offload into", "raise the budgets"]),
-    ],
+HALF = 50 * MIB
+FLYING = {"in_flight": HALF, "flight_decision": "raw @ disk", "forward_ms": 100.0, "overrun_ms": 40.0}
+PEAK = {"peak_held_bytes": 60 * MIB, "held_bytes": 10 * MIB}
+RULE = {"kept_by_rule": HALF, "rule_bytes": HALF, "rule_pattern": "*", "rule_decision": "keep"}
+EXACT = {"kept_exact": HALF, "exact_site": "1[0]", "exact_reason": "output of Softmax", "exact_decision": "int8"}
+HOST = {"on_host": HALF, "host_decision": "int8 @ host"}
+ROOM = {"kept_no_room": HALF, "tiers": "disk", "disk_budget": MIB}
+STALL = {"stall_ms": 20.0, "step_ms": 80.0, "fetches": 8, "forward_ms": 30.0, "fetch_ms": 40.0}
+MISSES = {**STALL, "misses": 5, "late": 1}
+HIDDEN = {"hidden_rules": ("mlp : recompute",), "hidden_modules": 4}
+
+BYTES = {
+    "alive": Case(
+        {"kept_still_alive": HALF, "alive_site": "blocks.3[0]"},
+        "were stored, but that freed nothing: something else keeps these tensors alive, most of them at blocks.3[0]; "
+        "look for the batch itself, and for attributes, lists or outputs of the model that hold activations, and drop "
+        "them before forward ends.",
+        [{"kept_still_alive": 9 * MIB}],
+    ),
+    "small": Case(
+        {"kept_small": HALF, "min_bytes": 256 * 1024},
+        "are in tensors below min_bytes=256.0 KiB, which are kept; set min_bytes=0 or smaller, or use larger batches.",
+        [{"kept_small": 9 * MIB}],
+    ),
+    "no room on disk": Case(
+        ROOM, "found no room in disk and were kept; raise disk_budget=1.0 MiB.", [{"kept_no_room": 9 * MIB}]
+    ),
+    "no room on a full disk": Case(
+        ROOM | {"disk_budget": None},
+        "found no room in disk and were kept; give disk_path= a folder with more space.",
+        [{"disk_budget": MIB}],
+    ),
+    "no room in host memory": Case(
+        ROOM | {"tiers": "host", "host_budget": MIB, "disk_budget": None, "lower": "host"},
+        "found no room in host and were kept; raise host_budget=1.0 MiB, or end the ladder with disk: `@ host > disk`.",
+        [{"disk_budget": 0}, {"chooser": "auto"}, {"lower": "disk"}],
+    ),
+    "no room in host memory of a CPU": Case(
+        ROOM | {"tiers": "host", "host_budget": MIB, "disk_budget": None},
+        "found no room in host and were kept; raise host_budget=1.0 MiB, or end the ladder with disk: `@ disk`.",
+        [{"lower": "host"}],
+    ),
+    "no room in a tier of another package": Case(
+        ROOM | {"tiers": "shelf"}, "found no room in shelf and were kept; recompute their modules.", [{"tiers": "disk"}]
+    ),
+    "exact": Case(
+        EXACT,
+        "were kept because their values must stay exact, most of them at 1[0] (output of Softmax); write `int8 @ "
+        "disk` for them, where they wait exactly, or recompute their modules.",
+        [{"kept_exact": 9 * MIB}, {"chooser": "auto"}, {"chooser": "bits"}, {"lower": ""}, {"exact_site": "(top)[0]"}],
+    ),
+    "exact, and no tier": Case(
+        EXACT | {"lower": ""},
+        "were kept because their values must stay exact, most of them at 1[0] (output of Softmax); recompute their "
+        "modules.",
+        [{"lower": "disk"}],
+    ),
+    "exact, outside of modules": Case(
+        EXACT | {"exact_site": "(top)[0]"},
+        "were kept because their values must stay exact, most of them at (top)[0] (output of Softmax); write `int8 @ "
+        "disk` for them, where they wait exactly.",
+        [{"exact_site": "1[0]"}],
+    ),
+    "exact, outside of modules, and no tier": Case(
+        EXACT | {"exact_site": "(top)[0]", "lower": ""},
+        "were kept because their values must stay exact, most of them at (top)[0] (output of Softmax); smaller "
+        "batches save less of them.",
+        [{"lower": "disk"}],
+    ),
+    "compiled and lossy": Case(
+        {"kept_compiled": HALF, "compiled_decision": "int8"},
+        "were kept: compiled regions save them without a graph, so that activations, which may be lossy, look like "
+        "statistics and masks, which may not; recompute the modules, which is exact, or write `unprotected int8`, "
+        "where statistics and masks of floats lose something, too.",
+        [{"kept_compiled": 9 * MIB}, {"chooser": "bits"}],
+    ),
+    "compiled under bits": Case(
+        {"kept_compiled": HALF, "chooser": "bits"},
+        "were kept: compiled regions save them without a graph, so that activations, which may be lossy, look like "
+        'statistics and masks, which may not; leave torch.compile out, or choose recomputation: "auto".',
+        [{"chooser": ""}],
+    ),
+    "whole": Case(
+        {"kept_whole": HALF, "whole_site": "0[0]", "whole_reason": "a view or a cast of a parameter"},
+        "were kept because they cannot be encoded, most of them at 0[0] (a view or a cast of a parameter); "
+        "`recompute` drops them where their modules can run again.",
+        [{"kept_whole": 9 * MIB}],
+    ),
+    "kept by the last rule": Case(
+        RULE,
+        "were kept by the rule `* : keep`, which holds where no other rule matches; write `* : raw @ disk` in its "
+        "place, which is exact, or `* : int8`, with a loss.",
+        [
+            {"kept_by_rule": 9 * MIB},
+            {"rule_pattern": "0"},
+            {"rule_decision": "derive"},
+            {"rule_decision": "recompute"},
+            {"chooser": "auto"},
+            {"chooser": "plan"},
+            {"chooser": "bits"},
+            {"chooser": "function"},
+            {"chooser": "auto", "measuring": True},
+            {"lower": "host"},
+        ],
+    ),
+    "kept by a rule": Case(
+        RULE | {"rule_bytes": 30 * MIB, "rule_pattern": "0", "lower": "host"},
+        "were kept, 30.0 MiB of them by the rule `0 : keep`; write `0 : raw @ host` in its place, which is exact, or "
+        "`0 : int8`, with a loss.",
+        [{"rule_bytes": HALF}, {"lower": "disk"}],
+    ),
+    "kept by a rule, and no tier": Case(
+        RULE | {"lower": ""},
+        "were kept by the rule `* : keep`, which holds where no other rule matches; write `* : expack` in its place, "
+        "which is exact, or `* : int8`, with a loss.",
+        [{"lower": "disk"}],
+    ),
+    "kept under derive": Case(
+        RULE | {"rule_decision": "derive"},
+        "were kept because `* : derive` could not derive them; write `* : derive(raw @ disk)` in its place, which is "
+        "exact, too, or recompute the modules.",
+        [{"rule_decision": "keep"}],
+    ),
+    "kept outside of recomputed blocks": Case(
+        RULE | {"rule_decision": "recompute"},
+        "were kept because `* : recompute` recomputes the model's blocks, and these lie outside of them; write "
+        "`@blocks : recompute; * : raw @ disk` in its place, which is exact, too.",
+        [{"rule_decision": "keep"}],
+    ),
+    "kept by a function": Case(
+        RULE | {"chooser": "function"},
+        "were kept, because the policy function returned Keep(); return Offload(Raw(), 'disk'), which is exact.",
+        [{"chooser": ""}, {"lower": ""}],
+    ),
+    "kept by a function, and no tier": Case(
+        RULE | {"chooser": "function", "lower": ""},
+        "were kept, because the policy function returned Keep(); return Encode(Expack()), which is exact.",
+        [{"lower": "disk"}],
+    ),
+    "kept by a plan": Case(
+        RULE | {"chooser": "auto", "budget": 20 * MIB},
+        "were kept, because the plan for budget=20.0 MiB has room for them; a smaller budget= holds less.",
+        [{"measuring": True}, {"chooser": "bits"}, {"chooser": ""}],
+    ),
+    "kept under bits": Case(
+        RULE | {"chooser": "bits"},
+        'were kept, because "bits" found no codec for them; "auto" recomputes, too.',
+        [{"measuring": True}, {"chooser": ""}],
+    ),
+    "host of a CPU": Case(
+        HOST,
+        "were moved to host memory, which here is the compute device's own: the move frees nothing; write `int8 @ "
+        "disk` in place of `int8 @ host`, or `int8` alone.",
+        [{"on_host": 9 * MIB}],
+    ),
+    "host of a CPU, raw": Case(
+        HOST | {"host_decision": "raw @ host > disk"},
+        "were moved to host memory, which here is the compute device's own: the move frees nothing; write `raw @ "
+        "disk` in place of `raw @ host > disk`, or `recompute` for the modules.",
+        [{"host_decision": "int8 @ host"}],
+    ),
+    "host of a CPU without a disk": Case(
+        HOST | {"lower": ""},
+        "were moved to host memory, which here is the compute device's own: the move frees nothing; write `int8` "
+        "alone.",
+        [{"lower": "disk"}],
+    ),
+    "link": Case(
+        FLYING,
+        "had not left the device when forward ended: forward took 100.0 ms, and copies out went on for 40.0 ms more; "
+        "store fewer bytes (`expack @ disk` without a loss, `int8 @ disk` with one), or recompute some layers.",
+        [
+            {"overrun_ms": 9.0},  # they fitted into it
+            {"forward_ms": 0.0},  # unknown
+            {"in_flight": 9 * MIB},
+            {"chooser": "auto"},
+            {"chooser": "plan"},
+            {"flight_decision": "int8 @ disk"},
+        ],
+    ),
+    "link, encoded": Case(
+        FLYING | {"flight_decision": "int8 @ disk"},
+        "had not left the device when forward ended: forward took 100.0 ms, and copies out went on for 40.0 ms more; "
+        "store fewer bytes, or recompute some layers.",
+        [{"flight_decision": "raw @ disk"}],
+    ),
+    "window": Case(
+        FLYING | {"overrun_ms": 9.0},
+        "were on the device still when forward ended: window=32.0 MiB lets so much be on its way to disk or stay for "
+        "the begin of backward; give a smaller window=.",
+        [{"overrun_ms": 11.0}, {"chooser": "auto"}],
+    ),
+    "window is full": Case(
+        {"kept_window": HALF},
+        "stayed on the device because window=32.0 MiB was full, as when_full='keep' says; give a larger window=, or "
+        "when_full='wait'.",
+        [{"kept_window": 9 * MIB}],
+    ),
+    "read at once": Case(
+        {"compiled": HALF},
+        "were read back at once by one compiled region, because torch.compile needs all that a region saved when its "
+        "backward begins: storing them frees memory only until then; compile smaller parts of the model "
+        "(`block.compile()` for each block), or recompute them.",
+        [{"compiled": 49 * MIB}],
+    ),
+    "peak of sampling": Case(
+        PEAK | {"peak_work": "sampling", "peak_site": "5[0]", "peak_bytes": 20 * MIB},
+        "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to measure errors at 5[0]: "
+        "this step was sampled, and others need less; sample_errors=0 leaves the measurement out.",
+        [
+            {"peak_held_bytes": HALF},
+            {"chooser": "auto"},
+            {"chooser": "bits"},
+            {"peak_work": "decoding"},
+            {"peak_work": ""},
+            {"compiled": HALF},
+        ],
+    ),
+    "peak of a predicted effect": Case(
+        PEAK | {"peak_work": "sampling", "peak_bytes": 20 * MIB, "chooser": "bits"},
+        "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to measure errors and "
+        "their effect on gradients: this step was sampled, and others need less.",
+        [{"chooser": ""}, {"peak_site": "5[0]"}],
+    ),
+    "peak of recomputation": Case(
+        PEAK | {"peak_work": "recomputation", "peak_site": "0", "peak_bytes": 20 * MIB},
+        "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to run 0 again; recompute "
+        "smaller modules than that, or use smaller batches.",
+        [{"peak_work": "decoding"}, {"chooser": "plan"}],
+    ),
+    "peak of decoding": Case(
+        PEAK | {"peak_work": "decoding", "peak_site": "0[1]", "peak_bytes": 20 * MIB},
+        "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to decode a tensor of "
+        "0[1]; use smaller batches, which have smaller tensors.",
+        [{"peak_work": "recomputation"}, {"peak_work": "derivation"}, {"peak_work": "compiled"}],
+    ),
+    "peak of derivation": Case(
+        PEAK | {"peak_work": "derivation", "peak_site": "0[1]", "peak_bytes": 20 * MIB},
+        "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to derive a tensor of "
+        "0[1]; use smaller batches, which have smaller tensors.",
+        [{"peak_work": "decoding"}],
+    ),
+    "peak of payloads": Case(
+        PEAK | {"moved": True},
+        "more than at the end of forward were held at the peak of the step, by payloads on their way; give a window= "
+        "smaller than 32.0 MiB.",
+        [{"moved": False}, {"peak_work": "sampling"}, {"chooser": "auto"}],
+    ),
+    "peak of what is gone": Case(
+        PEAK,
+        "more than at the end of forward were held at the peak of the step, by tensors that were saved and gone again "
+        "within the step; look for checkpoints of the model's own, and for graphs that are not used.",
+        [{"moved": True}, {"peak_work": "sampling"}],
+    ),
+}
+
+STALLS = {
+    "room": Case(
+        STALL | {"room_ms": 11.0, "misses": 5},
+        ", 11.0 ms of it for copies out, before others could begin; give a larger window= than 32.0 MiB, or keep or "
+        "recompute some layers.",
+        [{"room_ms": 9.0}, {"stall_ms": 3.0}],
+    ),
+    "first step": Case(
+        MISSES | {"first_step": True},
+        ": this was the first step, and its order of fetches is not known before; look at the next one.",
+        [{"first_step": False}, {"misses": 0}],
+    ),
+    "another forward": Case(
+        MISSES | {"order": "forward"},
+        ": the fetches of 5 of 8 payloads had not begun when backward asked for them, because this forward saved "
+        "other payloads than the one before; run the same graph in each step, or keep or recompute some layers.",
+        [{"order": ""}, {"order": "backward"}, {"first_step": True}, {"late": 5}],
+    ),
+    "another order": Case(
+        MISSES | {"order": "backward"},
+        ": the fetches of 5 of 8 payloads had not begun when backward asked for them, because backward's order "
+        "changed from the step before; run the same graph in each step, or keep the modules whose order changes.",
+        [{"order": ""}, {"order": "forward"}, {"first_step": True}, {"late": 5}],
+    ),
+    "the same order": Case(
+        MISSES,
+        ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
+        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger one, or keep or recompute "
+        "some layers.",
+        [{"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
+    ),
+    "the same order, under a plan": Case(
+        MISSES | {"chooser": "auto"},
+        ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
+        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger one, or give a larger "
+        "budget=.",
+        [{"chooser": ""}],
+    ),
+    "late": Case(
+        STALL | {"misses": 1, "late": 5},
+        ": 5 of 8 payloads came late, with 40.0 ms of copies back; keep or recompute some layers.",
+        [{"misses": 6}, {"late": 0}, {"fetch_ms": 60.0}],
+    ),
+    "late, by the link": Case(
+        STALL | {"misses": 1, "late": 5, "fetch_ms": 60.0},
+        ": 5 of 8 payloads came late, with 60.0 ms of copies back, because the link is slower: backward had 50.0 ms "
+        "at most; keep or recompute some layers.",
+        [{"fetch_ms": 49.0}, {"forward_ms": 0.0}],
+    ),
+    "on their way": Case(
+        STALL, " for payloads that were on their way; keep or recompute some layers.", [{"late": 1}, {"misses": 1}]
+    ),
+}
+
+PARCELS = Case(
+    FLYING | {"in_flight": 4 * MIB, "saved_bytes": 8 * MIB},
+    "were on the device still when forward ended: payloads travel to disk in parcels of up to 4.0 MiB, and no more is "
+    "in the last of them; larger batches leave a smaller part.",
+    [{"in_flight": 4 * MIB + 1}, {"chooser": "auto"}, {"saved_bytes": 100 * MIB}],
 )
-def test_stalls(figures: dict[str, object], parts: list[str]) -> None:
-    (sentence,) = why(Figures(saved_bytes=100, stall_ms=20, step_ms=80, **figures))  # type: ignore[arg-type]
-    assert sentence.startswith("Compute waited 20.0 ms of 80.0 ms (25 %)")
-    for part in parts:
-        assert part in sentence
+RULES_HIDDEN = {
+    "one": Case(
+        HIDDEN,
+        "The rule `mlp : recompute` saw nothing: 4 modules ran inside a checkpoint of the model's own, which saves "
+        "its inputs alone; switch that off (Transformers: `model.gradient_checkpointing_disable()`), or leave this "
+        "rule out.",
+        [{"hidden_rules": ()}],
+    ),
+    "several": Case(
+        HIDDEN | {"hidden_rules": ("a : raw", "b : raw", "c : raw")},
+        "The rules `a : raw` and `b : raw` and 1 more saw nothing: 4 modules ran inside a checkpoint of the model's "
+        "own, which saves its inputs alone; switch that off (Transformers: `model.gradient_checkpointing_disable()`), "
+        "or leave these rules out.",
+        [{"hidden_rules": ("a : raw",)}],
+    ),
+}
+
+
+def sentence(case: Case, lead: str) -> str:
+    (found,) = why(Figures(**{**BASE, **case.when}))
+    assert found == lead + case.says
+    return found
+
+
+def check(case: Case, lead: str) -> None:
+    sentence(case, lead)
+    for near in case.unless:
+        assert all(case.says not in found for found in why(Figures(**{**BASE, **case.when, **near}))), near
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_sentence_about_bytes_appears_in_its_situation_alone(name: str) -> None:
+    check(BYTES[name], "50.0 MiB (50 % of the saved bytes) ")
+
+
+@pytest.mark.parametrize("name", STALLS)
+def test_a_sentence_about_a_stall_appears_in_its_situation_alone(name: str) -> None:
+    check(STALLS[name], "Compute waited 20.0 ms of 80.0 ms (25 %)")
+
+
+def test_so_little_that_it_travels_in_one_parcel() -> None:
+    check(PARCELS, "4.0 MiB (50 % of the saved bytes) ")
+
+
+@pytest.mark.parametrize("name", RULES_HIDDEN)
+def test_rules_that_saw_nothing(name: str) -> None:
+    check(RULES_HIDDEN[name], "")
+    found = why(Figures(**{**BASE, **RULES_HIDDEN[name].when, "peak_held_bytes": 400 * MIB}))
+    assert [text.split()[0] for text in found] == ["The", "400.0"]
 
 
 def test_nothing_saved_at_all() -> None:
-    (sentence,) = why(Figures())
-    assert "saved 0 bytes" in sentence
-    assert "with store:" in sentence
+    (found,) = why(Figures())
+    assert "saved 0 bytes" in found
+    assert "with store:" in found
+    assert not any("saved 0 bytes" in one for one in why(Figures(saved_bytes=1, kept_small=1)))
+
+
+def test_all_figures_are_in_the_table() -> None:
+    cases = [*BYTES.values(), *STALLS.values(), *RULES_HIDDEN.values(), PARCELS]
+    used = set(BASE).union(*(case.when for case in cases), *(near for case in cases for near in case.unless))
+    assert used == {field.name for field in dataclasses.fields(Figures)}
 
 
 def test_nothing_amiss_needs_no_words() -> None:
@@ -66,7 +423,24 @@ def test_nothing_amiss_needs_no_words() -> None:
 def test_the_weightiest_three_in_their_order() -> None:
     found = why(
         Figures(
-            saved_bytes=100, kept_small=15, in_flight=30, on_host=12, kept_no_room=20, stall_ms=25, step_ms=100, late=1
+            saved_bytes=100,
+            kept_small=15,
+            kept_window=30,
+            on_host=12,
+            kept_no_room=20,
+            stall_ms=25,
+            step_ms=100,
+            late=1,
         )
     )
-    assert [sentence.split()[0] for sentence in found] == ["30", "Compute", "20"]
+    assert [one.split()[0] for one in found] == ["30", "Compute", "20"]
+
+
+def test_the_table_of_the_guide_quotes_sentences() -> None:
+    page = (Path(__file__).parents[2] / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    table = page.split("## It saves nothing")[1].split("##")[0]
+    quoted = re.findall(r"^\| \*(.+?)\* \|", table, re.MULTILINE)
+    assert len(quoted) >= 10
+    cases = [*BYTES.values(), *RULES_HIDDEN.values(), PARCELS]
+    said = " ".join([*why(Figures()), *(case.says for case in cases)])
+    assert [words for words in quoted if words not in said] == []

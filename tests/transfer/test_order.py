@@ -159,3 +159,22 @@ def test_lessons_are_few():
         forward(run, [i])
         backward(run, [0])
     assert len(lessons._of) == REMEMBERED
+
+
+def test_a_lesson_tells_what_differed_from_the_one_before():
+    lessons = Lessons()
+
+    def train(sites, order):
+        lessons.differed = ""
+        run = Run(lessons)
+        forward(run, sites)
+        backward(run, order)
+        return lessons.differed
+
+    assert train("abc", [2, 1, 0]) == "forward"  # the first of its kind
+    assert train("abc", [2, 1, 0]) == ""
+    assert train("abc", [2, 0, 1]) == "backward"
+    assert train("abc", [2, 0, 1]) == ""
+    assert train("abcd", [3, 2, 1, 0]) == "forward"
+    assert train("xyz", [2, 1, 0]) == "forward"
+    assert train("abcd", [3, 2, 1, 0]) == ""  # its own last lesson

@@ -77,6 +77,7 @@ def test_two_graphs_at_once(seed):
         store.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     forest=st.lists(random_models.trees(), min_size=1, max_size=6),

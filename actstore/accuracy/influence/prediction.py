@@ -322,7 +322,7 @@ class Step:
         """Book `nbytes` beside what was read, if there is room for them. Returns whether there is."""
         if nbytes > self._spare(read):
             return False
-        self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read))
+        self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read), "sampling")
         return True
 
     def _refuse(self, readers: list[Reader], reason: str) -> None:

@@ -1,0 +1,33 @@
+"""Checkpoints of other packages that run on this thread."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+
+CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
+
+
+def innermost_pack() -> Any:
+    """Return the pack hook that is entered last on this thread; None where no saved-tensor hooks are."""
+    hooks: Any = _top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def in_checkpoint(pack: Any = None) -> bool:
+    """Return whether a checkpoint is to run again what runs now; `pack` is the innermost pack hook.
+
+    A checkpoint packs what is saved inside of it by hooks of its own. A reentrant one runs without gradients instead,
+    in the forward of an autograd function.
+    """
+    if getattr(pack or innermost_pack(), "__module__", "") in CHECKPOINTS:
+        return True
+    frame: Any = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") in CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
