@@ -58,6 +58,7 @@ class Figures:
     kept_window : stored on the device because the window was full
     window : most bytes on their way to one tier
     moved : whether payloads were moved at all
+    shared : whether a third of what moves is less than `window`, and so bounds what waits on the device
     forward_ms, overrun_ms : length of forward, and how long copies out went on after it
     stall_ms, step_ms : how long compute waited, of a step
     room_ms : of that for copies out, before others could begin
@@ -109,6 +110,7 @@ class Figures:
     kept_window: int = 0
     window: int = 0
     moved: bool = False
+    shared: bool = False
     forward_ms: float = 0.0
     overrun_ms: float = 0.0
     stall_ms: float = 0.0
@@ -188,8 +190,8 @@ def _causes(f: Figures) -> list[tuple[int, float, str]]:
         (
             f.kept_window,
             LEAST_BYTES,
-            f"stayed on the device because window={format_nbytes(f.window)} was full, as when_full='keep' says; give a "
-            "larger window=, or when_full='wait'.",
+            f"stayed on the device because {_bound(f)} was on its way, as when_full='keep' says; give "
+            f"{'' if f.shared else 'a larger window=, or '}when_full='wait'.",
         ),
         (
             f.compiled,
@@ -305,8 +307,8 @@ def _in_flight(f: Figures) -> str:
             f"for {f.overrun_ms:.1f} ms more; {_fewer(f.flight_decision)}, or recompute some layers."
         )
     return (
-        f"were on the device still when forward ended: window={format_nbytes(f.window)} lets so much be on its way to "
-        f"{tiers} or stay for the begin of backward; give a smaller window=."
+        f"were on the device still when forward ended: {_bound(f)} may be on its way to {tiers} or stay for the begin "
+        f"of backward; give a window= smaller than {format_nbytes(f.in_flight)}."
     )
 
 
@@ -337,10 +339,11 @@ def _peak(f: Figures) -> str:
 def _stall(f: Figures, part: float) -> str:
     lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
     remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget="
+    wider = "" if f.shared else "give a larger window=, or "
     if 2 * f.room_ms > f.stall_ms:
         return (
-            f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin; give a larger window= than "
-            f"{format_nbytes(f.window)}, or {remedy}."
+            f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin: {_bound(f)} may be on its "
+            f"way; {wider}{remedy}."
         )
     if f.first_step and f.misses:
         return f"{lead}: this was the first step, and its order of fetches is not known before; look at the next one."
@@ -357,8 +360,8 @@ def _stall(f: Figures, part: float) -> str:
                 "keep the modules whose order changes."
             )
         return (
-            f"{lead}, although their order was that of the step before: fetches ahead take no more than "
-            f"window={format_nbytes(f.window)}; give a larger one, or {remedy}."
+            f"{lead}, although their order was that of the step before: fetches ahead take no more than {_bound(f)}; "
+            f"{wider}{remedy}."
         )
     if f.late:
         backward_ms = f.step_ms - f.forward_ms
@@ -369,6 +372,11 @@ def _stall(f: Figures, part: float) -> str:
             f"{remedy}."
         )
     return f"{lead} for payloads that were on their way; {remedy}."
+
+
+def _bound(f: Figures) -> str:
+    """What may wait on the device although a tier has it, or gets it."""
+    return "a third of what moves" if f.shared else f"window={format_nbytes(f.window)}"
 
 
 def _fewer(decision: str) -> str:

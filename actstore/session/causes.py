@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger
 from actstore.policy import Policy, Rules
-from actstore.session.advice import Figures
+from actstore.session.advice import PLANNED, Figures
+from actstore.transfer.quota import SHARE
 
 NO_ROOM = "kept: no room in "
 SMALL = ("small", "kept: small")
@@ -96,6 +97,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         kept_window=_sum(crowded, _held),
         window=circumstances.window_nbytes,
         moved=bool(moved),
+        shared=_is_shared(moved, circumstances, request),
         forward_ms=circumstances.forward_ms,
         overrun_ms=circumstances.overrun_ms,
         stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
@@ -137,6 +139,13 @@ def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, .
     blind = [name for name in request.hidden if policy.pattern_of(name) not in seen]
     rules = dict.fromkeys(f"{policy.pattern_of(name)} : {policy.decide(name)}" for name in blind)
     return tuple(rules), len(blind)
+
+
+def _is_shared(moved: Iterable[Account], circumstances: Circumstances, request: Request) -> bool:
+    """Whether a share of what moves bounds what waits on the device: not in a first step, nor under a budget."""
+    if circumstances.first_step or request.chooser in PLANNED:
+        return False
+    return 0 < _sum(moved, lambda account: account.stored) < SHARE * circumstances.window_nbytes
 
 
 def _first_tier(account: Account) -> str:

@@ -451,15 +451,15 @@ class Store:
                 if slot is not None:
                     return slot, None
                 continue
-            if when_full != "wait" and not place.engine.admits(tier, nbytes):
+            run = forward.runs.get(place)
+            if run is None:
+                run = forward.runs[place] = place.engine.begin()
+            if when_full != "wait" and not place.engine.admits(run, tier, nbytes):
                 account.note = f"window of {name} full"
                 if when_full == "keep":
                     return place.reserve("device", nbytes), None
                 if name != tiers[-1]:
                     continue
-            run = forward.runs.get(place)
-            if run is None:
-                run = forward.runs[place] = place.engine.begin()
             berth = place.engine.board(run, tier, nbytes, account)
             if berth is not None:
                 return None, berth

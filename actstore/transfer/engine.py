@@ -41,6 +41,7 @@ HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: four of a chunk each
 SMALL_NBYTES = 2**20  # smaller payloads travel together
 PARCEL_NBYTES = 4 * 2**20
 PARCELS = 256  # make up the limit of what is held, at least
+PARCELS_ON_THEIR_WAY = 8  # make up the bound of what waits on the device, at least
 BERTH = 64  # payloads begin at multiples of it
 
 
@@ -82,11 +83,11 @@ class Engine:
         """A new forward pass."""
         return Run(self._lessons)
 
-    def admits(self, tier: Tier, nbytes: int) -> bool:
+    def admits(self, run: Run[Berth], tier: Tier, nbytes: int) -> bool:
         """Whether a payload could leave for `tier` now without waiting for others."""
         with self._lock:
             self._tidy()
-            return self._traffic.window(tier).admits(round_up(nbytes, GRAIN)) and self._traffic.shed(nbytes)
+            return self._traffic.quota.may_leave(run, tier, round_up(nbytes, GRAIN)) and self._traffic.shed(nbytes)
 
     def make_room(self, nbytes: int) -> None:
         """Have `nbytes` more fit within the limit of what is held, as far as something is on its way out or came early.
@@ -96,7 +97,8 @@ class Engine:
         while True:
             with self._lock:
                 self._tidy()
-                oldest = None if self._traffic.shed(nbytes) else self._traffic.oldest()
+                windows = self._traffic.quota.windows.values()
+                oldest = None if self._traffic.shed(nbytes) else self._traffic.oldest(windows)
                 shares = [] if oldest is None else oldest.shares()
             if oldest is None:
                 self._tell()
@@ -113,11 +115,7 @@ class Engine:
         stream = self._device.current()
         size = round_up(max(nbytes, 1), BERTH)
         small = size < SMALL_NBYTES
-        ledger = self._traffic.ledger
-        # A parcel comes back as a whole: under a limit, little comes along that backward does not want yet.
-        together = int(min(PARCEL_NBYTES, ledger.limit / PARCELS)) if small else 0
-        capacity = max(round_up(size, GRAIN), round_up(together, GRAIN))
-        if not ledger.fits(nbytes):
+        if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
         while True:
             with self._lock:
@@ -127,11 +125,11 @@ class Engine:
                     if parcel.used + size <= parcel.capacity:
                         return self._traffic.assign(self, parcel, size, nbytes, account)
                     self._traffic.seal(parcel)
-                window = self._traffic.window(tier)
-                if not window.admits(capacity) and not window.flights:
-                    for waiting in [parcel for parcel in self._traffic.open.values() if parcel.tier is tier]:
-                        self._traffic.seal(waiting)
-                oldest = window.flights[0] if window.flights and not window.admits(capacity) else None
+                run.recall(id(account))
+                capacity = round_up(max(size, self._together(run) if small else 0), GRAIN)
+                quota = self._traffic.quota
+                may_leave = quota.may_leave(run, tier, capacity)
+                oldest = None if may_leave else self._traffic.oldest([quota.window(tier)])
                 if oldest is None:
                     parcel = self._traffic.load(run, tier, stream, capacity, account)
                     if parcel is None and small:  # no room for others: room for this one
@@ -144,6 +142,16 @@ class Engine:
                         parcel.closed = parcel.alone = True
                     return self._traffic.assign(self, parcel, size, nbytes, account)
             self._wait_for(oldest, [(account, nbytes)])
+
+    def _together(self, run: Run[Berth]) -> int:
+        """Return the bytes of a parcel of several payloads of `run`.
+
+        It leaves and comes back as a whole: where little may be on the device, little comes along that backward does
+        not want yet. A power of two, so that buffers fit from step to step.
+        """
+        share = self._traffic.quota.limit_nbytes(run) // PARCELS_ON_THEIR_WAY
+        most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.limit / PARCELS))
+        return min(PARCEL_NBYTES, most)
 
     def depart(self, berth: Berth) -> None:
         """The encoding of a payload is queued on the current stream: its parcel leaves when it is full."""
@@ -201,13 +209,16 @@ class Engine:
                 raise StateError("this payload was given back; close the store after the last backward")
             if parcel.loan is not None and parcel.loan.spoiled():
                 self._traffic.renounce(parcel.loan)
+            crowded_out = parcel.run.upcoming() is berth  # what was looked ahead to took all the room
             parcel.run.ask(berth.serial)
             begun = parcel.state is State.FETCHING
             missed = parcel.state is State.RESIDENT
             if missed:
+                if crowded_out:
+                    self._traffic.quota.lookahead.late(parcel.capacity)
                 self._traffic.fetch(parcel)
                 account.misses += 1
-            parcel.users += 1
+            self._traffic.use(parcel, 1)
             arrival, buffer = None, parcel.buffer
             if parcel.fetched or stream != parcel.home:
                 arrival = parcel.arrival or self._device.record(parcel.home)
@@ -236,7 +247,7 @@ class Engine:
                 self._traffic.times.expect("stall", stall, parcel.tier.name, [(account, berth.nbytes)], judged=begun)
             elif not missed:
                 self._traffic.ledger.judge(account, late=False)
-                self._traffic.lookahead.in_time()
+                self._traffic.quota.lookahead.in_time()
             if parcel.state is State.FETCHING and parcel.motion is arrival:
                 self._traffic.turn_ready(parcel)
             return berth.memory
@@ -286,7 +297,7 @@ class Engine:
     def resize(self, window_nbytes: int) -> None:
         """Let at most so many bytes be on their way to one tier, or fetched ahead, from now on."""
         with self._lock:
-            self._traffic.resize(window_nbytes)
+            self._traffic.quota.resize(window_nbytes)
 
     def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
         """Have the trace tell what else the device did."""
@@ -314,7 +325,7 @@ class Engine:
     @property
     def window_nbytes(self) -> int:
         """Most bytes that leave for one tier at once, and that are fetched ahead."""
-        return self._traffic.window_nbytes
+        return self._traffic.quota.window_nbytes
 
     def close(self) -> None:
         """Wait for what host threads still do to buffers, and return all memory. All berths were dropped before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar
 
 B = TypeVar("B")  # what a run knows a payload by
@@ -44,16 +45,21 @@ class Run(Generic[B]):
     ----------
     berths : the payloads that are alive, by serial number
     soon : payloads that backward is expected to ask for first: they may stay on the device
+    moved_nbytes : of all payloads: as the last time until backward begins, inf the first time
+    ahead_nbytes : what waits for backward on the device, as the quota counts it
     """
 
     def __init__(self, lessons: Lessons) -> None:
         self._lessons = lessons
+        self.ahead_nbytes = 0
         self._begin()
 
     def _begin(self) -> None:
         self.berths: dict[int, B] = {}
         self.soon: set[int] = set()
+        self.moved_nbytes: float = inf
         self._own = Lesson()
+        self._own_nbytes = 0
         self._known: Lesson | None = None
         self._asked: set[int] = set()
         self._ranks: dict[int, int] = {}
@@ -61,18 +67,25 @@ class Run(Generic[B]):
         self._position = 0  # in `expected`: what comes before it was asked for
         self._ahead = 0  # and this is the next to be looked at by `upcoming`
 
+    def recall(self, site: int) -> None:
+        """Remember the last forward that began at `site`, before the first payload is numbered; do nothing after."""
+        if self._own.signs and not self.berths:  # all that was saved has been used: another forward begins
+            self._begin()
+        if not self._own.signs:
+            self._known = self._lessons.of(hash((0, site)))
+            self.moved_nbytes = inf if self._known is None else sum(self._known.nbytes)
+
     def number(self, site: int, nbytes: int, window_nbytes: int) -> int:
         """The serial number of the next payload. `site` stands for where it was saved."""
+        self.recall(site)
         own = self._own
-        if own.signs and not self.berths:  # all that was saved has been used: another forward begins
-            self._begin()
-            own = self._own
         serial = len(own.signs)
         sign = hash((own.signs[-1] if serial else 0, site))
         own.signs.append(sign)
         own.nbytes.append(nbytes)
+        self._own_nbytes += nbytes
+        self.moved_nbytes = max(self.moved_nbytes, self._own_nbytes)
         if serial == 0:
-            self._known = self._lessons.of(sign)
             if self._known is not None:
                 self.soon = self._known.first(window_nbytes)
         elif self._known is not None and not (serial < len(self._known.signs) and self._known.signs[serial] == sign):
@@ -118,6 +131,7 @@ class Run(Generic[B]):
     def _expect(self) -> None:
         """Foresee the order: as it was the last time, or the last payload first."""
         count = len(self._own.signs)
+        self.moved_nbytes = self._own_nbytes
         known = self._known
         if known is not None and len(known.signs) == count:
             self._expected = known.order

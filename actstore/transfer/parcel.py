@@ -60,13 +60,14 @@ class Parcel:
     fetched : whether `arrival` is a copy from the tier, not the encoding on `home`
     filling : payloads whose encoding is not queued yet
     users : threads that decode from `buffer` now
+    waiting_nbytes, ahead_nbytes : as what its engine's quota counts it now
     reads : the decodings that may still run on `buffer`
     unread : berths with fewer reads than readers
     """
 
     __slots__ = (
-        "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home", "loan", "motion",
-        "reads", "run", "slot", "state", "tier", "unread", "used", "users",
+        "ahead_nbytes", "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home",
+        "loan", "motion", "reads", "run", "slot", "state", "tier", "unread", "used", "users", "waiting_nbytes",
     )  # fmt: skip
 
     def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run[Berth]) -> None:
@@ -89,10 +90,15 @@ class Parcel:
         self.closed = False
         self.alone = False
         self.fetched = False
+        self.waiting_nbytes = self.ahead_nbytes = 0
 
     def gone(self) -> bool:
         """Whether nobody needs it any more."""
         return self.state is State.DROPPED
+
+    def waits(self) -> bool:
+        """Return whether it is on the device although its tier has it, or gets it, and no thread reads it."""
+        return self.state not in (State.RESIDENT, State.DROPPED) and self.slot is not None and not self.users
 
     def wanted(self) -> bool:
         """Whether backward is expected to ask for it now, or has begun to read it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import Run
 from actstore.transfer.parcel import Berth, Carrier, Parcel, State
+from actstore.transfer.quota import Quota
 from actstore.transfer.timekeeper import Timekeeper
-from actstore.transfer.window import Lookahead, Window
+from actstore.transfer.window import Window
 
 GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
 
@@ -29,8 +31,7 @@ class Traffic:
 
     Attributes
     ----------
-    windows : by tier, what leaves for it
-    lookahead : how much may come back before it is asked for
+    quota : what waits on the device, counted and bounded
     open : the parcels that take more payloads
     fetching : those on their way back, oldest first
     ready : those on the device that can be dropped there, longest first
@@ -45,27 +46,12 @@ class Traffic:
         self.ledger = ledger
         self.times = times
         self.buffers = Buffers(device, poison=poison)
-        self.windows: dict[Tier, Window] = {}
-        self.window_nbytes = window_nbytes
-        self.lookahead = Lookahead(window_nbytes)
+        self.quota = Quota(ledger, window_nbytes)
         self.open: dict[tuple[Run[Berth], Tier, Any], Parcel] = {}
         self.fetching: deque[Parcel] = deque()
         self.ready: dict[Parcel, None] = {}
         self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
         self.troubles: deque[ActstoreError] = deque()
-
-    def resize(self, window_nbytes: int) -> None:
-        """Let so many bytes leave for one tier at once, and come back before they are asked for."""
-        self.window_nbytes = window_nbytes
-        for window in self.windows.values():
-            window.limit_nbytes = window_nbytes
-        self.lookahead.resize(window_nbytes)
-
-    def window(self, tier: Tier) -> Window:
-        window = self.windows.get(tier)
-        if window is None:
-            window = self.windows[tier] = Window(self.window_nbytes)
-        return window
 
     def load(self, run: Run[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """An empty parcel with room in `tier`, or None."""
@@ -74,6 +60,7 @@ class Traffic:
             return None
         slot.tier = tier
         try:
+            self.drop_unwanted(partial(self.quota.has_room, run, capacity))
             buffer = self.buffers.take(capacity)
         except BaseException:
             tier.free(slot)
@@ -82,20 +69,22 @@ class Traffic:
             stall = self.device.wait(stream, ticket)
             if stall is not None:
                 self.times.expect("stall", stall, tier.name, [(account, capacity)], for_room=True)
-        self.window(tier).nbytes += capacity
+        self.quota.window(tier).nbytes += capacity
         self.ledger.occupy(tier.name, capacity)
-        return Parcel(buffer, slot, stream, run)
+        parcel = Parcel(buffer, slot, stream, run)
+        self.quota.weigh(parcel)
+        return parcel
 
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
-        berth = Berth(
-            engine, parcel, parcel.used, nbytes, account, run.number(id(account), nbytes, self.lookahead.limit_nbytes)
-        )
+        serial = run.number(id(account), nbytes, self.quota.soon_nbytes(run))
+        berth = Berth(engine, parcel, parcel.used, nbytes, account, serial)
         parcel.used += size
         parcel.filling += 1
         parcel.berths.add(berth)
         parcel.unread.add(berth)
         run.berths[berth.serial] = berth
+        self.quota.runs.add(run)
         self.ledger.add(account, 0, 0, nbytes, has_room=True)
         return berth
 
@@ -113,7 +102,7 @@ class Traffic:
         parcel.used = round_up(parcel.used, GRAIN)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(State.OFFLOADING)
-        self.window(parcel.tier).flights.append(parcel)
+        self.quota.window(parcel.tier).flights.append(parcel)
         try:
             parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
         except BaseException as error:
@@ -135,11 +124,9 @@ class Traffic:
             except ActstoreError as error:
                 self.strand(parcel, error)
                 return
-        self.leave_window(parcel)
-        parcel.turn(State.READY)
         stays = parcel.users or self.stays(parcel)
-        self.lookahead.nbytes += parcel.capacity
-        self.ready[parcel] = None
+        self.leave_window(parcel)
+        self.turn_ready(parcel)
         if not stays:
             self.evict(parcel)
 
@@ -149,13 +136,14 @@ class Traffic:
         In backward it always does: it takes up no more than it did on its way, and a fetch would cost time.
         """
         soon = any(berth.serial in parcel.run.soon for berth in parcel.unread)
-        return parcel.wanted() or (soon and self.lookahead.admits(parcel.capacity))
+        return parcel.wanted() or (soon and self.quota.may_stay(parcel))
 
     def strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
         """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
         self.leave_window(parcel)
         self.free_slot(parcel)
         parcel.turn(State.READY)
+        self.quota.weigh(parcel)
         for berth in parcel.berths:
             berth.account.note = f"kept: {parcel.tier.name} failed"
         if error is not None and not isinstance(
@@ -177,7 +165,7 @@ class Traffic:
         parcel.unread = set(parcel.berths)
         for berth in parcel.berths:
             berth.reads = 0
-        self.lookahead.nbytes += parcel.capacity
+        self.quota.weigh(parcel)
         self.fetching.append(parcel)
         self.book_held(parcel, 1)
         self.times.expect("fetch", motion, parcel.tier.name, parcel.shares())
@@ -221,7 +209,7 @@ class Traffic:
         assert parcel is not None
         assert parcel.buffer is not None
         loan.parcel = parcel.loan = None
-        parcel.users -= loan.users
+        self.use(parcel, -loan.users)
         self.buffers.forget(parcel.buffer)
         parcel.buffer = None
         self.evict(parcel)
@@ -231,9 +219,14 @@ class Traffic:
         if berth.reads >= berth.readers:
             berth.parcel.unread.discard(berth)
 
+    def use(self, parcel: Parcel, users: int) -> None:
+        """Have so many more threads or tensors use what is on the device, or fewer."""
+        parcel.users += users
+        self.quota.weigh(parcel)
+
     def release(self, parcel: Parcel, users: int) -> bool:
         """Some users have done with a parcel; whether it was dropped from the device because nobody is left."""
-        parcel.users -= users
+        self.use(parcel, -users)
         if parcel.users:
             return False
         if parcel.gone():
@@ -245,22 +238,23 @@ class Traffic:
 
     def turn_ready(self, parcel: Parcel) -> None:
         parcel.turn(State.READY)
+        self.quota.weigh(parcel)
         self.ready[parcel] = None
 
     def evict(self, parcel: Parcel) -> None:
         """Drop what is on the device; the tier has it too."""
         del self.ready[parcel]
-        self.lookahead.nbytes -= parcel.capacity
         self.book_held(parcel, -1)
         parcel.turn(State.RESIDENT)
+        self.quota.weigh(parcel)
         self.unload(parcel)
 
     def give_up(self, parcel: Parcel) -> None:
         """A fetch has failed; the next `arrive` tries again."""
         if parcel.state is State.FETCHING:
-            self.lookahead.nbytes -= parcel.capacity
             self.book_held(parcel, -1)
             parcel.turn(State.RESIDENT)
+            self.quota.weigh(parcel)
             self.unload(parcel)
 
     def look_ahead(self, run: Run[Berth]) -> None:
@@ -268,23 +262,26 @@ class Traffic:
         while (berth := run.upcoming()) is not None:
             parcel = berth.parcel
             if parcel.state is State.RESIDENT:
-                if not self.lookahead.admits(parcel.capacity) and not self.make_room(parcel.capacity):
+                if not self.drop_unwanted(partial(self.quota.admits, run, parcel.capacity)):
                     return
                 if not self.ledger.fits(parcel.used + self.ledger.reserve):
                     return
                 try:
                     self.fetch(parcel)
                 except (torch.OutOfMemoryError, MemoryError):
-                    self.lookahead.limit_nbytes //= 2  # it will be fetched when it is asked for
+                    self.quota.lookahead.limit_nbytes //= 2
+                    run.passed()  # it will be fetched when it is asked for
                     return
             run.passed()
 
-    def make_room(self, nbytes: int) -> bool:
-        """Drop fetched parcels that nobody is expected to ask for."""
+    def drop_unwanted(self, enough: Callable[[], bool]) -> bool:
+        """Drop what tiers have and backward does not want now, until that is `enough`; return whether it is."""
+        if enough():
+            return True
         for parcel in list(self.ready):
             if not parcel.users and not parcel.wanted():
                 self.evict(parcel)
-                if self.lookahead.admits(nbytes):
+                if enough():
                     return True
         return False
 
@@ -310,12 +307,13 @@ class Traffic:
         idle = not parcel.users and not any(berth.reads for berth in parcel.unread)
         return idle and (parcel in self.ready or parcel.state is State.FETCHING)
 
-    def oldest(self) -> Parcel | None:
+    def oldest(self, windows: Collection[Window]) -> Parcel | None:
         """A parcel that is on its way out, the oldest of its tier; what waits for more payloads leaves if none is."""
-        if not any(window.flights for window in self.windows.values()):
+        if not any(window.flights for window in windows):
             for parcel in list(self.open.values()):
-                self.seal(parcel)
-        return next((window.flights[0] for window in self.windows.values() if window.flights), None)
+                if self.quota.window(parcel.tier) in windows:
+                    self.seal(parcel)
+        return next((window.flights[0] for window in windows if window.flights), None)
 
     def forget(self, berth: Berth) -> None:
         """Nobody needs a payload any more."""
@@ -325,6 +323,8 @@ class Traffic:
         parcel.berths.discard(berth)
         parcel.unread.discard(berth)
         parcel.run.forget(berth.serial)
+        if not parcel.run.berths:
+            self.quota.runs.discard(parcel.run)
         on_device = parcel.buffer is not None
         self.ledger.release([berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device)])
         if parcel.berths:
@@ -334,13 +334,13 @@ class Traffic:
             if not parcel.closed:
                 del self.open[parcel.run, parcel.tier, parcel.home]
             parcel.reads.append(self.device.record(parcel.home))
-            self.window(parcel.tier).nbytes -= parcel.capacity
+            self.quota.window(parcel.tier).nbytes -= parcel.capacity
         elif state is State.OFFLOADING:
             self.leave_window(parcel)
-        elif state in (State.READY, State.FETCHING) and parcel.slot is not None:
+        else:
             self.ready.pop(parcel, None)
-            self.lookahead.nbytes -= parcel.capacity
         parcel.turn(State.DROPPED)
+        self.quota.weigh(parcel)
         self.free_slot(parcel)
         if not parcel.users:
             self.unload(parcel)
@@ -369,7 +369,7 @@ class Traffic:
             self.leaving.append((motion, buffer, after))
 
     def leave_window(self, parcel: Parcel) -> None:
-        window = self.window(parcel.tier)
+        window = self.quota.window(parcel.tier)
         if parcel in window.flights:  # unless an interrupt (Ctrl-C) fell between its turn and its departure
             window.flights.remove(parcel)
         window.nbytes -= parcel.capacity
@@ -381,7 +381,7 @@ class Traffic:
 
     def tidy(self) -> None:
         """Take note of what has happened since the last time."""
-        for window in self.windows.values():
+        for window in self.quota.windows.values():
             while window.flights and (motion := window.flights[0].motion) is not None and motion.ready():
                 self.land(window.flights[0])
         while self.fetching:
@@ -402,6 +402,6 @@ class Traffic:
             self.buffers.give(buffer, after)
         for late, nbytes in self.times.settle():
             if late:
-                self.lookahead.late(nbytes)
+                self.quota.lookahead.late(nbytes)
             else:
-                self.lookahead.in_time()
+                self.quota.lookahead.in_time()

@@ -11,17 +11,16 @@ class Window:
     """The parcels that leave the device for one tier, oldest first. Not thread-safe.
 
     Their bytes count from the moment when the first payload is about to be encoded until the copy has left the buffer.
-    With several threads the limit can be exceeded by one parcel for each other thread that is encoding just then.
+    With several threads a limit can be exceeded by one parcel for each other thread that is encoding just then.
     """
 
-    def __init__(self, limit_nbytes: int) -> None:
-        self.limit_nbytes = limit_nbytes
+    def __init__(self) -> None:
         self.nbytes = 0
         self.flights: deque[Parcel] = deque()
 
-    def admits(self, nbytes: int) -> bool:
-        """Whether `nbytes` more may begin; a request larger than the window begins when it is empty."""
-        return not self.nbytes or self.nbytes + nbytes <= self.limit_nbytes
+    def admits(self, nbytes: int, limit_nbytes: int) -> bool:
+        """Return whether `nbytes` more may begin; a request larger than the limit begins when nothing leaves."""
+        return not self.nbytes or self.nbytes + nbytes <= limit_nbytes
 
 
 class Lookahead:

@@ -62,9 +62,11 @@ def traffic(engine):
     """What an engine still has on its way, by name; empty when all is at rest."""
     found = {
         "open parcels": len(engine._traffic.open),
-        "bytes in windows": sum(window.nbytes for window in engine._traffic.windows.values()),
-        "flights": sum(len(window.flights) for window in engine._traffic.windows.values()),
-        "bytes fetched ahead": engine._traffic.lookahead.nbytes,
+        "bytes in windows": sum(window.nbytes for window in engine._traffic.quota.windows.values()),
+        "flights": sum(len(window.flights) for window in engine._traffic.quota.windows.values()),
+        "bytes that wait": engine._traffic.quota.nbytes,
+        "open runs": len(engine._traffic.quota.runs),
+        "bytes fetched ahead": engine._traffic.quota.lookahead.nbytes,
         "parcels ready": len(engine._traffic.ready),
         "buffers": engine._traffic.buffers._used_nbytes,
         "buffers in other hands": len(engine._traffic.leaving),

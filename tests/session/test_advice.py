@@ -221,15 +221,21 @@ BYTES = {
     ),
     "window": Case(
         FLYING | {"overrun_ms": 9.0},
-        "were on the device still when forward ended: window=32.0 MiB lets so much be on its way to disk or stay for "
-        "the begin of backward; give a smaller window=.",
+        "were on the device still when forward ended: window=32.0 MiB may be on its way to disk or stay for the begin "
+        "of backward; give a window= smaller than 50.0 MiB.",
         [{"overrun_ms": 11.0}, {"chooser": "auto"}],
     ),
     "window is full": Case(
         {"kept_window": HALF},
-        "stayed on the device because window=32.0 MiB was full, as when_full='keep' says; give a larger window=, or "
+        "stayed on the device because window=32.0 MiB was on its way, as when_full='keep' says; give a larger "
+        "window=, or when_full='wait'.",
+        [{"kept_window": 9 * MIB}, {"shared": True}],
+    ),
+    "a third is full": Case(
+        {"kept_window": HALF, "shared": True},
+        "stayed on the device because a third of what moves was on its way, as when_full='keep' says; give "
         "when_full='wait'.",
-        [{"kept_window": 9 * MIB}],
+        [{"shared": False}],
     ),
     "read at once": Case(
         {"compiled": HALF},
@@ -292,9 +298,15 @@ BYTES = {
 STALLS = {
     "room": Case(
         STALL | {"room_ms": 11.0, "misses": 5},
-        ", 11.0 ms of it for copies out, before others could begin; give a larger window= than 32.0 MiB, or keep or "
+        ", 11.0 ms of it for copies out, before others could begin: window=32.0 MiB may be on its way; give a larger "
+        "window=, or keep or recompute some layers.",
+        [{"room_ms": 9.0}, {"stall_ms": 3.0}, {"shared": True}],
+    ),
+    "room, of a third": Case(
+        STALL | {"room_ms": 11.0, "misses": 5, "shared": True},
+        ", 11.0 ms of it for copies out, before others could begin: a third of what moves may be on its way; keep or "
         "recompute some layers.",
-        [{"room_ms": 9.0}, {"stall_ms": 3.0}],
+        [{"room_ms": 9.0}, {"shared": False}],
     ),
     "first step": Case(
         MISSES | {"first_step": True},
@@ -316,14 +328,14 @@ STALLS = {
     "the same order": Case(
         MISSES,
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
-        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger one, or keep or recompute "
-        "some layers.",
-        [{"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
+        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger window=, or keep or "
+        "recompute some layers.",
+        [{"shared": True}, {"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
     ),
     "the same order, under a plan": Case(
         MISSES | {"chooser": "auto"},
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
-        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger one, or give a larger "
+        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger window=, or give a larger "
         "budget=.",
         [{"chooser": ""}],
     ),

@@ -202,7 +202,7 @@ def test_a_fork_between_forward_and_backward(start):
         """
 loss = forward()
 check_same(train_step(model, batch, store), wanted)
-for window in store._store._places[batch[0].device].engine._traffic.windows.values():
+for window in store._store._places[batch[0].device].engine._traffic.quota.windows.values():
     for parcel in window.flights:  # a child cannot wait for its parent's writes
         parcel.motion.result()
 child = os.fork()

@@ -130,7 +130,7 @@ def await_writes(store: ActivationStore) -> None:
     """Until every write has ended, well or badly."""
     engines = [place.engine for place in store._store._places.values()]
     for parcel in [
-        parcel for engine in engines for window in engine._traffic.windows.values() for parcel in window.flights
+        parcel for engine in engines for window in engine._traffic.quota.windows.values() for parcel in window.flights
     ]:
         with suppress(TransferError):
             parcel.motion.result()

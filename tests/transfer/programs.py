@@ -187,16 +187,16 @@ class Program:
     def check_windows(self) -> None:
         others = self.lanes - 1 if self.threads else 0  # what they encode at this moment, nobody can wait for
         for place in self.store._places.values():
-            for tier, window in place.engine._traffic.windows.items():
+            for tier, window in place.engine._traffic.quota.windows.items():
                 waiting = [parcel for parcel in place.engine._traffic.open.values() if parcel.tier is tier]
                 sizes = sorted(parcel.capacity for parcel in (*waiting, *window.flights))
                 sizes = sizes[: len(sizes) - others]
-                most = window.limit_nbytes
+                most = place.engine._traffic.quota.window_nbytes
                 assert len(sizes) <= 1 or sum(sizes) <= most, f"{sizes} bytes on their way through a window of {most}"
 
     def check_clean(self) -> None:
         for each in self.engines:
-            assert traffic(each) == {}
+            assert traffic(each) == {}, f"{traffic(each)} left"
         for account in self.store.ledger.accounts():
             assert (account.held, account.away) == (0, 0), (
                 f"{account.site}: {account.held} bytes held, {account.away} away"

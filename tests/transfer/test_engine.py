@@ -3,123 +3,12 @@
 import gc
 
 import pytest
-import torch
 
-from actstore.base.ledger import Ledger
-from actstore.base.spec import Site
-from actstore.base.ticket import Ticket
 from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
-from actstore.tiers import Slot, Tier
-from actstore.transfer.engine import PARCEL_NBYTES, SMALL_NBYTES, Engine
+from actstore.transfer.engine import PARCEL_NBYTES, SMALL_NBYTES
 from actstore.transfer.parcel import State
-
-KIB, MIB = 2**10, 2**20
-
-
-class Copy(Ticket):
-    """Runs when `end` is called, or when somebody waits."""
-
-    def __init__(self, dst, src, tier):
-        self.dst, self.src, self.tier = dst, src, tier
-        self.done, self.error = False, None
-
-    def end(self, error=None):
-        if not self.done:
-            self.done, self.error = True, error
-            if error is None:
-                self.dst[: self.src.numel()].copy_(self.src)
-
-    def ready(self):
-        return self.done
-
-    def wait_on(self, stream):
-        self.tier.waits += not self.done
-        self.result()
-
-    def result(self):
-        self.end()
-        if self.error is not None:
-            raise self.error
-
-    def span(self):
-        return (0, 1000) if self.done and self.error is None else None
-
-
-class Manual(Tier):
-    name = "manual"
-
-    def __init__(self, capacity=2**40):
-        self.left = capacity
-        self.copies = []
-        self.waits = 0
-        self.freed = []
-        self.refuses = None  # the next write or read raises this
-
-    def reserve(self, nbytes):
-        if nbytes > self.left:
-            return None
-        self.left -= nbytes
-        return Slot(nbytes, torch.full((nbytes,), 0xEE, dtype=torch.uint8))
-
-    def _start(self, dst, src):
-        if self.refuses is not None:
-            raise self.refuses
-        self.copies.append(Copy(dst, src, self))
-        return self.copies[-1]
-
-    def write(self, slot, src, after=()):
-        slot.written = self._start(slot.buffer, src)
-        return slot.written
-
-    def read(self, slot, dst, after=()):
-        assert slot.written.ready(), "read before it was written"
-        return self._start(dst, slot.buffer[: dst.numel()])
-
-    def free(self, slot):
-        self.left += slot.nbytes
-        self.freed.append(slot)
-
-    def close(self):
-        pass
-
-
-class Bench:
-    def __init__(self, **options):
-        self.ledger = Ledger()
-        self.engine = Engine(Cpu(torch.device("cpu")), self.ledger, **options)
-        self.tier = Manual()
-        self.run = self.engine.begin()
-        self.account = self.ledger.account(Site("m", 0))
-
-    def put(self, nbytes, value=1, run=None):
-        berth = self.engine.board(run or self.run, self.tier, nbytes, self.account)
-        if berth is not None:
-            berth.memory.fill_(value)
-            self.engine.depart(berth)
-        return berth
-
-    def get(self, berth):
-        memory = self.engine.arrive(berth).clone()
-        self.engine.leave(berth)
-        assert memory.numel() == berth.nbytes
-        assert memory.min() == memory.max()
-        return int(memory[0])
-
-    def drop(self, *berths):
-        for berth in berths:
-            self.engine.drop(berth)
-        self.engine.poll()
-
-    @property
-    def figures(self):
-        self.ledger.accounts()
-        return self.account.held, self.account.away
-
-    @property
-    def outcomes(self):
-        self.engine.poll()
-        return self.account.hits, self.account.late, self.account.misses
+from tests.transfer.bench import KIB, MIB, Bench
 
 
 @pytest.fixture
@@ -245,9 +134,9 @@ def test_a_full_window_waits_for_the_oldest_only():
     berths = [bench.put(2 * MIB, i) for i in range(3)]
     assert bench.tier.waits == 1
     assert [copy.done for copy in bench.tier.copies] == [True, False, False]
-    assert not bench.engine.admits(bench.tier, 1 * MIB)
+    assert not bench.engine.admits(bench.run, bench.tier, 1 * MIB)
     bench.tier.copies[1].end()
-    assert bench.engine.admits(bench.tier, 2 * MIB)
+    assert bench.engine.admits(bench.run, bench.tier, 2 * MIB)
     assert [bench.get(berth) for berth in berths] == [0, 1, 2]
     assert bench.tier.waits == 3  # the two that had left
     bench.drop(*berths)
@@ -263,7 +152,7 @@ def test_more_than_the_window_goes_alone():
 
 
 def test_a_full_window_sends_what_waits_for_more():
-    bench = Bench(window_nbytes=5 * MIB)
+    bench = Bench(window_nbytes=4 * MIB)
     small = bench.put(100 * KIB, 1)
     large = bench.put(4 * MIB, 2)
     assert small.parcel.state is State.RESIDENT
@@ -328,9 +217,10 @@ def test_what_is_fetched_ahead_is_bounded():
     for copy in bench.tier.copies:
         copy.end()
     bench.engine.poll()
-    assert bench.engine._traffic.lookahead.limit_nbytes == 4 * MIB
+    assert bench.engine._traffic.quota.lookahead.limit_nbytes == 4 * MIB
     bench.engine.arrive(berths[7])
-    assert bench.figures[0] == 4 * MIB  # itself and the next
+    assert bench.figures[0] == 6 * MIB  # itself, which is not ahead any more, and the next two
+    assert bench.engine._traffic.quota.lookahead.nbytes == 4 * MIB
     bench.engine.leave(berths[7])
     bench.drop(*berths)
     for copy in bench.tier.copies:
@@ -346,7 +236,7 @@ def test_a_late_fetch_is_told_and_widens_the_look_ahead():
     assert bench.get(berths[7]) == 7
     assert bench.get(berths[6]) == 6
     assert bench.outcomes == (0, 1, 1)
-    assert bench.engine._traffic.lookahead.limit_nbytes == 8 * MIB
+    assert bench.engine._traffic.quota.lookahead.limit_nbytes == 8 * MIB
     bench.drop(*berths)
     for copy in bench.tier.copies:
         copy.end()

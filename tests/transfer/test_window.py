@@ -9,11 +9,11 @@ MIB = 2**20
 
 
 def test_a_window_admits_up_to_its_limit_and_one_of_any_size():
-    window = Window(100)
-    assert window.admits(1000)
+    window = Window()
+    assert window.admits(1000, 100)
     window.nbytes = 60
-    assert window.admits(40)
-    assert not window.admits(41)
+    assert window.admits(40, 100)
+    assert not window.admits(41, 100)
 
 
 def test_the_lookahead_grows_when_late_and_shrinks_when_in_time():

@@ -1,0 +1,91 @@
+"""The one bound on payloads that wait on the device although a tier has them, or is about to have them."""
+
+from __future__ import annotations
+
+from math import inf
+
+from actstore.base.ledger import Ledger
+from actstore.tiers import Tier
+from actstore.transfer.order import Run
+from actstore.transfer.parcel import Berth, Parcel, State
+from actstore.transfer.window import Lookahead, Window
+
+SHARE = 3  # of the bytes that forwards move, one part in so many waits on the device
+
+
+class Quota:
+    """Parcels on the device that a tier has or gets, counted and bounded. Not thread-safe.
+
+    They are on their way out, stay for backward, or were fetched ahead. One that a thread reads does not wait.
+
+    Attributes
+    ----------
+    windows : by tier, what leaves for it
+    lookahead : how much stays for backward, or comes back, before it is asked for
+    runs : those with payloads that are alive
+    nbytes : of the parcels that wait
+    """
+
+    def __init__(self, ledger: Ledger, window_nbytes: int) -> None:
+        self._ledger = ledger
+        self.window_nbytes = window_nbytes
+        self.windows: dict[Tier, Window] = {}
+        self.lookahead = Lookahead(window_nbytes)
+        self.runs: set[Run[Berth]] = set()
+        self.nbytes = 0
+
+    def resize(self, window_nbytes: int) -> None:
+        """Let so many bytes leave for one tier at once, and come back before they are asked for."""
+        self.window_nbytes = window_nbytes
+        self.lookahead.resize(window_nbytes)
+
+    def window(self, tier: Tier) -> Window:
+        """Return the window of a tier."""
+        window = self.windows.get(tier)
+        if window is None:
+            window = self.windows[tier] = Window()
+        return window
+
+    def limit_nbytes(self, run: Run[Berth]) -> int:
+        """Return the bound: the window, or a share of what `run` and the other runs move, as far as it is known.
+
+        Under a budget of all that is held, the window alone: there the budget bounds the sum.
+        """
+        if self._ledger.limit < inf:
+            return self.window_nbytes
+        others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
+        return int(min(self.window_nbytes, (run.moved_nbytes + others) / SHARE))
+
+    def may_leave(self, run: Run[Berth], tier: Tier, nbytes: int) -> bool:
+        """Return whether `nbytes` of `run` may begin to leave for `tier`, beside what leaves for it and what stays."""
+        return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
+
+    def admits(self, run: Run[Berth], nbytes: int) -> bool:
+        """Return whether `nbytes` may come back before they are asked for.
+
+        What is on its way out takes no room from them: a link that works in both directions is to be busy in both.
+        """
+        ahead = self.lookahead.nbytes
+        return self.lookahead.admits(nbytes) and (not ahead or ahead + nbytes <= self.limit_nbytes(run))
+
+    def soon_nbytes(self, run: Run[Berth]) -> int:
+        """Return how much of `run` may stay for its backward: half of the bound, so that others can leave beside it."""
+        return min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2)
+
+    def may_stay(self, parcel: Parcel) -> bool:
+        """Return whether a parcel that has just left may stay for backward; it is counted as on its way."""
+        fits = self.nbytes <= max(parcel.capacity, self.limit_nbytes(parcel.run))
+        return fits and self.lookahead.admits(parcel.capacity)
+
+    def has_room(self, run: Run[Berth], nbytes: int) -> bool:
+        """Return whether `nbytes` more may wait within the bound."""
+        return self.nbytes + nbytes <= self.limit_nbytes(run)
+
+    def weigh(self, parcel: Parcel) -> None:
+        """Count a parcel anew, after a change of its state or of its users."""
+        waits = parcel.capacity if parcel.waits() else 0
+        ahead = waits if parcel.state in (State.FETCHING, State.READY) else 0
+        self.nbytes += waits - parcel.waiting_nbytes
+        self.lookahead.nbytes += ahead - parcel.ahead_nbytes
+        parcel.run.ahead_nbytes += ahead - parcel.ahead_nbytes
+        parcel.waiting_nbytes, parcel.ahead_nbytes = waits, ahead
