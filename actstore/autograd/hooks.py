@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from actstore.autograd.census import Census
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
+from actstore.autograd.deciders import reads_sign
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
@@ -271,6 +272,11 @@ class Scope:
             reason = self._exact_reason(tensor, known, dtype, frame, name, key, codec, whole, protected)
             if self._alone is not None and not self._is_alone(account, key):
                 reason = f"only {self._alone} is lossy now"
+            if not reason and (kept := codec.keeping_signs) is not codec and (decider := reads_sign(known, name)):
+                if kept is None:
+                    reason = f"{decider} decides by its sign, which {codec.name} loses"
+                else:
+                    codec = kept
             if reason:
                 codec = BITS if dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
@@ -294,7 +300,7 @@ class Scope:
             route = self._encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:
                 return self._keep(tensor, account, key, storage, _no_room(tiers))
-            if whole and outer is None and target is frame.follows and codec is target[0]:
+            if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
                 self._set_precedent(handle, target, name, nbytes, empty, route)
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
@@ -426,7 +432,7 @@ class Scope:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
         for other in self._stored[key]:
             owner = other()
-            if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
+            if owner is not None and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs)) and owner.covers(handle):
                 handle.owner = owner
                 if owner.berth is not None:
                     owner.berth.readers += 1

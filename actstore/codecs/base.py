@@ -79,6 +79,15 @@ class Codec(ABC):
         return False
 
     @property
+    def keeping_signs(self) -> Codec | None:
+        """This codec so that zeros, positive and negative elements come back as such, or as its options say.
+
+        A store takes it where backward decides by the sign of an element, as behind ReLU; None where there is none: what
+        is saved there stays exact.
+        """
+        return self if self.lossless else None
+
+    @property
     def chained(self) -> bool:
         return any(isinstance(getattr(self, field.name), Codec) for field in fields(self))
 
