@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from sys import modules
+from sys import _getframe, modules
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from actstore.autograd.census import Census
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
-from actstore.autograd.deciders import reads_sign
+from actstore.autograd.deciders import READERS, keep_decisions
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
@@ -272,11 +272,13 @@ class Scope:
             reason = self._exact_reason(tensor, known, dtype, frame, name, key, codec, whole, protected)
             if self._alone is not None and not self._is_alone(account, key):
                 reason = f"only {self._alone} is lossy now"
-            if not reason and (kept := codec.keeping_signs) is not codec and (decider := reads_sign(known, name)):
+            if not reason:
+                kept, why = keep_decisions(codec, known, name)
                 if kept is None:
-                    reason = f"{decider} decides by its sign, which {codec.name} loses"
-                else:
-                    codec = kept
+                    reason = why
+                elif kept.decides:
+                    account.note = why
+                codec = kept or codec
             if reason:
                 codec = BITS if dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
@@ -331,6 +333,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MOST_NODES
             or _current_graph_task_id() != -1
+            or _getframe(2).f_code in READERS
         ):
             return None
         node: Any = tensor.grad_fn
@@ -432,7 +435,11 @@ class Scope:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
         for other in self._stored[key]:
             owner = other()
-            if owner is not None and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs)) and owner.covers(handle):
+            if (
+                owner is not None
+                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
+                and owner.covers(handle)
+            ):
                 handle.owner = owner
                 if owner.berth is not None:
                     owner.berth.readers += 1

@@ -49,9 +49,9 @@ class Int8(SignedCodec):
     ``s <= (max - m) / 254 * (1 + 2**-7)``; a group of one bfloat16 number comes back exactly, one with
     ``max - m < 2**-80`` decodes to ``m``.
 
-    With ``signs=keep`` the error of an element below half a step is at most ``s``; rounding by random bits is not unbiased
-    there, and no group decodes to zeros but one of zeros. Affine groups with negative elements have a step up to twice as
-    large: their zero is a code.
+    With ``signs=keep`` the error of an element below half a step is at most ``s``; rounding by random bits is not
+    unbiased there, and no group decodes to zeros but one of zeros. Affine groups with negative elements have a step up
+    to about twice as large: their zero is a code.
     """
 
     name = "int8"

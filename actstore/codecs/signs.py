@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from actstore.codecs.dispatch import KernelCodec
 
@@ -18,5 +18,6 @@ class SignedCodec(KernelCodec):
     signs: Signs
 
     @cached_property
-    def keeping_signs(self) -> SignedCodec:  # type: ignore[override]  # computed once, compared by identity
-        return replace(self, signs="keep") if self.signs == "auto" else self  # type: ignore[type-var]
+    def keeping_signs(self) -> SignedCodec:  # computed once
+        options: dict[str, Any] = {"signs": "keep"}
+        return replace(self, **options) if self.signs == "auto" else self

@@ -44,7 +44,7 @@ class Zmask(SparseCodec):
         return self.inner.lossless
 
     @cached_property
-    def keeping_signs(self) -> Zmask | None:  # type: ignore[override]  # computed once, compared by identity
+    def keeping_signs(self) -> Zmask | None:  # computed once
         inner = self.inner.keeping_signs
         return self if inner is self.inner else None if inner is None else Zmask(inner)
 

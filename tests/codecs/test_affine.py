@@ -319,7 +319,7 @@ def test_the_oracle_stays_within_bfloat16():
 KEEPING = (
     *(Int8(32, affine=True, round=round, signs="keep") for round in ("nearest", "stochastic", "dither")),  # noqa: A001
     *(
-        codec(round=round, signs="keep")  # noqa: A001
+        codec(round=round, signs="keep")
         for codec in (Int6, Int5, Int4, Int3, Int2)
         for round in ("nearest", "stochastic", "dither")  # noqa: A001
         if codec is not Int2 or round != "nearest"

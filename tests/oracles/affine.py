@@ -40,7 +40,9 @@ def around_zero(low: np.float32, high: np.float32, levels: int, bits: int) -> tu
     low = max(low, -LARGEST["bfloat16"])
     found = []
     for code in (1 << power for power in range(bits)):
-        step = max(up(-low * QUARTER / np.float32(code)), up(max(high * QUARTER, np.float32(0)) / np.float32(levels - code)))
+        step = max(
+            up(-low * QUARTER / np.float32(code)), up(max(high * QUARTER, np.float32(0)) / np.float32(levels - code))
+        )
         step = max(step, SMALLEST)
         if step * np.float32(code) <= LARGEST["bfloat16"] * QUARTER:
             found.append((step, code))
@@ -64,7 +66,9 @@ def encode_group(
         minimum = quarter * np.float32(-4 * zero)
     elif keep and minimum * QUARTER < max(quarter, np.float32(2.0**-140)):
         minimum, zero = np.float32(0), 0
-        quarter = max(up(high * QUARTER / np.float32(LEVELS[bits])), SMALLEST if high * QUARTER < SMALLEST else np.float32(0))
+        quarter = max(
+            up(high * QUARTER / np.float32(LEVELS[bits])), SMALLEST if high * QUARTER < SMALLEST else np.float32(0)
+        )
         quarter = quarter if high else np.float32(0)
     scale, reciprocal = quarter * np.float32(4), np.float32(1) / quarter if quarter else np.float32(0)
     steps = (values[finite] * QUARTER - minimum * QUARTER) * reciprocal + noise[finite]

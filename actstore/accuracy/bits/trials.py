@@ -208,6 +208,10 @@ class Trial(Codec):
     def keyed(self) -> bool:
         return self.waits.keyed
 
+    @property
+    def keeping_signs(self) -> Trial:
+        return self  # what waits is for measuring, and is exact by default
+
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES and self.waits.accepts(dtype)
 

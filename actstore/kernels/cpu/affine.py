@@ -72,7 +72,9 @@ def kernels(
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest", keep), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], bits, group, round == "dither", keep and round == "dither"), unit_nbytes)
+    run_decode = Parallel(
+        _compile_decode(KINDS[dtype], bits, group, round == "dither", keep and round == "dither"), unit_nbytes
+    )
     return in_units(run_encode, run_decode, TILE)
 
 
@@ -169,7 +171,13 @@ def _keeping_scale(low: Any, high: Any, levels: Any, bits: Any) -> Any:
     if word > u32(0x80000000):
         step, zero = _around_zero(low * QUARTER, high * QUARTER, levels, bits)
         quarter = -f32(zero) * step
-        return u32(as_u32(step * f32(4)) >> u32(16)), u32(as_u32(quarter * f32(4)) >> u32(16)), quarter, f32(1) / step, zero
+        return (
+            u32(as_u32(step * f32(4)) >> u32(16)),
+            u32(as_u32(quarter * f32(4)) >> u32(16)),
+            quarter,
+            f32(1) / step,
+            zero,
+        )
     if minimum == u32(0) or quarter < as_f32(u32(scale << u32(16))) * QUARTER:
         most = high * QUARTER
         step = SMALLEST_QUARTER if most < SMALLEST_QUARTER else _up(most / f32(levels))

@@ -48,13 +48,15 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], group, round == "dither", keep and round == "dither"), unit_nbytes)
+    run_decode = Parallel(
+        _compile_decode(KINDS[dtype], group, round == "dither", keep and round == "dither"), unit_nbytes
+    )
     return in_units(run_encode, run_decode, group)
 
 
 @inline
 def code_of(value: Any, steps: Any, keep: Any) -> Any:
-    """The code of a value of so many steps: the nearest integer; where signs are kept, 1 or -1 in place of a lost one."""
+    """The code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one."""
     rounded = as_u32(steps + MAGIC)
     if keep:
         bits = as_u32(value)

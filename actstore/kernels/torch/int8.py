@@ -60,6 +60,8 @@ def quantize(groups: torch.Tensor, noise: torch.Tensor | None, keep: bool) -> tu
     codes = torch.where(finite, steps.round(), -128).to(torch.int8)
     scale = torch.where(flushed, 0, scale)
     if keep:
-        codes = torch.where((codes == 0) & (magnitudes != 0), (groups.view(torch.int32) >> 31 | 1).to(torch.int8), codes)
+        codes = torch.where(
+            (codes == 0) & (magnitudes != 0), (groups.view(torch.int32) >> 31 | 1).to(torch.int8), codes
+        )
         scale = torch.where(flushed & (top != 0), torch.full_like(top, LEAST).view(torch.float32), scale)
     return codes, scale.view(-1).to(torch.bfloat16)
