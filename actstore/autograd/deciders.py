@@ -104,7 +104,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
         return codec, ""
     reader, need = _reader(tensor)
     if isinstance(need, Side):
-        return need, f"1 bit an element, all that backward of {reader} reads"
+        return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
     if need == EXACT:
         return None, f"backward of {reader} compares it"
     decider = reader if need == SIGN else _by_result(tensor, producer)

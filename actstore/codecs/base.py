@@ -92,6 +92,10 @@ class Codec(ABC):
         """
         return self if self.lossless else None
 
+    def replaced_by(self, side: Codec) -> Codec:
+        """The codec for a tensor of which backward reads no more than `side` holds, where this one was asked for."""
+        return side
+
     @property
     def chained(self) -> bool:
         return any(isinstance(getattr(self, field.name), Codec) for field in fields(self))
