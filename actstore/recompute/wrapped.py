@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module, RReLU
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.storage import storages_of
@@ -29,6 +29,7 @@ from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
 from actstore.recompute.checkpoints import end_left, innermost_pack
+from actstore.recompute.decisions import Decisions, Repeating
 from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
 from actstore.recompute.schedule import schedule_of
 
@@ -141,8 +142,8 @@ class Wrapped:
             if given:
                 given = False
                 return call.first_run()
-            again, booked = call.again()
-            counter.ignore(booked)
+            again, booked, repeating = call.again()
+            counter.follow(booked, repeating)
             return again()
 
         try:
@@ -163,6 +164,8 @@ class Wrapped:
             tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
         call.generators.ended()
         call.weights.ended()
+        if call.decisions is not None:
+            call.decisions.ended(scope.ledger, call.account)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -224,6 +227,8 @@ class Wrapped:
                 call.sources[i] = Source(carry, None, leaf.requires_grad)
         finally:
             tracker.pop()
+        if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
+            call.decisions = Decisions(self._region)
         return call, _CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
@@ -312,7 +317,7 @@ class _Delegating:
             if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
                 for storage in storages_of(tensor):
                     self.see(storage, seen)
-            return pack(tensor)
+            return self.pack(tensor, pack, seen)
 
         hooks = saved_tensors_hooks(counting, self.reading(unpack))
         hooks.__enter__()
@@ -331,6 +336,10 @@ class _Delegating:
         """The region saved something in this storage."""
         raise AssertionError
 
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what the region saves."""
+        return pack(tensor)
+
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         """What reads back what the region saved."""
         return unpack
@@ -342,11 +351,12 @@ class _Delegating:
 class _Seen:
     """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
 
-    __slots__ = ("booked", "done", "last", "nbytes", "traced")
+    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
         self.booked = set[int]()  # elsewhere
+        self.repeating: Repeating | None = None
         self.last: AbstractContextManager[None] | None = None
         self.done: Callable[[], None] | None = None  # tells who measures
         self.traced: Callable[[], None] | None = None  # tells the trace
@@ -410,9 +420,27 @@ class _CountRecomputed(_Delegating):
         seen.last.__enter__()
         return seen
 
-    def ignore(self, booked: set[int]) -> None:
-        """Leave out these storages in the recomputation that runs on this thread."""
-        self._entered[get_ident()][1].booked = booked
+    def follow(self, booked: set[int], repeating: Repeating | None) -> None:
+        """Leave out these storages in the recomputation that runs on this thread, under a mode that repeats."""
+        seen = self._entered[get_ident()][1]
+        seen.booked, seen.repeating = booked, repeating
+
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
+        have to move what was saved.
+        """
+        repeating = seen.repeating
+        if repeating is None:
+            return pack(tensor)
+        if repeating.stop is not None:
+            raise repeating.stop
+        alias = tensor.detach()
+        repeating.saved.append(alias)
+        try:
+            return pack(tensor)
+        except _StopRecomputationError as stop:
+            repeating.stop = stop
+            return alias
 
     def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
         key = storage._cdata

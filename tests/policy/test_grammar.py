@@ -94,7 +94,7 @@ ERRORS = [
     ("recompute(«)»", PolicyError, "expected a codec, 'keep', 'derive' or 'recompute', found ')'"),
     ("recompute(«segment»)", PolicyError, "'segment' is no flag: write 'segment=4'"),
     ("recompute(raw, segment=«1.5»)", PolicyError, "recompute takes a number of calls for 'segment', not '1.5'"),
-    ("recompute(«segments»=4)", PolicyError, "recompute has no option 'segments'; did you mean 'segment'? Its options are segment=4, schedule=auto, slots=10, first=100"),
+    ("recompute(«segments»=4)", PolicyError, "recompute has no option 'segments'; did you mean 'segment'? Its options are segment=4, schedule=auto, slots=10, first=100, decisions=anew"),
     ("recompute(segment=4, «segment»=5)", PolicyError, "recompute is given 'segment' twice; leave one out"),
     ("recompute(schedule=«revolved», slots=2)", PolicyError, "'revolved' is not a schedule; did you mean 'revolve'? The schedules are sqrt, revolve, auto"),
     ("recompute(segment=4«»", PolicyError, "expected ')' to close 'recompute(', found the end of the rule"),
