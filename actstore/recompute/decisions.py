@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import _get_dispatch_mode
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.base.layout import layout_of
 from actstore.codecs import Bit1
@@ -194,7 +195,7 @@ class Repeating(_Mode):
 
     Attributes
     ----------
-    stop : exception that ends this run before its next operator, once that has got its input
+    has_all : whether all is saved that backward reads: the run ends at its next operator, once its input is moved
     saved : what autograd has saved since the last operator
     """
 
@@ -203,7 +204,7 @@ class Repeating(_Mode):
         self._region = decisions.region
         self._fixed = fixed
         self._next = 0
-        self.stop: Exception | None = None
+        self.has_all = False
         self.saved: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -223,9 +224,8 @@ class Repeating(_Mode):
 
     def _end(self) -> None:
         """End the run here if it needs no more."""
-        if self.stop is not None:
-            stop, self.stop = self.stop, None
-            raise stop
+        if self.has_all:
+            raise _StopRecomputationError
 
     def _repeat(self, kind: Kind, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if kind is Kind.RELU or kind is Kind.SIDE:
@@ -307,10 +307,10 @@ class Repeating(_Mode):
         name, shape = base_name(operator), _shape_of(args)
         kept = self._kept[self._next] if self._next < len(self._kept) else None
         if kept is None or kept.operator != name or kept.shape != shape:
-            expected = "no further decision" if kept is None else f"{kept.operator} of {_shape_text(kept.shape)}"
+            expected = "no further decision" if kept is None else f"{kept.operator} of {shape_text(kept.shape)}"
             raise StateError(
                 f"The second run of {self._region} goes another way than its first: its decision {self._next + 1} is "
-                f"{name} of {_shape_text(shape)}, and was {expected}.\n"
+                f"{name} of {shape_text(shape)}, and was {expected}.\n"
                 "Its decisions are kept and repeated, so something else has changed since: a Python value, a global "
                 "variable, or a generator of random numbers that no module and no argument holds.\n"
                 "Give that to the module as an argument, or let it run once: `keep` or a codec in place of recompute.",
@@ -372,7 +372,8 @@ def _shape_of(args: Iterable[Any]) -> tuple[int, ...]:
     return next((tuple(value.shape) for value in args if isinstance(value, Tensor)), ())
 
 
-def _shape_text(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Write a shape for people."""
     return "x".join(map(str, shape)) or "a scalar"
 
 

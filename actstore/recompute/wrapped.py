@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module, RReLU
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.storage import storages_of
@@ -30,6 +30,7 @@ from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
 from actstore.recompute.checkpoints import end_left, innermost_pack
 from actstore.recompute.decisions import Decisions, Repeating
+from actstore.recompute.divergence import divergence
 from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
 from actstore.recompute.schedule import schedule_of
 
@@ -131,7 +132,7 @@ class Wrapped:
         tracker = scope.tracker
         depth = len(tracker.stack)
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
-        saved = _CountSaved(scope, call)
+        saved = _CountSaved(scope, call, self._diverged)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -170,6 +171,16 @@ class Wrapped:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
         return output
+
+    def _diverged(self, call: Call, error: CheckpointError) -> StateError:
+        """Return the error for a second run that has saved other tensors than the first."""
+        repeats = call.decisions is not None
+
+        def run() -> None:
+            with torch.enable_grad(), call.rewound():
+                call.again()[0]()
+
+        return divergence(self._name, self._decision, str(error), repeats, run)
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
@@ -365,9 +376,11 @@ class _Seen:
 class _CountSaved(_Delegating):
     """Books what plain autograd would have saved inside the region."""
 
-    def __init__(self, scope: Scope, call: Call) -> None:
+    def __init__(self, scope: Scope, call: Call, diverged: Callable[[Call, CheckpointError], StateError]) -> None:
         super().__init__(call.account)
         self._scope = scope
+        self._call = call
+        self._diverged = diverged
         self._region = call.region
         self._weights = call.weights
         self.inputs = set[int]()  # storages that the region was given
@@ -382,11 +395,13 @@ class _CountSaved(_Delegating):
             seen.nbytes[key] = storage.nbytes()
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        region = self._region
+        region, call, diverged = self._region, self._call, self._diverged
 
         def naming(packed: Any) -> Tensor:
             try:
                 return unpack(packed)
+            except CheckpointError as error:
+                raise diverged(call, error) from None
             except Exception as error:
                 error.add_note(f"while recomputing {region}")
                 raise
@@ -432,14 +447,14 @@ class _CountRecomputed(_Delegating):
         repeating = seen.repeating
         if repeating is None:
             return pack(tensor)
-        if repeating.stop is not None:
-            raise repeating.stop
+        if repeating.has_all:
+            raise _StopRecomputationError
         alias = tensor.detach()
         repeating.saved.append(alias)
         try:
             return pack(tensor)
-        except _StopRecomputationError as stop:
-            repeating.stop = stop
+        except _StopRecomputationError:
+            repeating.has_all = True
             return alias
 
     def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
