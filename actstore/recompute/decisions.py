@@ -22,6 +22,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from actstore.base.layout import layout_of
 from actstore.codecs import Bit1
 from actstore.errors import StateError
+from actstore.recompute.checkpoints import innermost_pack
 from actstore.recompute.operators import (
     DISCRETE,
     Kind,
@@ -43,6 +44,8 @@ _BITS = Bit1()
 _PLAIN = {Tensor, Parameter}
 _PACKED_NUMEL = 512  # smaller masks wait as they are
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+_CHECKPOINT = "torch.utils.checkpoint"
+_NOTE = "decisions of "
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -101,12 +104,19 @@ class Decisions:
     Parameters
     ----------
     region : name of the module and its policy, for messages
+    anew : parts of it whose decisions no mode sees; empty for none
+
+    Attributes
+    ----------
+    kept : in their order
+    nbytes : of what is kept
     """
 
-    __slots__ = ("_held", "kept", "nbytes", "region")
+    __slots__ = ("_held", "anew", "kept", "nbytes", "region")
 
-    def __init__(self, region: str) -> None:
+    def __init__(self, region: str, anew: str = "") -> None:
         self.region = region
+        self.anew = anew
         self.kept: list[Decision] = []
         self.nbytes = 0
         self._held: Last | None = None
@@ -122,14 +132,16 @@ class Decisions:
     def ended(self, ledger: Ledger, account: Account) -> None:
         """Book what is kept as held, for as long as this lives."""
         self.nbytes = sum(getattr(choice, "nbytes", 0) for decision in self.kept for choice in decision.choices)
+        notes = []
         if self.kept:
             self._held = ledger.hold(account, 0, self.nbytes, self.nbytes)
             names = ", ".join(dict.fromkeys(decision.operator for decision in self.kept))
-            account.note = f"{self.nbytes:,} bytes keep decisions of {names}"
-
-    def names(self) -> list[str]:
-        """Return the operators that decide, in their order."""
-        return [decision.operator for decision in self.kept]
+            notes.append(f"{_NOTE}{names} keep {self.nbytes:,} bytes")
+        if self.anew:
+            notes.append(f"{_NOTE}{self.anew} are made anew")
+        if notes:
+            earlier = account.note.partition(_NOTE)[0].rstrip("; ")  # the rest is of an earlier call
+            account.note = "; ".join([earlier, *notes] if earlier else notes)
 
 
 class _Mode(TorchDispatchMode):
@@ -144,6 +156,7 @@ class _Mode(TorchDispatchMode):
 
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._decisions = decisions
         self._kept = decisions.kept
 
 
@@ -164,9 +177,10 @@ class Recording(_Mode):
             return operator(*args, **kwargs)
         x = args[0]
         if kind is Kind.RELU:
+            result = operator(*args, **kwargs)
             if x.requires_grad:
-                self._keep(operator, args, [_choice_of(x <= 0)])
-            return operator(*args, **kwargs)
+                self._keep(operator, args, [_choice_of(result.bool())])
+            return result
         if kind is Kind.SIDE:
             points = points_of(operator, args, kwargs)
             if points:
@@ -187,6 +201,8 @@ class Recording(_Mode):
         return result
 
     def _keep(self, operator: Any, args: Sequence[Any], choices: Iterable[Any]) -> None:
+        if getattr(innermost_pack(), "__module__", "") == _CHECKPOINT:
+            self._decisions.anew = "checkpoints of the model's own"
         self._kept.append(Decision(base_name(operator), _shape_of(args), tuple(choices)))
 
 
@@ -269,11 +285,11 @@ class Repeating(_Mode):
             if not x.requires_grad:
                 self._end()
                 return operator(*args, **kwargs)
-            (blocked,) = self._take(operator, args)
+            (passes,) = self._take(operator, args)
             tiny = torch.finfo(x.dtype).tiny
             self._end()
             result = x.clamp_min_(tiny) if in_place else x.clamp_min(tiny)
-            return result.masked_fill_(blocked, 0)
+            return result.mul_(passes.view(torch.int8) if type(passes) is Tensor else passes)
         points = points_of(operator, args, kwargs)
         if not points:
             self._end()

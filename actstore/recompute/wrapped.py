@@ -96,6 +96,9 @@ class Wrapped:
         self._entry_of = entry_of
         self._alike = alike
         self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
+        parts = [part for part in module.modules() if part is not module]
+        compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+        self._compiled = "compiled parts" if compiled else ""
         self._lengths: dict[int, int] = {}
         self.users = set[object]()  # the entries that need it
 
@@ -239,7 +242,7 @@ class Wrapped:
         finally:
             tracker.pop()
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
-            call.decisions = Decisions(self._region)
+            call.decisions = Decisions(self._region, self._compiled)
         return call, _CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
