@@ -19,9 +19,7 @@ _POSITION = re.compile(
 _COUNTS = re.compile(r"saved during forward: (\d+)\..*\n.*during recomputation: (\d+)")
 
 
-def divergence(
-    name: str, policy: Recompute, found: str, repeats: bool, run_again: Callable[[], object]
-) -> StateError:
+def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_again: Callable[[], object]) -> StateError:
     """Build the error that takes the place of torch's.
 
     Parameters
@@ -86,7 +84,7 @@ def _last_decision(run_again: Callable[[], object], position: int | None) -> str
             run_again()
     except Exception:  # the error at hand says more
         return None
-    before = last if last else decisions.kept
+    before = last or decisions.kept
     if not before:
         return None
     nth = len(before)
