@@ -127,8 +127,8 @@ def test_one_tier_may_be_given_alone():
         ),
         (
             lambda: Recompute(decisions="again"),
-            "decisions='again' of recompute: must be kept or anew. Leave it out to keep them where the inputs are stored "
-            "with a loss",
+            "decisions='again' of recompute: must be kept or anew. Leave it out to keep them where the inputs are "
+            "stored with a loss",
         ),
         (
             lambda: Recompute(schedule="revolve"),
