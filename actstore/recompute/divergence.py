@@ -13,10 +13,8 @@ from actstore.errors import StateError
 from actstore.policy import Recompute
 from actstore.recompute.decisions import Decision, Decisions, shape_text
 
-_POSITION = re.compile(
-    r"tensor at position (\d+):\nsaved metadata: .*?Size\(\[(.*?)\]\).*\nrecomputed metadata: .*?Size\(\[(.*?)\]\)"
-)
-_COUNTS = re.compile(r"saved during forward: (\d+)\..*\n.*during recomputation: (\d+)")
+_POSITION = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)\n")
+_COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+)")
 
 
 def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_again: Callable[[], object]) -> StateError:
@@ -33,7 +31,7 @@ def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_agai
     counts = _COUNTS.search(found)
     if position is not None:
         at, before, after = position.groups()
-        differs = f"tensor {at} that it saves is {_shape(after)}, and was {_shape(before)}"
+        differs = f"tensor {at} that it saves is {_spec(after)}, and was {_spec(before)}"
     elif counts is not None:
         differs = f"it saves {counts[2]} tensors, and saved {counts[1]}"
     else:
@@ -62,8 +60,12 @@ def _keeping(policy: Recompute) -> str:
     return str(Recompute(**parts))
 
 
-def _shape(text: str) -> str:
-    return shape_text(tuple(int(part) for part in text.split(",") if part.strip()))
+def _spec(text: str) -> str:
+    """Write a dtype and a shape for people, of what torch says of a tensor."""
+    found = re.search(r"Size\(\[(.*?)\]\), 'dtype': torch\.(\w+)", text)
+    if found is None:
+        return text
+    return f"{found[2]} {shape_text(tuple(int(part) for part in found[1].split(',') if part.strip()))}"
 
 
 def _last_decision(run_again: Callable[[], object], position: int | None) -> str | None:
