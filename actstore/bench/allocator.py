@@ -53,6 +53,12 @@ def in_use(device: str) -> Callable[[], int] | None:
     return host if probe.numel() <= seen < 2 * probe.numel() else None  # another allocator may stand in for malloc
 
 
+def _collect() -> None:
+    """Collect garbage until none is found: what only an autograd node holds is seen when that node is gone."""
+    while gc.collect():
+        pass
+
+
 class Held:
     """Bytes that a forward leaves behind: those in use when backward begins, less those in use when all is let go.
 
@@ -69,7 +75,7 @@ class Held:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward inside; the first backward marks the end of forward, whoever calls it."""
-        gc.collect()  # what earlier steps left in cycles is not this one's
+        _collect()  # what earlier steps left in cycles is not this one's
         backward, grad = torch.autograd.backward, torch.autograd.grad
 
         def marked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +91,6 @@ class Held:
 
     def release(self) -> None:
         """To be called when gradients and everything of the row, but not the model, are let go."""
-        gc.collect()
+        _collect()
         if self._at_backward is not None and self._in_use is not None:
             self.nbytes = max(0, self._at_backward - self._in_use())
