@@ -22,7 +22,7 @@ _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def region_saves() -> bool:
-    """Whether the caller's saved-tensor hook runs for a compiled region, which saves as one autograd function."""
+    """Return whether the saved-tensor hook that calls this runs for a compiled region: one autograd function."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("actstore."):
         frame = frame.f_back

@@ -24,7 +24,14 @@ from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
-from actstore.autograd.protect import MOST_NODES, TRANSPARENT, is_cast_parameter, lossy_reason
+from actstore.autograd.protect import (
+    COMPILED,
+    MOST_NODES,
+    TRANSPARENT,
+    WITHOUT_GRADIENT,
+    is_cast_parameter,
+    lossy_reason,
+)
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.autograd.tracker import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
@@ -416,7 +423,8 @@ class Scope:
             return frame.exact
         if key in self.tracker.computed:
             return COMPUTED
-        return lossy_reason(known, dtype, producer, compiled=_COMPILER in modules and region_saves())
+        reason = lossy_reason(known, dtype, producer)
+        return COMPILED if reason is WITHOUT_GRADIENT and _COMPILER in modules and region_saves() else reason
 
     def _is_alone(self, account: Account, key: int) -> bool:
         """Whether this is the one site that is lossy, or reads what that has stored."""

@@ -40,16 +40,15 @@ _STACK_NBYTES, _NODE_NBYTES = 8 * 2**20, 512
 _soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
 MOST_NODES = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
 
-# Of a tensor that a compiled region saves: it has no graph of its own, whatever it is.
+WITHOUT_GRADIENT = "requires no gradient: a statistic, a mask or an index"
+# The same of a compiled region: what it saves has no graph of its own, whatever it is.
 COMPILED = "saved by a compiled region, which does not tell activations from statistics and masks"
 
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str, *, compiled: bool = False) -> str:
+def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     """Why `tensor`, the output of the autograd node `producer`, must come back exactly; empty when it need not.
-
-    `compiled` : whether a compiled region saves it
 
     Exact are integers and bools, float64 and complex, what requires no gradient (norm statistics, logsumexp, masks,
     noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
@@ -57,7 +56,7 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str, *, compiled:
     if dtype not in LOSSY_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is never lossy"
     if not (producer or tensor.requires_grad):
-        return COMPILED if compiled else "requires no gradient: a statistic, a mask or an index"
+        return WITHOUT_GRADIENT
     if "Norm" in producer and tensor.output_nr:
         return "a statistic of a normalisation"
     if producer in _EXACT_PRODUCERS:

@@ -17,13 +17,13 @@ def innermost_pack() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def in_checkpoint(pack: Any = None) -> bool:
-    """Return whether a checkpoint is to run again what runs now; `pack` is the innermost pack hook.
+def in_checkpoint() -> bool:
+    """Return whether a checkpoint is to run again what runs now.
 
     A checkpoint packs what is saved inside of it by hooks of its own. A reentrant one runs without gradients instead,
     in the forward of an autograd function.
     """
-    if getattr(pack or innermost_pack(), "__module__", "") in CHECKPOINTS:
+    if getattr(innermost_pack(), "__module__", "") in CHECKPOINTS:
         return True
     frame: Any = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None:

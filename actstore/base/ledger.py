@@ -27,6 +27,7 @@ class Circumstances:
     forward_ms : length of the last forward; 0 where it is unknown
     overrun_ms : how long copies out went on after that forward had ended
     window_nbytes : most bytes on their way to one tier
+    shared : whether a share of what moves, less than the window, bounded what waited on the device
     keeps_when_full : whether payloads stay on the device while the window is full
     host_nbytes, disk_nbytes : budgets of these tiers; None for no limit
     order : part of the step that differed from the step before: "forward" saved other payloads, "backward" read
@@ -40,6 +41,7 @@ class Circumstances:
     forward_ms: float = 0.0
     overrun_ms: float = 0.0
     window_nbytes: int = 0
+    shared: bool = False
     keeps_when_full: bool = False
     host_nbytes: int | None = None
     disk_nbytes: int | None = None
@@ -226,7 +228,7 @@ class Ledger:
 
     @property
     def transient(self) -> Transient | None:
-        """The work whose memory made the peak; None where payloads and kept tensors alone made it."""
+        """Return the work whose memory made the peak; None where payloads and kept tensors alone made it."""
         found = self._transient_peak
         return found if found is not None and found.peak == self.peak else None
 

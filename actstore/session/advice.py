@@ -125,7 +125,7 @@ class Figures:
 
     @property
     def by_rules(self) -> bool:
-        """Whether rules of the user's own decide what moves."""
+        """Return whether rules of the user's own decide what moves."""
         return self.chooser not in PLANNED
 
 
@@ -375,7 +375,7 @@ def _stall(f: Figures, part: float) -> str:
 
 
 def _bound(f: Figures) -> str:
-    """What may wait on the device although a tier has it, or gets it."""
+    """Return the words for the bound on payloads that a tier has, or gets, and that wait on the device."""
     return "a third of what moves" if f.shared else f"window={format_nbytes(f.window)}"
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger
 from actstore.policy import Policy, Rules
-from actstore.session.advice import PLANNED, Figures
-from actstore.transfer.quota import SHARE
+from actstore.session.advice import Figures
 
 NO_ROOM = "kept: no room in "
 SMALL = ("small", "kept: small")
@@ -97,7 +96,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         kept_window=_sum(crowded, _held),
         window=circumstances.window_nbytes,
         moved=bool(moved),
-        shared=_is_shared(moved, circumstances, request),
+        shared=circumstances.shared,
         forward_ms=circumstances.forward_ms,
         overrun_ms=circumstances.overrun_ms,
         stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
@@ -113,7 +112,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
 
 
 def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, str], int], tuple[str, str]]:
-    """Bytes that are kept without another reason, by pattern and decision of the rule that says so; the largest."""
+    """Return the bytes that a rule alone keeps, by its pattern and decision, and the largest of these rules."""
     found: dict[tuple[str, str], int] = {}
     for account in kept:
         if account.note or account.where.startswith("recompute"):
@@ -131,7 +130,7 @@ def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, s
 
 
 def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, ...], int]:
-    """Rules that saw nothing, because their modules ran inside a checkpoint; and the number of these modules."""
+    """Return the rules that saw nothing, because their modules ran inside a checkpoint, and how many modules."""
     policy = request.policy
     if not isinstance(policy, Rules) or not request.hidden:
         return (), 0
@@ -139,13 +138,6 @@ def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, .
     blind = [name for name in request.hidden if policy.pattern_of(name) not in seen]
     rules = dict.fromkeys(f"{policy.pattern_of(name)} : {policy.decide(name)}" for name in blind)
     return tuple(rules), len(blind)
-
-
-def _is_shared(moved: Iterable[Account], circumstances: Circumstances, request: Request) -> bool:
-    """Whether a share of what moves bounds what waits on the device: not in a first step, nor under a budget."""
-    if circumstances.first_step or request.chooser in PLANNED:
-        return False
-    return 0 < _sum(moved, lambda account: account.stored) < SHARE * circumstances.window_nbytes
 
 
 def _first_tier(account: Account) -> str:

@@ -301,15 +301,17 @@ class Store:
         first = self._steps < 2
         places, options, span = list(self._places.values()), self.options, self._forward.span
         begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
-        left = [place.engine.left_ns() for place in places if place is self._forward.place]
+        place = self._forward.place
+        overrun = 0 if place is None or not end else max(0, place.engine.left_ns() - end)
         return Circumstances(
             min_nbytes=min_nbytes,
             on_host=any(place.device.on_host for place in places) if places else not torch.accelerator.is_available(),
             step_ms=(perf_counter_ns() - self._started_ns if first else self.step_ns) / 1e6,
             first_step=first,
             forward_ms=(end - begin) / 1e6,
-            overrun_ms=max([0, *(at - end for at in left if end)]) / 1e6,
+            overrun_ms=overrun / 1e6,
             window_nbytes=max((place.engine.window_nbytes for place in places), default=0),
+            shared=not first and any(place.engine.is_shared(run) for place, run in self._forward.runs.items()),
             keeps_when_full=options.when_full == "keep",
             host_nbytes=options.host_budget_nbytes,
             disk_nbytes=options.disk_budget_nbytes,

@@ -313,9 +313,14 @@ class Engine:
             self._lessons.differed = ""
 
     def left_ns(self) -> int:
-        """When the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        """Return when the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
         with self._lock:
             return self._traffic.times.left_ns()
+
+    def is_shared(self, run: Run[Berth]) -> bool:
+        """Return whether a share of what moves bounds what waits on the device, and not the window."""
+        with self._lock:
+            return self._traffic.quota.limit_nbytes(run) < self.window_nbytes
 
     @property
     def differed(self) -> str:

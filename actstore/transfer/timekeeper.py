@@ -57,7 +57,7 @@ class Timekeeper:
         )
 
     def left_ns(self) -> int:
-        """When the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        """Return when the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
         return perf_counter_ns() if self._pending.get("offload") else self._left_ns
 
     def settle(self) -> list[tuple[bool, int]]:
