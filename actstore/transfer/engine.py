@@ -209,13 +209,12 @@ class Engine:
                 raise StateError("this payload was given back; close the store after the last backward")
             if parcel.loan is not None and parcel.loan.spoiled():
                 self._traffic.renounce(parcel.loan)
-            crowded_out = parcel.run.upcoming() is berth  # what was looked ahead to took all the room
-            parcel.run.ask(berth.serial)
             begun = parcel.state is State.FETCHING
             missed = parcel.state is State.RESIDENT
+            if missed and parcel.run.upcoming() is berth:  # what was looked ahead to took all the room
+                self._traffic.quota.lookahead.late(parcel.capacity)
+            parcel.run.ask(berth.serial)
             if missed:
-                if crowded_out:
-                    self._traffic.quota.lookahead.late(parcel.capacity)
                 self._traffic.fetch(parcel)
                 account.misses += 1
             self._traffic.use(parcel, 1)

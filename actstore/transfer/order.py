@@ -45,7 +45,6 @@ class Run(Generic[B]):
     ----------
     berths : the payloads that are alive, by serial number
     soon : payloads that backward is expected to ask for first: they may stay on the device
-    moved_nbytes : of all payloads: as the last time until backward begins, inf the first time
     ahead_nbytes : what waits for backward on the device, as the quota counts it
     """
 
@@ -57,9 +56,9 @@ class Run(Generic[B]):
     def _begin(self) -> None:
         self.berths: dict[int, B] = {}
         self.soon: set[int] = set()
-        self.moved_nbytes: float = inf
         self._own = Lesson()
         self._own_nbytes = 0
+        self._foreseen_nbytes: float = inf  # of all payloads, until backward begins
         self._known: Lesson | None = None
         self._asked: set[int] = set()
         self._ranks: dict[int, int] = {}
@@ -73,9 +72,19 @@ class Run(Generic[B]):
             self._begin()
         if not self._own.signs:
             self._known = self._lessons.of(hash((0, site)))
-            self.moved_nbytes = inf if self._known is None else sum(self._known.nbytes)
+            self._foreseen_nbytes = inf if self._known is None else sum(self._known.nbytes)
 
-    def number(self, site: int, nbytes: int, window_nbytes: int) -> int:
+    @property
+    def moved_nbytes(self) -> float:
+        """Return the bytes of all payloads: as many as the last time until backward begins, inf the first time."""
+        return max(self._foreseen_nbytes, self._own_nbytes)
+
+    def keep_soon(self, nbytes: int) -> None:
+        """Have so many bytes stay for backward, which is expected to ask for them first. After the first `number`."""
+        if self._known is not None:
+            self.soon = self._known.first(nbytes)
+
+    def number(self, site: int, nbytes: int) -> int:
         """The serial number of the next payload. `site` stands for where it was saved."""
         self.recall(site)
         own = self._own
@@ -84,11 +93,7 @@ class Run(Generic[B]):
         own.signs.append(sign)
         own.nbytes.append(nbytes)
         self._own_nbytes += nbytes
-        self.moved_nbytes = max(self.moved_nbytes, self._own_nbytes)
-        if serial == 0:
-            if self._known is not None:
-                self.soon = self._known.first(window_nbytes)
-        elif self._known is not None and not (serial < len(self._known.signs) and self._known.signs[serial] == sign):
+        if self._known is not None and not (serial < len(self._known.signs) and self._known.signs[serial] == sign):
             self._known = None
             self.soon = set()
         return serial
@@ -131,7 +136,7 @@ class Run(Generic[B]):
     def _expect(self) -> None:
         """Foresee the order: as it was the last time, or the last payload first."""
         count = len(self._own.signs)
-        self.moved_nbytes = self._own_nbytes
+        self._foreseen_nbytes = 0
         known = self._known
         if known is not None and len(known.signs) == count:
             self._expected = known.order

@@ -11,6 +11,7 @@ from actstore.transfer.parcel import Berth, Parcel, State
 from actstore.transfer.window import Lookahead, Window
 
 SHARE = 3  # of the bytes that forwards move, one part in so many waits on the device
+LEAST_NBYTES = 4 * 2**20  # of that part: less frees little memory, and its many small copies cost time
 
 
 class Quota:
@@ -54,7 +55,7 @@ class Quota:
         if self._ledger.limit < inf:
             return self.window_nbytes
         others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
-        return int(min(self.window_nbytes, (run.moved_nbytes + others) / SHARE))
+        return int(min(self.window_nbytes, max(LEAST_NBYTES, (run.moved_nbytes + others) / SHARE)))
 
     def may_leave(self, run: Run[Berth], tier: Tier, nbytes: int) -> bool:
         """Return whether `nbytes` of `run` may begin to leave for `tier`, beside what leaves for it and what stays."""
@@ -68,9 +69,10 @@ class Quota:
         ahead = self.lookahead.nbytes
         return self.lookahead.admits(nbytes) and (not ahead or ahead + nbytes <= self.limit_nbytes(run))
 
-    def soon_nbytes(self, run: Run[Berth]) -> int:
-        """Return how much of `run` may stay for its backward: half of the bound, so that others can leave beside it."""
-        return min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2)
+    def begin(self, run: Run[Berth]) -> None:
+        """Count `run` from its first payload on. Half of the bound may stay for backward: others leave beside it."""
+        self.runs.add(run)
+        run.keep_soon(min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2))
 
     def may_stay(self, parcel: Parcel) -> bool:
         """Return whether a parcel that has just left may stay for backward; it is counted as on its way."""

@@ -77,14 +77,15 @@ class Traffic:
 
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
-        serial = run.number(id(account), nbytes, self.quota.soon_nbytes(run))
+        serial = run.number(id(account), nbytes)
+        if serial == 0:
+            self.quota.begin(run)
         berth = Berth(engine, parcel, parcel.used, nbytes, account, serial)
         parcel.used += size
         parcel.filling += 1
         parcel.berths.add(berth)
         parcel.unread.add(berth)
         run.berths[berth.serial] = berth
-        self.quota.runs.add(run)
         self.ledger.add(account, 0, 0, nbytes, has_room=True)
         return berth
 
@@ -221,8 +222,10 @@ class Traffic:
 
     def use(self, parcel: Parcel, users: int) -> None:
         """Have so many more threads or tensors use what is on the device, or fewer."""
+        waited = not parcel.users
         parcel.users += users
-        self.quota.weigh(parcel)
+        if waited is bool(parcel.users):
+            self.quota.weigh(parcel)
 
     def release(self, parcel: Parcel, users: int) -> bool:
         """Some users have done with a parcel; whether it was dropped from the device because nobody is left."""

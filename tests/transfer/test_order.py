@@ -18,7 +18,9 @@ class Thing:
 def forward(run, sites, nbytes=40):
     serials = []
     for site in sites:
-        serial = run.number(site, nbytes, WINDOW)
+        serial = run.number(site, nbytes)
+        if serial == 0:
+            run.keep_soon(WINDOW)
         run.berths[serial] = Thing(serial)
         serials.append(serial)
     return serials

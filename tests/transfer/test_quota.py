@@ -6,8 +6,8 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.base.spec import Site
-from actstore.transfer import engine, timekeeper
-from actstore.transfer.quota import SHARE
+from actstore.transfer import engine, quota, timekeeper
+from actstore.transfer.quota import LEAST_NBYTES, SHARE
 from tests.transfer.bench import KIB, MIB, Bench
 
 LAYER = (1, 1, 4, 4, 1, 1, 1)  # the sizes that a block of a transformer saves, in units
@@ -21,7 +21,8 @@ BOUNDS = {2: 0.5, 4: 0.35, 16: 0.2}  # of what is saved, for so many windows
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     monkeypatch.setattr(engine, "SMALL_NBYTES", UNIT)  # each payload travels by itself,
-    monkeypatch.setattr(timekeeper, "LATE_NS", 0)  # and any wait is a late one
+    monkeypatch.setattr(timekeeper, "LATE_NS", 0)  # any wait is a late one,
+    monkeypatch.setattr(quota, "LEAST_NBYTES", 0)  # and no share is too small to be a bound
 
 
 def step(bench, slow, sizes=SIZES, order=None):
@@ -90,7 +91,7 @@ def one_thread():
 def test_fifty_steps_of_a_model_on_a_disk(windows, monkeypatch, disk_folder):
     """Whatever the disk's speed: what is held, and that nothing is asked for before it was thought of."""
     monkeypatch.undo()
-    layers, rows, width = 24, 128, 64
+    layers, rows, width = 24, 2048, 64
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
     window = (layers + 1) * rows * width * 4 // windows
     store = ActivationStore(model, "raw @ disk", disk_path=disk_folder, window=window, min_bytes=0)
@@ -176,3 +177,13 @@ def test_an_engine_tells_whether_a_share_is_the_bound():
             bench.drop(berth)
         end_all(bench)
     assert found == [False, True, False]  # the first knows nothing, and a budget takes the place of both
+
+
+def test_a_share_bounds_no_less_than_a_few_mebibytes(monkeypatch):
+    monkeypatch.setattr(quota, "LEAST_NBYTES", LEAST_NBYTES)
+    bench = Bench()
+    held = [step(bench, slow=True)[0] for _ in range(3)]
+    assert held == [SAVED] * 3
+    large = [LEAST_NBYTES] * 8
+    held = [step(bench, slow=True, sizes=large)[0] for _ in range(3)]
+    assert LEAST_NBYTES <= max(held[1:]) <= sum(large) / SHARE
