@@ -27,7 +27,7 @@ class Circumstances:
     forward_ms : length of the last forward; 0 where it is unknown
     overrun_ms : how long copies out went on after that forward had ended
     window_nbytes : most bytes on their way to one tier
-    shared : whether a share of what moves, less than the window, bounded what waited on the device
+    bound_nbytes : most bytes that waited on the device although a tier had them or was about to: the window, or less
     keeps_when_full : whether payloads stay on the device while the window is full
     host_nbytes, disk_nbytes : budgets of these tiers; None for no limit
     order : part of the step that differed from the step before: "forward" saved other payloads, "backward" read
@@ -41,7 +41,7 @@ class Circumstances:
     forward_ms: float = 0.0
     overrun_ms: float = 0.0
     window_nbytes: int = 0
-    shared: bool = False
+    bound_nbytes: int = 0
     keeps_when_full: bool = False
     host_nbytes: int | None = None
     disk_nbytes: int | None = None

@@ -114,7 +114,7 @@ class ActivationStore:
         then sees the value at the time of saving; where the tensor was kept it is an error all the same.
     window : most bytes that are on their way to one tier at once, and most that are fetched ahead in backward; on the
         compute device they exist until they have left. From the second step on a third of what moves is the bound where
-        that is less, unless there is a budget. 256 MiB by default, 32 MiB where the compute device is the CPU
+        that is less (4 MiB at least), unless there is a budget. 256 MiB by default, 32 MiB on a CPU
     when_full : what a tensor does when the window is full. "wait": the compute stream waits for the oldest copy (the
         host waits too where the tier is a disk); "keep": it stays on the device, encoded; "spill": it goes to the next
         tier of its ladder, and waits where there is none

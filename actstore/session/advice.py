@@ -58,7 +58,7 @@ class Figures:
     kept_window : stored on the device because the window was full
     window : most bytes on their way to one tier
     moved : whether payloads were moved at all
-    shared : whether a third of what moves is less than `window`, and so bounds what waits on the device
+    bound : most bytes that waited on the device although a tier had them or was about to: `window`, or less
     forward_ms, overrun_ms : length of forward, and how long copies out went on after it
     stall_ms, step_ms : how long compute waited, of a step
     room_ms : of that for copies out, before others could begin
@@ -110,7 +110,7 @@ class Figures:
     kept_window: int = 0
     window: int = 0
     moved: bool = False
-    shared: bool = False
+    bound: int = 0
     forward_ms: float = 0.0
     overrun_ms: float = 0.0
     stall_ms: float = 0.0
@@ -191,7 +191,7 @@ def _causes(f: Figures) -> list[tuple[int, float, str]]:
             f.kept_window,
             LEAST_BYTES,
             f"stayed on the device because {_bound(f)} was on its way, as when_full='keep' says; give "
-            f"{'' if f.shared else 'a larger window=, or '}when_full='wait'.",
+            f"{'' if _is_less(f) else 'a larger window=, or '}when_full='wait'.",
         ),
         (
             f.compiled,
@@ -339,7 +339,7 @@ def _peak(f: Figures) -> str:
 def _stall(f: Figures, part: float) -> str:
     lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
     remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget="
-    wider = "" if f.shared else "give a larger window=, or "
+    wider = "" if _is_less(f) else "give a larger window=, or "
     if 2 * f.room_ms > f.stall_ms:
         return (
             f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin: {_bound(f)} may be on its "
@@ -376,7 +376,12 @@ def _stall(f: Figures, part: float) -> str:
 
 def _bound(f: Figures) -> str:
     """Return the words for the bound on payloads that a tier has, or gets, and that wait on the device."""
-    return "a third of what moves" if f.shared else f"window={format_nbytes(f.window)}"
+    return format_nbytes(f.bound) if _is_less(f) else f"window={format_nbytes(f.window)}"
+
+
+def _is_less(f: Figures) -> bool:
+    """Return whether a share of what moves is the bound, so that a larger window changes nothing."""
+    return f.bound < f.window
 
 
 def _fewer(decision: str) -> str:

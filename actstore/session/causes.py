@@ -96,7 +96,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         kept_window=_sum(crowded, _held),
         window=circumstances.window_nbytes,
         moved=bool(moved),
-        shared=circumstances.shared,
+        bound=circumstances.bound_nbytes,
         forward_ms=circumstances.forward_ms,
         overrun_ms=circumstances.overrun_ms,
         stall_ms=sum(account.stall_ns for account in accounts) / 1e6,

@@ -303,6 +303,8 @@ class Store:
         begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
         place = self._forward.place
         overrun = 0 if place is None or not end else max(0, place.engine.left_ns() - end)
+        window = max((place.engine.window_nbytes for place in places), default=0)
+        bounds = [place.engine.bound_nbytes(run) for place, run in self._forward.runs.items()]
         return Circumstances(
             min_nbytes=min_nbytes,
             on_host=any(place.device.on_host for place in places) if places else not torch.accelerator.is_available(),
@@ -310,8 +312,8 @@ class Store:
             first_step=first,
             forward_ms=(end - begin) / 1e6,
             overrun_ms=overrun / 1e6,
-            window_nbytes=max((place.engine.window_nbytes for place in places), default=0),
-            shared=not first and any(place.engine.is_shared(run) for place, run in self._forward.runs.items()),
+            window_nbytes=window,
+            bound_nbytes=window if first else min(bounds, default=window),
             keeps_when_full=options.when_full == "keep",
             host_nbytes=options.host_budget_nbytes,
             disk_nbytes=options.disk_budget_nbytes,

@@ -316,10 +316,10 @@ class Engine:
         with self._lock:
             return self._traffic.times.left_ns()
 
-    def is_shared(self, run: Run[Berth]) -> bool:
-        """Return whether a share of what moves bounds what waits on the device, and not the window."""
+    def bound_nbytes(self, run: Run[Berth]) -> int:
+        """Return the most bytes of `run` that wait on the device although a tier has them or is about to."""
         with self._lock:
-            return self._traffic.quota.limit_nbytes(run) < self.window_nbytes
+            return self._traffic.quota.limit_nbytes(run)
 
     @property
     def differed(self) -> str:

@@ -15,7 +15,7 @@ import pytest
 from actstore.session.advice import Figures, why
 
 MIB = 2**20
-BASE: dict[str, Any] = {"saved_bytes": 100 * MIB, "lower": "disk", "window": 32 * MIB}
+BASE: dict[str, Any] = {"saved_bytes": 100 * MIB, "lower": "disk", "window": 32 * MIB, "bound": 32 * MIB}
 
 
 class Case(NamedTuple):
@@ -229,13 +229,12 @@ BYTES = {
         {"kept_window": HALF},
         "stayed on the device because window=32.0 MiB was on its way, as when_full='keep' says; give a larger "
         "window=, or when_full='wait'.",
-        [{"kept_window": 9 * MIB}, {"shared": True}],
+        [{"kept_window": 9 * MIB}, {"bound": 9 * MIB}],
     ),
     "a third is full": Case(
-        {"kept_window": HALF, "shared": True},
-        "stayed on the device because a third of what moves was on its way, as when_full='keep' says; give "
-        "when_full='wait'.",
-        [{"shared": False}],
+        {"kept_window": HALF, "bound": 9 * MIB},
+        "stayed on the device because 9.0 MiB was on its way, as when_full='keep' says; give when_full='wait'.",
+        [{"bound": 32 * MIB}],
     ),
     "read at once": Case(
         {"compiled": HALF},
@@ -300,13 +299,13 @@ STALLS = {
         STALL | {"room_ms": 11.0, "misses": 5},
         ", 11.0 ms of it for copies out, before others could begin: window=32.0 MiB may be on its way; give a larger "
         "window=, or keep or recompute some layers.",
-        [{"room_ms": 9.0}, {"stall_ms": 3.0}, {"shared": True}],
+        [{"room_ms": 9.0}, {"stall_ms": 3.0}, {"bound": 9 * MIB}],
     ),
     "room, of a third": Case(
-        STALL | {"room_ms": 11.0, "misses": 5, "shared": True},
-        ", 11.0 ms of it for copies out, before others could begin: a third of what moves may be on its way; keep or "
+        STALL | {"room_ms": 11.0, "misses": 5, "bound": 9 * MIB},
+        ", 11.0 ms of it for copies out, before others could begin: 9.0 MiB may be on its way; keep or "
         "recompute some layers.",
-        [{"room_ms": 9.0}, {"shared": False}],
+        [{"room_ms": 9.0}, {"bound": 32 * MIB}],
     ),
     "first step": Case(
         MISSES | {"first_step": True},
@@ -330,7 +329,7 @@ STALLS = {
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
         "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger window=, or keep or "
         "recompute some layers.",
-        [{"shared": True}, {"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
+        [{"bound": 9 * MIB}, {"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
     ),
     "the same order, under a plan": Case(
         MISSES | {"chooser": "auto"},

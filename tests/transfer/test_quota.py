@@ -164,19 +164,19 @@ def test_under_a_budget_the_window_alone_bounds_what_leaves():
     assert held == [SAVED] * 3
 
 
-def test_an_engine_tells_whether_a_share_is_the_bound():
+def test_an_engine_tells_its_bound():
     bench = Bench(window_nbytes=SAVED)
     found = []
     for limit in (float("inf"), float("inf"), 2 * SAVED):
         bench.ledger.limit = limit
         run = bench.engine.begin()
         berths = [bench.put(nbytes, 1, run) for nbytes in SIZES]
-        found.append(bench.engine.is_shared(run))
+        found.append(bench.engine.bound_nbytes(run))
         for berth in reversed(berths):
             read(bench, berth)
             bench.drop(berth)
         end_all(bench)
-    assert found == [False, True, False]  # the first knows nothing, and a budget takes the place of both
+    assert found == [SAVED, SAVED // SHARE, SAVED]  # the first knows nothing, and a budget takes the place of both
 
 
 def test_a_share_bounds_no_less_than_a_few_mebibytes(monkeypatch):
