@@ -85,11 +85,12 @@ int actstore_install() {
 
 void actstore_set_least(size_t nbytes) { least.store(nbytes); }
 void actstore_add(size_t nbytes) { count(nbytes); }
-void actstore_subtract(size_t nbytes) { allocated.fetch_sub(nbytes, std::memory_order_relaxed); }
+// The second argument is what calls a weak reference's callback passes: the reference.
+void actstore_subtract(size_t nbytes, void*) { allocated.fetch_sub(nbytes, std::memory_order_relaxed); }
 size_t actstore_allocated() { return allocated.load(); }
 size_t actstore_max_allocated() { return most.load(); }
 void actstore_reset_max_allocated() { most.store(allocated.load()); }
-size_t actstore_live() { return actstore::Pages::get().live(); }
+size_t actstore_asked() { return actstore::Pages::get().asked(); }
 size_t actstore_idle() { return actstore::Pages::get().idle(); }
 void actstore_trim(size_t nbytes) { actstore::Pages::get().trim(nbytes); }
 void actstore_set_window(int64_t ns) { actstore::Pages::get().set_window(ns); }

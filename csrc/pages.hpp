@@ -62,6 +62,8 @@ class Pages {
                     if (!map(block)) return nullptr;
                 }
             }
+            block.asked = nbytes;
+            asked_ += nbytes;
             live_ += block.mapped;
             highest_ = std::max(highest_, live_);
             data = block.data;
@@ -83,6 +85,7 @@ class Pages {
             const Block block = found->second;
             used_.erase(found);
             nbytes = block.room;
+            asked_ -= block.asked;
             live_ -= block.mapped;
             idle_ += block.mapped;
             order_.push_back(block);
@@ -112,6 +115,12 @@ class Pages {
         window_ns_ = ns;
     }
 
+    // Bytes that were asked for and not given back; `live` has what blocks are larger by, too.
+    size_t asked() {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return asked_;
+    }
+
     size_t live() {
         std::lock_guard<std::mutex> guard(mutex_);
         return live_;
@@ -128,6 +137,7 @@ class Pages {
         char* data = nullptr;
         size_t mapped = 0;  // bytes from `base` on
         size_t room = 0;    // bytes from `data` on
+        size_t asked = 0;   // bytes of these that its user asked for
     };
 
     static size_t round_up(size_t nbytes, size_t grain) { return (nbytes + grain - 1) / grain * grain; }
@@ -205,6 +215,7 @@ class Pages {
     std::list<Block> order_;  // idle, least recently used first
     std::multimap<size_t, std::list<Block>::iterator> by_room_;
     size_t live_ = 0, idle_ = 0;       // bytes mapped
+    size_t asked_ = 0;                 // of live_, what users asked for
     size_t highest_ = 0, before_ = 0;  // high-water of live_ in this window and in the one before
     int64_t began_ns_ = 0, window_ns_ = int64_t{30} * 1000000000;
     size_t drawn_ = 0;

@@ -21,11 +21,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
@@ -121,32 +121,35 @@ def reset_peak() -> None:
 
 
 class CountedPages(mmap.mmap):
-    """Anonymous pages of the store, counted while they live."""
+    """Anonymous pages of the store, counted while they live.
 
-    _live: ClassVar[WeakSet[mmap.mmap]] = WeakSet()
-    counted: Any = None  # the library that counts these too, if it was there when they were made
+    No Python code runs when they go: a Ctrl-C that falls into a finalizer is printed and forgotten.
+    """
+
+    _made: ClassVar[dict[int, ref[CountedPages]]] = {}
 
     def __new__(cls, nbytes: int) -> CountedPages:
         pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        cls._live.add(pages)
-        if _library is not None:
+        gone = None
+        if _library is not None:  # it counts these, too
             _library.actstore_add(nbytes)
-            pages.counted = _library
+            gone = partial(_library.actstore_subtract, nbytes)
+        for key, weak in list(cls._made.items()):
+            if weak() is None:
+                cls._made.pop(key, None)
+        weak = ref(pages, gone)
+        cls._made[id(weak)] = weak
         return pages
-
-    def __del__(self) -> None:
-        if self.counted is not None:
-            self.counted.actstore_subtract(len(self))
 
     @classmethod
     def total(cls) -> int:
-        """The bytes of all that live."""
-        return sum(map(len, list(cls._live)))
+        """Return the bytes of all that live."""
+        return sum(len(pages) for weak in list(cls._made.values()) if (pages := weak()) is not None)
 
 
 def pages_bytes() -> int:
     """Bytes of tensors and of the store that are on pages of their own, not on the C heap."""
-    return CountedPages.total() + (0 if _library is None else int(_library.actstore_live()))
+    return CountedPages.total() + (0 if _library is None else int(_library.actstore_asked()))
 
 
 def idle_bytes() -> int:
@@ -220,10 +223,11 @@ def _loaded() -> tuple[Any, str]:
             library = ctypes.CDLL(str(_compiled()))
         except (KernelUnavailable, OSError) as error:
             return None, str(error)
-        for name in ("allocated", "max_allocated", "idle", "live"):
+        for name in ("allocated", "max_allocated", "idle", "asked"):
             getattr(library, f"actstore_{name}").restype = ctypes.c_size_t
-        for name in ("set_least", "trim", "add", "subtract"):
+        for name in ("set_least", "trim", "add"):
             getattr(library, f"actstore_{name}").argtypes = [ctypes.c_size_t]
+        library.actstore_subtract.argtypes = [ctypes.c_size_t, ctypes.py_object]
         library.actstore_set_window.argtypes = [ctypes.c_int64]
         if not library.actstore_install():
             return None, "another library has given PyTorch its allocator of CPU tensors"

@@ -136,6 +136,29 @@ def test_the_stores_own_pages_are_counted(pages: None) -> None:
     assert cpu_memory.memory_allocated() == before
 
 
+def test_no_python_code_runs_when_the_stores_pages_go(pages: None) -> None:
+    """Python would print an interrupt that fell into it, and go on."""
+    mapped = cpu_memory.CountedPages(8 * MIB)
+    before, called = cpu_memory.memory_allocated(), list[str]()
+    assert before is not None
+    sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame.f_code.co_name}"))
+    del mapped
+    sys.setprofile(None)
+    assert [event for event in called if event.startswith("call")] == []
+    assert cpu_memory.memory_allocated() == before - 8 * MIB
+
+
+@pytest.mark.parametrize("nbytes", [MIB, 4 * MIB, 4 * MIB + 100])
+def test_pages_count_what_was_asked_for(pages: None, nbytes: int) -> None:
+    """A block is larger than its tensor, by up to 64 KiB: that is no activation."""
+    first = cpu_memory.pages_bytes()
+    for _ in range(2):  # a new block, and one that is used again
+        tensors = [torch.empty(nbytes - less, dtype=torch.uint8) for less in (0, 3)]
+        assert cpu_memory.pages_bytes() == first + 2 * nbytes - 3
+        del tensors
+        assert cpu_memory.pages_bytes() == first
+
+
 def test_processes_that_are_forked() -> None:
     assert (
         run("""
