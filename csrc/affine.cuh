@@ -6,7 +6,8 @@
 constexpr u32 SMALLEST_MINIMUM = 0x08800000u;  // 2^-110
 constexpr u32 SMALLEST_QUARTER = 0x16800000u;  // 2^-82
 constexpr u32 LARGEST_BF16 = 0x7f7f0000u;
-constexpr u32 UNSIGNED = 0x4b000000u;  // 2^23: the low byte of such a float is an integer to add
+constexpr u32 LARGEST_QUARTER = 0x7e7f0000u;  // of the largest bfloat16
+constexpr u32 UNSIGNED = 0x4b000000u;         // 2^23: the low byte of such a float is an integer to add
 constexpr u32 NOT_FINITE = 0x80;
 
 // `WIDTH` bits of each code of a run, side by side: 2 to 16 bytes of a plane.
@@ -121,13 +122,14 @@ __device__ Range range_of(const float* values, const Part& part) {
 struct Scale {
     u32 scale, minimum;  // bfloat16
     float quarter, reciprocal;
+    int zero;  // the code of zero, -1 where zero is below all elements; only where signs are kept
 };
 
 // Of a group from `low` to `high`, both finite.
 template <int LEVELS>
 __device__ Scale scale_of(float low, float high) {
     const u32 word = __float_as_uint(low), magnitude = word & ~SIGN;
-    Scale found = {0, 0, 0.0f, 0.0f};
+    Scale found = {0, 0, 0.0f, 0.0f, -1};
     if (magnitude >= SMALLEST_MINIMUM)
         found.minimum = (word & SIGN ? min(magnitude + 0xffffu, LARGEST_BF16) | SIGN : word) >> 16;
     found.quarter = __fmul_rn(BF16::widen(u16(found.minimum)), 0.25f);
@@ -140,7 +142,39 @@ __device__ Scale scale_of(float low, float high) {
     return found;
 }
 
-template <class T, int BITS, bool NOISE>
+// The same, where signs are kept.
+template <int BITS>
+__device__ Scale keeping_scale_of(float low, float high) {
+    constexpr int LEVELS = Codes<BITS>::LEVELS;
+    const float most = __fmul_rn(high, 0.25f), least = __uint_as_float(SMALLEST_QUARTER);
+    Scale found = scale_of<LEVELS>(low, high);
+    float step;
+    if (__float_as_uint(low) > SIGN) {
+        const float below = fminf(__fmul_rn(low, -0.25f), __uint_as_float(LARGEST_QUARTER));
+        step = __uint_as_float(INF);
+#pragma unroll
+        for (int power = 0; power < BITS; ++power) {
+            const float code = float(1 << power);
+            const float exact = fmaxf(__fmul_rn(below, 1.0f / code), __fdiv_rn(most, float(LEVELS - (1 << power))));
+            const float up = fmaxf(BF16::widen(u16(bf16_up(exact))), least);
+            if (up < step && up <= __fmul_rn(__uint_as_float(LARGEST_QUARTER), 1.0f / code))
+                step = up, found.zero = 1 << power;
+        }
+        found.quarter = __fmul_rn(-float(found.zero), step);
+        found.minimum = __float_as_uint(__fmul_rn(found.quarter, 4.0f)) >> 16;
+    } else if (!found.minimum || found.quarter < __fmul_rn(BF16::widen(u16(found.scale)), 0.25f)) {
+        found = {0, 0, 0.0f, 0.0f, 0};
+        if (!(__float_as_uint(high) & ~SIGN)) return found;
+        step = most < least ? least : BF16::widen(u16(bf16_up(__fdiv_rn(most, float(LEVELS)))));
+    } else {
+        return found;
+    }
+    found.scale = __float_as_uint(__fmul_rn(step, 4.0f)) >> 16;
+    found.reciprocal = __frcp_rn(step);
+    return found;
+}
+
+template <class T, int BITS, bool NOISE, bool KEEP>
 __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
                               u64 key) {
     using C = Codes<BITS>;
@@ -151,8 +185,11 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
     if (BITS == 8 && __any_sync(ALL_LANES, !finite))  // of the warp: lanes leave the shuffles together
         range = range_of<true>(values, part);
     if (range.low > range.high) range.low = range.high = SIGN;  // of no elements: 0
-    Scale group = {0, BF16::nan, 0.0f, 0.0f};
-    if (BITS == 8 || finite) group = scale_of<C::LEVELS>(unordered(range.low), unordered(range.high));
+    Scale group = {0, BF16::nan, 0.0f, 0.0f, -1};
+    if (BITS == 8 || finite) {
+        const float least = unordered(range.low), most = unordered(range.high);
+        group = KEEP ? keeping_scale_of<BITS>(least, most) : scale_of<C::LEVELS>(least, most);
+    }
 
     const Sections<BITS> at(part);
     if (part.lane == 0) {
@@ -173,7 +210,12 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
             const float above = fmaxf(__fsub_rn(__fmul_rn(value, 0.25f), group.quarter), 0.0f);
             float steps = __fmul_rn(above, group.reciprocal);
             if (NOISE) steps = __fadd_rn(steps, noise.offset(i));
-            u32 code = __float_as_uint(__fadd_rn(steps, MAGIC)) + C::BIAS;
+            u32 code = __float_as_uint(__fadd_rn(steps, MAGIC));
+            if (KEEP) {
+                const u32 word = __float_as_uint(value), zero = __float_as_uint(MAGIC) + u32(group.zero);
+                if (word & ~SIGN) code = word & SIGN ? min(code, zero - 1) : max(code, zero + 1);
+            }
+            code += C::BIAS;
             if (BITS == 8 && !finite && !is_finite(value)) code = NOT_FINITE;
             low.put(i, code), high.put(i, code >> C::LOW);
         }
@@ -183,7 +225,7 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
     }
 }
 
-template <class T, int BITS, bool DITHER>
+template <class T, int BITS, bool DITHER, bool KEEP>
 __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                               u64 key) {
     using C = Codes<BITS>;
@@ -210,7 +252,8 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
             // conversions from integers run at a quarter of this rate
             const u32 biased = UNSIGNED | (BITS == 8 ? code ^ 0x80 : code);
             float steps = __fsub_rn(__uint_as_float(biased), BITS == 8 ? 8388609.0f : 8388608.0f);
-            if (DITHER) steps = __fsub_rn(steps, noise.offset(i));
+            if (DITHER && !(KEEP && __fadd_rn(quarter, __fmul_rn(steps, step)) == 0.0f))
+                steps = __fsub_rn(steps, noise.offset(i));
             values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), T::largest());
             if (BITS == 8) missing |= u32(code == NOT_FINITE) << i;
         }
@@ -218,13 +261,13 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
     }
 }
 
-#define ENCODE(BITS, name, T, NOISE)                                                             \
+#define ENCODE(BITS, name, T, NOISE, KEEP)                                                       \
     extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
         const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
-        affine_encode<T, BITS, NOISE>(src, payload, Part(numel, count, log2_lanes), key);        \
+        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);  \
     }
-#define DECODE(BITS, name, T, DITHER)                                                                    \
+#define DECODE(BITS, name, T, DITHER, KEEP)                                                              \
     extern "C" __global__ void affine##BITS##_decode_##name(const u8* payload, T::bits* dst, i64 numel,  \
                                                             const i64* count, u64 key, i64 log2_lanes) { \
-        affine_decode<T, BITS, DITHER>(payload, dst, Part(numel, count, log2_lanes), key);               \
+        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);         \
     }

@@ -1,11 +1,14 @@
 // Affine blocks whose codes are two planes: 6, 5 and 3 bits.
 #include "affine.cuh"
 
-#define AFFINE_BITS(BITS, name, T)      \
-    ENCODE(BITS, name, T, false)        \
-    ENCODE(BITS, name##_noise, T, true) \
-    DECODE(BITS, name, T, false)        \
-    DECODE(BITS, name##_dither, T, true)
+#define AFFINE_BITS(BITS, name, T)                 \
+    ENCODE(BITS, name, T, false, false)            \
+    ENCODE(BITS, name##_noise, T, true, false)     \
+    ENCODE(BITS, name##_keep, T, false, true)      \
+    ENCODE(BITS, name##_noise_keep, T, true, true) \
+    DECODE(BITS, name, T, false, false)            \
+    DECODE(BITS, name##_dither, T, true, false)    \
+    DECODE(BITS, name##_dither_keep, T, true, true)
 #define AFFINE_KERNELS(name, T) \
     AFFINE_BITS(6, name, T)     \
     AFFINE_BITS(5, name, T)     \

@@ -10,11 +10,13 @@ constexpr u32 CODE_NAN = 0x7e0, CODE_INF = 0x7c0, CODE_SIGN = 0x800;
 // A float by its bits, to a code and back.
 template <class T>
 struct Coded {
+    template <bool KEEP>
     __device__ static u32 code(typename T::bits element) {
         const u32 bits = __float_as_uint(T::widen(element)), magnitude = min(bits & ~SIGN, OVER);
         const u32 power = max(magnitude & EXPONENT, LEAST), base = power + (17u << 23);
         const u32 sum = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(base)));
-        const u32 rounded = sum - base + ((power - LEAST) >> 17);
+        u32 rounded = sum - base + ((power - LEAST) >> 17);
+        if (KEEP) rounded = max(rounded, min(magnitude, 1u));
         return (bits & ~SIGN) > INF ? CODE_NAN : rounded | (bits >> 20 & CODE_SIGN);
     }
     __device__ static typename T::bits value(u32 code) {
@@ -27,9 +29,11 @@ struct Coded {
 
 template <>
 struct Coded<F16> {
+    template <bool KEEP>
     __device__ static u32 code(u16 element) {
         const u32 magnitude = element & 0x7fff;
-        const u32 rounded = (magnitude + 7 + (magnitude >> 4 & 1)) >> 4;
+        u32 rounded = (magnitude + 7 + (magnitude >> 4 & 1)) >> 4;
+        if (KEEP) rounded = max(rounded, min(magnitude, 1u));
         return magnitude > 0x7c00 ? CODE_NAN : rounded | (element >> 4 & CODE_SIGN);
     }
     __device__ static u16 value(u32 code) { return (code & ~CODE_SIGN) > CODE_INF ? F16::nan : u16(code << 4); }
@@ -47,7 +51,7 @@ struct Part {
     }
 };
 
-template <class T>
+template <class T, bool KEEP>
 __device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
     if (part.at >= part.numel) return;
@@ -69,7 +73,7 @@ __device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __rest
     }
 #pragma unroll
     for (int i = 0; i < RUN; ++i) {  // zeros in place of elements that do not exist have code 0
-        const u32 code = Coded<T>::code(typename T::bits(words[i / PER_WORD] >> (i % PER_WORD * 16)));
+        const u32 code = Coded<T>::template code<KEEP>(typename T::bits(words[i / PER_WORD] >> (i % PER_WORD * 16)));
         high[i / 4] |= code >> 4 << (i % 4 * 8);
         low[i / 8] |= (code & 15) << (i % 8 * 4);
     }
@@ -115,10 +119,13 @@ __device__ void e5m6_decode(const u8* __restrict__ payload, typename T::bits* __
     }
 }
 
-#define E5M6_KERNELS(name, T)                                                                                     \
+#define E5M6_ENCODE(name, T, KEEP)                                                                                \
     extern "C" __global__ void e5m6_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count) { \
-        e5m6_encode<T>(src, payload, Part(numel, count));                                                         \
-    }                                                                                                             \
+        e5m6_encode<T, KEEP>(src, payload, Part(numel, count));                                                   \
+    }
+#define E5M6_KERNELS(name, T)                                                                                     \
+    E5M6_ENCODE(name, T, false)                                                                                   \
+    E5M6_ENCODE(name##_keep, T, true)                                                                             \
     extern "C" __global__ void e5m6_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count) { \
         e5m6_decode<T>(payload, dst, Part(numel, count));                                                         \
     }

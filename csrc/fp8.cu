@@ -2,9 +2,10 @@
 #include "groups.cuh"
 #include "philox.cuh"
 
-constexpr u32 FLUSH = 0x0e800000u;     // 2^-98
-constexpr u32 EXPONENT = 0x7f800000u;  // of a float32
-constexpr u32 LEAST = 0x3c800000u;     // 2^-6, the least normal e4m3
+constexpr u32 FLUSH = 0x0e800000u;        // 2^-98
+constexpr u32 EXPONENT = 0x7f800000u;     // of a float32
+constexpr u32 LEAST = 0x3c800000u;        // 2^-6, the least normal e4m3
+constexpr u32 LEAST_SCALE = 0x0a000000u;  // 2^-107, of a group below FLUSH where signs are kept
 constexpr u32 NOT_FINITE = 0x7f, TOP = 0x7e;
 
 // The codes' distance at a magnitude is 2^-3 of this power of two.
@@ -26,7 +27,7 @@ __device__ inline u32 stochastic(float value, u32 byte) {
     return min(code, TOP) | (bits >> 24 & 0x80);
 }
 
-template <class T, bool NOISE>
+template <class T, bool NOISE, bool KEEP>
 __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
                            u64 key, u32 below) {
     float values[OWNED];
@@ -41,7 +42,7 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
         top = team_max(top, part.shift);
     }
 
-    u32 scale = 0;
+    u32 scale = KEEP && top ? LEAST_SCALE : 0;
     float reciprocal = 0.0f;
     if (top >= FLUSH) {
         scale = (__float_as_uint(__fdiv_rn(__uint_as_float(top), 448.0f)) + below) & ~below;
@@ -61,6 +62,8 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
             for (int i = 0; i < 4; ++i) {
                 const float value = values[u * RUN + word * 4 + i], scaled = __fmul_rn(value, reciprocal);
                 codes[i] = NOISE ? stochastic(scaled, noise.words[word] >> (i * 8) & 0xff) : nearest(scaled);
+                if (KEEP && !(codes[i] & 0x7f) && __float_as_uint(value) & ~SIGN)
+                    codes[i] = (__float_as_uint(value) >> 24 & 0x80) | 1;
                 if (!all_finite && !is_finite(value)) codes[i] = NOT_FINITE;
             }
             words[word] = low_bytes(codes[0], codes[1], codes[2], codes[3]);
@@ -92,14 +95,16 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
 }
 
 // `below`: the bits of a float32 below the last one of a scale.
-#define FP8_ENCODE(name, T, NOISE)                                                                             \
+#define FP8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  u64 key, i64 log2_lanes, i64 below) {                         \
-        fp8_encode<T, NOISE>(src, payload, Part(numel, count, log2_lanes), key, u32(below));                   \
+        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key, u32(below));             \
     }
 #define FP8_KERNELS(name, T)                                                                                   \
-    FP8_ENCODE(name, T, false)                                                                                 \
-    FP8_ENCODE(name##_noise, T, true)                                                                          \
+    FP8_ENCODE(name, T, false, false)                                                                          \
+    FP8_ENCODE(name##_keep, T, false, true)                                                                    \
+    FP8_ENCODE(name##_noise_keep, T, true, true)                                                               \
+    FP8_ENCODE(name##_noise, T, true, false)                                                                   \
     extern "C" __global__ void fp8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
                                                  i64 log2_lanes) {                                             \
         fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes));                                           \

@@ -2,7 +2,7 @@
 #include "int8.cuh"
 #include "philox.cuh"
 
-template <class T, bool NOISE>
+template <class T, bool NOISE, bool KEEP>
 __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
                             u64 key) {
     float values[OWNED];
@@ -17,7 +17,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
         top = team_max(top, part.shift);
     }
 
-    const Int8Scale scale(top);
+    const Int8Scale<KEEP> scale(top);
     if (part.lane == 0 && part.first < part.numel)
         reinterpret_cast<u16*>(payload + round_up16(part.numel))[part.group] = u16(scale.stored);
 
@@ -33,7 +33,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
                 const float value = values[u * RUN + word * 4 + i];
                 float steps = __fmul_rn(value, scale.reciprocal);
                 if (NOISE) steps = __fadd_rn(steps, noise.offset(word * 4 + i));
-                bits[i] = __float_as_uint(__fadd_rn(steps, MAGIC));
+                bits[i] = int8_nearest<KEEP>(value, steps);
                 if (!all_finite && !is_finite(value)) bits[i] = NOT_FINITE;
             }
             words[word] = low_bytes(bits[0], bits[1], bits[2], bits[3]);
@@ -42,7 +42,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
     }
 }
 
-template <class T, bool DITHER>
+template <class T, bool DITHER, bool KEEP>
 __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                             u64 key) {
     if (part.first >= part.numel) return;
@@ -57,7 +57,7 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             float code = int8_code(words[i / 4], i % 4);
-            if (DITHER) code = __fsub_rn(code, noise.offset(i));
+            if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise.offset(i));
             values[i] = clamp(__fmul_rn(code, scale), T::largest());
             missing |= u32(int8_missing(words[i / 4], i % 4)) << i;
         }
@@ -65,21 +65,24 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
     }
 }
 
-#define INT8_ENCODE(name, T, NOISE)                                                                             \
+#define INT8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void int8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                   u64 key, i64 log2_lanes) {                                    \
-        int8_encode<T, NOISE>(src, payload, Part(numel, count, log2_lanes), key);                               \
+        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);                         \
     }
-#define INT8_DECODE(name, T, DITHER)                                                                            \
+#define INT8_DECODE(name, T, DITHER, KEEP)                                                                      \
     extern "C" __global__ void int8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
                                                   u64 key, i64 log2_lanes) {                                    \
-        int8_decode<T, DITHER>(payload, dst, Part(numel, count, log2_lanes), key);                              \
+        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);                        \
     }
-#define INT8_KERNELS(name, T)          \
-    INT8_ENCODE(name, T, false)        \
-    INT8_ENCODE(name##_noise, T, true) \
-    INT8_DECODE(name, T, false)        \
-    INT8_DECODE(name##_dither, T, true)
+#define INT8_KERNELS(name, T)                     \
+    INT8_ENCODE(name, T, false, false)            \
+    INT8_ENCODE(name##_noise, T, true, false)     \
+    INT8_ENCODE(name##_keep, T, false, true)      \
+    INT8_ENCODE(name##_noise_keep, T, true, true) \
+    INT8_DECODE(name, T, false, false)            \
+    INT8_DECODE(name##_dither, T, true, false)    \
+    INT8_DECODE(name##_dither_keep, T, true, true)
 
 INT8_KERNELS(f32, F32)
 INT8_KERNELS(f16, F16)

@@ -94,7 +94,7 @@ __device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile& t
     return missing;
 }
 
-template <class T, bool NOISE>
+template <class T, bool NOISE, bool KEEP>
 __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, i64 numel,
                                   u64 key, i64 group, const Tile& tile) {
     __shared__ u32 maxima[WARPS][BLOCK_COLUMNS];
@@ -121,7 +121,7 @@ __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* 
     if (thread < BLOCK_COLUMNS) {
         u32 top = 0;
         for (int warp = 0; warp < WARPS; ++warp) top = max(top, maxima[warp][thread]);
-        const Int8Scale scale(top);
+        const Int8Scale<KEEP> scale(top);
         reciprocals[thread] = scale.reciprocal;
         const i64 offset = thread - lane * COLUMNS;  // from the first column of this thread
         if (tile.column + offset < tile.columns)
@@ -140,9 +140,10 @@ __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* 
             u32 bits[COLUMNS];
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
-                float steps = __fmul_rn(values[k * COLUMNS + i], reciprocals[lane * COLUMNS + i]);
+                const float value = values[k * COLUMNS + i];
+                float steps = __fmul_rn(value, reciprocals[lane * COLUMNS + i]);
                 if (NOISE) steps = __fadd_rn(steps, noise_at(noise, i));
-                bits[i] = missing >> (k * COLUMNS + i) & 1 ? NOT_FINITE : __float_as_uint(__fadd_rn(steps, MAGIC));
+                bits[i] = missing >> (k * COLUMNS + i) & 1 ? NOT_FINITE : int8_nearest<KEEP>(value, steps);
             }
             if (tile.wide) {
                 *reinterpret_cast<uint2*>(payload + at) = make_uint2(low_bytes(bits[0], bits[1], bits[2], bits[3]),
@@ -156,7 +157,7 @@ __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* 
     }
 }
 
-template <class T, bool DITHER>
+template <class T, bool DITHER, bool KEEP>
 __device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, i64 numel,
                                   u64 key, i64 group, const Tile& tile) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
@@ -182,7 +183,7 @@ __device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bi
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
             float code = int8_code(words[i / 4], i % 4);
-            if (DITHER) code = __fsub_rn(code, noise_at(noise, i));
+            if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise_at(noise, i));
             const float value = clamp(__fmul_rn(code, scales[i]), T::largest());
             const typename T::bits element = int8_missing(words[i / 4], i % 4) ? T::nan : T::narrow(value);
             packed[i / PER_WORD] |= u32(element) << (i % PER_WORD * 16);
@@ -197,21 +198,24 @@ __device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bi
     }
 }
 
-#define INT8_TOKEN_ENCODE(name, T, NOISE)                                                                    \
+#define INT8_TOKEN_ENCODE(name, T, NOISE, KEEP)                                                              \
     extern "C" __global__ void int8_token_encode_##name(const T::bits* src, u8* payload, i64 numel, u64 key, \
                                                         i64 group, i64 columns) {                            \
-        int8_token_encode<T, NOISE>(src, payload, numel, key, group, Tile(numel, group, columns));           \
+        int8_token_encode<T, NOISE, KEEP>(src, payload, numel, key, group, Tile(numel, group, columns));     \
     }
-#define INT8_TOKEN_DECODE(name, T, DITHER)                                                                   \
+#define INT8_TOKEN_DECODE(name, T, DITHER, KEEP)                                                             \
     extern "C" __global__ void int8_token_decode_##name(const u8* payload, T::bits* dst, i64 numel, u64 key, \
                                                         i64 group, i64 columns) {                            \
-        int8_token_decode<T, DITHER>(payload, dst, numel, key, group, Tile(numel, group, columns));          \
+        int8_token_decode<T, DITHER, KEEP>(payload, dst, numel, key, group, Tile(numel, group, columns));    \
     }
-#define INT8_TOKEN_KERNELS(name, T)          \
-    INT8_TOKEN_ENCODE(name, T, false)        \
-    INT8_TOKEN_ENCODE(name##_noise, T, true) \
-    INT8_TOKEN_DECODE(name, T, false)        \
-    INT8_TOKEN_DECODE(name##_dither, T, true)
+#define INT8_TOKEN_KERNELS(name, T)                     \
+    INT8_TOKEN_ENCODE(name, T, false, false)            \
+    INT8_TOKEN_ENCODE(name##_noise, T, true, false)     \
+    INT8_TOKEN_ENCODE(name##_keep, T, false, true)      \
+    INT8_TOKEN_ENCODE(name##_noise_keep, T, true, true) \
+    INT8_TOKEN_DECODE(name, T, false, false)            \
+    INT8_TOKEN_DECODE(name##_dither, T, true, false)    \
+    INT8_TOKEN_DECODE(name##_dither_keep, T, true, true)
 
 INT8_TOKEN_KERNELS(f32, F32)
 INT8_TOKEN_KERNELS(f16, F16)

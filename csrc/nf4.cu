@@ -27,6 +27,14 @@ __device__ inline u32 code_of(float t) {
     return u32(d) << 3 | u32(c) << 2 | u32(b) << 1 | u32(a);
 }
 
+// The same, where signs are kept: only zero has the code of zero.
+template <int SCALE, bool KEEP>
+__device__ inline u32 code_of(float t, float element) {
+    const u32 code = code_of<SCALE>(t), word = __float_as_uint(element);
+    if (!KEEP || !(word & ~SIGN)) return code;
+    return word & SIGN ? min(code, 6u) : max(code, 8u);
+}
+
 __device__ inline float value_of(u32 code) {
     const bool a = code & 1, b = code & 2, c = code & 4, d = code & 8;
     const float upper = c   ? b   ? a ? 1.0f : 0.7229568362236023f
@@ -59,14 +67,15 @@ __device__ inline double widen(u32 bits) {
 
 // The code of an element of a group whose `absmax`, or 1 / absmax, may be denormal, as float32 arithmetic with
 // denormals would find it. Rounding the double once more is the same as rounding once: it has more than twice the bits.
+template <bool KEEP>
 __device__ inline u32 extreme_code(u32 element, double absmax, bool full) {
     const double value = widen(element), inverse = 1.0 / absmax;
     const double rounded = absmax > 0x1p126 ? (inverse + 0x1.8p-97) - 0x1.8p-97 : double(float(inverse));
-    return code_of<1>(float(full ? value * rounded : value / absmax));
+    return code_of<1, KEEP>(float(full ? value * rounded : value / absmax), __uint_as_float(element));
 }
 
 // Writes the codes of a thread's elements, in a group whose largest magnitude is `top`.
-template <class T>
+template <class T, bool KEEP>
 __device__ void encode_extreme(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
                                u32 top) {
     const double absmax = widen(max(top, BNB_LEAST));
@@ -74,7 +83,7 @@ __device__ void encode_extreme(const typename T::bits* __restrict__ src, u8* __r
     for (int i = 0; i < OWNED; ++i) {
         const i64 at = part.run(i / RUN) + i % RUN;
         if (at >= part.numel) return;
-        const u32 code = extreme_code(__float_as_uint(T::widen(src[at])), absmax, part.full);
+        const u32 code = extreme_code<KEEP>(__float_as_uint(T::widen(src[at])), absmax, part.full);
         const int shift = place<true>(int(at & 1));
         payload[at / 2] = u8((payload[at / 2] & ~(15u << shift)) | code << shift);
     }
@@ -82,7 +91,7 @@ __device__ void encode_extreme(const typename T::bits* __restrict__ src, u8* __r
 
 __device__ inline i64 codes_nbytes(i64 numel) { return round_up16((numel + 1) / 2); }
 
-template <class T, bool BNB>
+template <class T, bool BNB, bool KEEP>
 __device__ void nf4_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part) {
     constexpr int SCALE = BNB ? 1 : 4;
     float values[OWNED];
@@ -103,7 +112,9 @@ __device__ void nf4_encode(const typename T::bits* __restrict__ src, u8* __restr
         const bool ordinary = finite && top >= FLUSH;
         if (ordinary) factor = __fdiv_rn(float(SCALE), BF16::widen(u16(absmax)));
         if (part.lane == 0)
-            reinterpret_cast<u16*>(absmaxes)[part.group] = !finite ? BF16::nan : ordinary ? u16(absmax) : u16(0);
+            reinterpret_cast<u16*>(absmaxes)[part.group] = !finite    ? BF16::nan
+                                                           : ordinary ? u16(absmax)
+                                                                      : u16(KEEP && top ? FLUSH >> 16 : 0);
     }
 
 #pragma unroll
@@ -112,7 +123,8 @@ __device__ void nf4_encode(const typename T::bits* __restrict__ src, u8* __restr
         u32 words[RUN / 8] = {};
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-            words[i / 8] |= code_of<SCALE>(__fmul_rn(values[u * RUN + i], factor)) << place<BNB>(i);
+            words[i / 8] |= code_of<SCALE, KEEP>(__fmul_rn(values[u * RUN + i], factor), values[u * RUN + i])
+                            << place<BNB>(i);
         if (!finite) words[0] = words[1] = ZEROS;
         if (part.full) {
             *reinterpret_cast<uint2*>(payload + at / 2) = make_uint2(words[0], words[1]);
@@ -124,7 +136,8 @@ __device__ void nf4_encode(const typename T::bits* __restrict__ src, u8* __restr
             }
         }
     }
-    if (BNB && finite && (!part.full || top < FLUSH || top > BNB_INVERSE)) encode_extreme<T>(src, payload, part, top);
+    if (BNB && finite && (!part.full || top < FLUSH || top > BNB_INVERSE))
+        encode_extreme<T, KEEP>(src, payload, part, top);
 }
 
 template <class T, bool BNB>
@@ -155,11 +168,14 @@ __device__ void nf4_decode(const u8* __restrict__ payload, typename T::bits* __r
     }
 }
 
-#define NF4_KERNELS(name, T, BNB)                                                                              \
+#define NF4_ENCODE(name, T, BNB, KEEP)                                                                         \
     extern "C" __global__ void nf4_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  i64 log2_lanes) {                                             \
-        nf4_encode<T, BNB>(src, payload, Part(numel, count, log2_lanes));                                      \
-    }                                                                                                          \
+        nf4_encode<T, BNB, KEEP>(src, payload, Part(numel, count, log2_lanes));                                \
+    }
+#define NF4_KERNELS(name, T, BNB)                                                                              \
+    NF4_ENCODE(name, T, BNB, false)                                                                            \
+    NF4_ENCODE(name##_keep, T, BNB, true)                                                                      \
     extern "C" __global__ void nf4_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
                                                  i64 log2_lanes) {                                             \
         nf4_decode<T, BNB>(payload, dst, Part(numel, count, log2_lanes));                                      \

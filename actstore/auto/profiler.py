@@ -126,7 +126,7 @@ class Profiler:
             done = step.work(account, FORWARD)
             used = bound.encode(src, out, key)
             done()
-            if not codec.lossless:
+            if not (codec.lossless or codec.decides):
                 back = torch.empty_like(src)
                 bound.decode(out, back, key)
                 step.errors.append((account, measure(src, back)))

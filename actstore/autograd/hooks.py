@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from sys import modules
+from sys import _getframe, modules
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from actstore.autograd.census import Census
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
+from actstore.autograd.deciders import READERS, keep_decisions
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import (
@@ -279,6 +280,13 @@ class Scope:
             reason = self._exact_reason(tensor, known, dtype, frame, name, key, codec, whole, protected)
             if self._alone is not None and not self._is_alone(account, key):
                 reason = f"only {self._alone} is lossy now"
+            if not reason:
+                kept, why = keep_decisions(codec, known, name)
+                if kept is None:
+                    reason = why
+                elif kept.decides:
+                    account.note = why
+                codec = kept or codec
             if reason:
                 codec = BITS if dtype is torch.bool else RAW
                 if tiers == DEVICE and codec is RAW:
@@ -303,7 +311,7 @@ class Scope:
             route = self._encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:
                 return self._keep(tensor, account, key, storage, _no_room(tiers))
-            if whole and outer is None and target is frame.follows and codec is target[0]:
+            if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
                 self._set_precedent(handle, target, name, nbytes, empty, route)
             return handle
         # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
@@ -334,6 +342,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MOST_NODES
             or _current_graph_task_id() != -1
+            or _getframe(2).f_code in READERS
         ):
             return None
         node: Any = tensor.grad_fn
@@ -436,7 +445,11 @@ class Scope:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
         for other in self._stored[key]:
             owner = other()
-            if owner is not None and (owner.codec.lossless or owner.codec == codec) and owner.covers(handle):
+            if (
+                owner is not None
+                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
+                and owner.covers(handle)
+            ):
                 handle.owner = owner
                 if owner.berth is not None:
                     owner.berth.readers += 1

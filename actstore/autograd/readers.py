@@ -55,7 +55,7 @@ def lossy_account(handle: Any) -> Account | None:
         return None
     payload = handle if handle.owner is None else handle.owner
     account: Account = payload.account
-    return None if payload.codec.lossless else account
+    return None if payload.codec.lossless or payload.codec.decides else account
 
 
 class Readers:

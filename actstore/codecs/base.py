@@ -79,6 +79,24 @@ class Codec(ABC):
         return False
 
     @property
+    def decides(self) -> bool:
+        """Whether the payload holds only what the operator decides by that reads it: there is no error to measure."""
+        return False
+
+    @property
+    def keeping_signs(self) -> Codec | None:
+        """This codec so that zeros, positive and negative elements come back as such, or as its options say.
+
+        A store takes it where backward decides by the sign of an element, as behind ReLU. Where it is None, what is
+        saved there stays exact.
+        """
+        return self if self.lossless else None
+
+    def replaced_by(self, side: Codec) -> Codec:
+        """The codec for a tensor of which backward reads no more than `side` holds, where this one was asked for."""
+        return side
+
+    @property
     def chained(self) -> bool:
         return any(isinstance(getattr(self, field.name), Codec) for field in fields(self))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -67,6 +68,11 @@ class BloscCodec(Codec):
     @property
     def lossless(self) -> bool:
         return self.inner.lossless
+
+    @cached_property
+    def keeping_signs(self) -> BloscCodec | None:  # computed once
+        inner = self.inner.keeping_signs
+        return self if inner is self.inner else None if inner is None else replace(self, inner=inner)
 
     @property
     def keyed(self) -> bool:

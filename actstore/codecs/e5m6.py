@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.checks import require_choice
 from actstore.codecs.int8 import DTYPES
+from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.kernels.base import round_up
 
 
 @dataclass(frozen=True)
-class E5m6(KernelCodec):
+class E5m6(SignedCodec):
     """Floats of 5 exponent and 6 mantissa bits: float16 without its last 4 bits, two elements in three bytes.
+
+    Parameters
+    ----------
+    signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
+        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 
     Notes
     -----
     dtypes: float32, float16, bfloat16. 12 bits per element, no scale.
     ``|x - decode(encode(x))| <= max(|x| / 128, 2**-21)`` for ``|x| < 65280``; from there on a finite value becomes Inf,
-    so that what does not fit is seen. NaN, Inf and -0.0 stay what they are.
+    so that what does not fit is seen. NaN, Inf and -0.0 stay what they are. With ``signs=keep`` magnitudes up to
+    ``2**-21`` but zero become ``2**-20``.
     """
 
     name = "e5m6"
     lossless = False
+
+    signs: Signs = "auto"
+
+    def __post_init__(self) -> None:
+        require_choice(self, "signs", SIGNS)
+
+    def _options(self) -> dict[str, Any]:
+        return {"keep": self.signs == "keep"}
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import KernelCodec
 from actstore.codecs.int8 import DTYPES, GROUPS
+from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 
 
 @dataclass(frozen=True)
-class Fp8(KernelCodec):
+class Fp8(SignedCodec):
     """One e4m3 float per element and one bfloat16 scale per `group` consecutive elements in storage order.
 
     Parameters
@@ -22,6 +22,8 @@ class Fp8(KernelCodec):
     scale : ``linear`` maps the largest magnitude of a group to 448, the largest e4m3 value; ``pow2`` takes the next
         power of two above, so that scaling changes no mantissa
     round : ``nearest``, or ``stochastic``: unbiased, by random bits
+    signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
+        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 
     Raises
     ------
@@ -33,6 +35,7 @@ class Fp8(KernelCodec):
     ``m / 224``) for its largest finite magnitude ``m``, ``|x - decode(encode(x))| <= max(|x| / 16, s / 1024)``, twice
     that for ``stochastic``, plus half a unit in the last place of the dtype; a group with ``m < 2**-98`` decodes to
     zeros. NaN and Inf decode to NaN and leave their group alone; a finite value never decodes to Inf; -0.0 stays -0.0.
+    With ``signs=keep`` elements that would decode to zero become ``s / 512``, also in groups with ``m < 2**-98``.
     """
 
     name = "fp8"
@@ -41,6 +44,7 @@ class Fp8(KernelCodec):
     group: int = 128
     scale: Literal["linear", "pow2"] = "linear"
     round: Literal["nearest", "stochastic"] = "nearest"
+    signs: Signs = "auto"
 
     @property
     def keyed(self) -> bool:
@@ -50,9 +54,13 @@ class Fp8(KernelCodec):
         require_choice(self, "group", GROUPS)
         require_choice(self, "scale", ("linear", "pow2"))
         require_choice(self, "round", ("nearest", "stochastic"))
+        require_choice(self, "signs", SIGNS)
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
+
+    def _options(self) -> dict[str, Any]:
+        return {"group": self.group, "scale": self.scale, "round": self.round, "keep": self.signs == "keep"}
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return ((numel + 15) & -16) + 2 * -(-numel // self.group)

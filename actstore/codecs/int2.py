@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from actstore.codecs.affine import AffineCodec
+from actstore.codecs.signs import Signs
 from actstore.errors import ConfigError
 
 ROUNDINGS = ("stochastic", "dither")
@@ -22,6 +23,8 @@ class Int2(AffineCodec):
     group : elements that share a scale, a power of two from 32 to 256: 2 + 32 / `group` bits per element
     round : ``stochastic`` or ``dither``; both are unbiased, dither has half the variance, but a group that is not
         constant loses its exact zeros
+    signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
+        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 
     Raises
     ------
@@ -40,6 +43,7 @@ class Int2(AffineCodec):
 
     group: int = 32
     round: Literal["stochastic", "dither", "nearest"] = "stochastic"  # nearest: refused with the reason
+    signs: Signs = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,8 @@ class Int5(BlockCodec):
     group : elements that share a scale, a power of two from 32 to 256: 5 + 32 / `group` bits per element
     round : ``nearest``, ``stochastic`` (unbiased) or ``dither`` (unbiased, half the variance of stochastic, but a group
         that is not constant loses its exact zeros)
+    signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
+        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 
     Raises
     ------

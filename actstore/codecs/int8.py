@@ -9,7 +9,7 @@ import torch
 
 from actstore.base.layout import layout_of
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
 
@@ -19,7 +19,7 @@ ROUNDINGS = ("nearest", "stochastic", "dither")
 
 
 @dataclass(frozen=True)
-class Int8(KernelCodec):
+class Int8(SignedCodec):
     """One signed byte per element and one bfloat16 scale per `group` consecutive elements in storage order.
 
     Parameters
@@ -30,6 +30,9 @@ class Int8(KernelCodec):
     axis : which elements form a group: ``element``, consecutive ones in storage order; ``token``, those of `group`
         consecutive rows in one column, where a row is the dimension with the least stride. Channels that are much
         larger than the others then spoil no one else's scale
+    signs : ``keep`` gives what rounds to zero the smallest code of its sign, so that zeros, positive and negative
+        elements stay what they are; ``round`` does not; ``auto`` is ``keep`` in a store where backward decides by the
+        sign of a tensor, as behind ReLU, else ``round``
 
     Raises
     ------
@@ -45,6 +48,10 @@ class Int8(KernelCodec):
     Affine: the same with ``m`` the finite minimum of a group, rounded down to bfloat16, and
     ``s <= (max - m) / 254 * (1 + 2**-7)``; a group of one bfloat16 number comes back exactly, one with
     ``max - m < 2**-80`` decodes to ``m``.
+
+    With ``signs=keep`` the error of an element below half a step is at most ``s``; rounding by random bits is not
+    unbiased there, and no group decodes to zeros but one of zeros. Affine groups with negative elements have a step up
+    to about twice as large: their zero is a code.
     """
 
     name = "int8"
@@ -54,6 +61,7 @@ class Int8(KernelCodec):
     affine: bool = False
     round: Literal["nearest", "stochastic", "dither"] = "nearest"
     axis: Literal["element", "token"] = "element"
+    signs: Signs = "auto"
 
     @property
     def keyed(self) -> bool:
@@ -68,13 +76,14 @@ class Int8(KernelCodec):
         return "affine" if self.affine else "int8_token" if self.axis == "token" else "int8"
 
     def _options(self) -> dict[str, Any]:
-        options = {"group": self.group, "round": self.round}
+        options = {"group": self.group, "round": self.round, "keep": self.signs == "keep"}
         return {"bits": 8, **options} if self.affine else options
 
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "round", ROUNDINGS)
         require_choice(self, "axis", ("element", "token"))
+        require_choice(self, "signs", SIGNS)
         if self.affine and self.axis == "token":
             raise ConfigError(
                 "int8(affine, axis=token) does not exist: the values of one channel over tokens are seldom of one "

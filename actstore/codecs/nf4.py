@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import KernelCodec
 from actstore.codecs.int8 import DTYPES
+from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.base import round_up
 
@@ -18,7 +18,7 @@ BNB_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Nf4(KernelCodec):
+class Nf4(SignedCodec):
     """One of the 16 NormalFloat4 values per element, scaled by the largest magnitude of `group` consecutive elements.
 
     Parameters
@@ -26,6 +26,8 @@ class Nf4(KernelCodec):
     group : elements that share a scale: 32, 64, 128 or 256: 4 + 16 / `group` bits per element
     layout : ``plain`` stores the largest magnitude as bfloat16; ``bnb``, with groups of 64 only, writes what
         ``bitsandbytes.functional.quantize_4bit`` writes, 4.5 bits per element
+    signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
+        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 
     Raises
     ------
@@ -36,7 +38,8 @@ class Nf4(KernelCodec):
     dtypes: float32, float16, bfloat16. With ``a`` the stored largest magnitude of a group,
     ``|x - decode(encode(x))| <= 0.152 * a`` plus half a unit in the last place of the dtype; a group with all
     magnitudes below ``2**-110`` decodes to zeros. A group with NaN or Inf decodes to NaN; a finite value never decodes
-    to Inf; -0.0 decodes to +0.0.
+    to Inf; -0.0 decodes to +0.0. With ``signs=keep`` elements nearer to zero than to the next value become that value,
+    also in groups below ``2**-110``, except with ``layout=bnb``.
     """
 
     name = "nf4"
@@ -44,10 +47,12 @@ class Nf4(KernelCodec):
 
     group: int = 32
     layout: Literal["plain", "bnb"] = "plain"
+    signs: Signs = "auto"
 
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "layout", ("plain", "bnb"))
+        require_choice(self, "signs", SIGNS)
         if self.layout == "bnb" and self.group != BNB_GROUP:
             raise ConfigError(
                 f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}; "
@@ -57,6 +62,9 @@ class Nf4(KernelCodec):
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
+
+    def _options(self) -> dict[str, Any]:
+        return {"group": self.group, "layout": self.layout, "keep": self.signs == "keep"}
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return round_up((numel + 1) // 2) + (2 if self.layout == "plain" else 4) * -(-numel // self.group)

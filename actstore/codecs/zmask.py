@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -41,6 +42,11 @@ class Zmask(SparseCodec):
     @property
     def lossless(self) -> bool:
         return self.inner.lossless
+
+    @cached_property
+    def keeping_signs(self) -> Zmask | None:  # computed once
+        inner = self.inner.keeping_signs
+        return self if inner is self.inner else None if inner is None else Zmask(inner)
 
     @property
     def _rule(self) -> Rule:

@@ -373,7 +373,8 @@ class Store:
             bound = self.gauge.codec(bound, codec, account)
         if self.trace is not None:
             bound = self._traced(bound, place, account)
-        if self.sampling is not None and not codec.lossless and not (self.gauge is not None and self.gauge.measures):
+        lossy = not (codec.lossless or codec.decides)
+        if self.sampling is not None and lossy and not (self.gauge is not None and self.gauge.measures):
             bound = self.sampling.codec(bound, plain, account, place.device, self.trace)
         return bound
 

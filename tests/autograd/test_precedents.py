@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import leaky_relu
 from torch.nn.utils.parametrize import register_parametrization
 
 from actstore import ActivationStore, tag
@@ -231,6 +232,7 @@ CASES = {
     "in a backward": Case(doubled, from_backward),
     "a leaf": Case(doubled, lambda model: at_site(model, leaf())),
     "another producer": Case(doubled, lambda model: at_site(model, leaf(8, 8, 3).var(-1)), "int8"),
+    "a reader that decides": Case(doubled, lambda model: model.site(leaky_relu, leaf() * 2), "int8"),
     "outside": Case(lambda _: (leaf() * 2).sin(), lambda _: (leaf() * 2).sin(), "int8", outside=True),
     "another is lossy": Case(doubled, doubled, "int8", lambda store: one_lossy_site(store, "before[0]")),
     "too many": Case(doubled, doubled, "raw", lambda _: at_most_nodes(0)),

@@ -246,6 +246,7 @@ def test_a_count_on_the_device(codec, dtype):
     data, numel, itemsize = random_bits(2500, dtype, seed=1), 2500, ITEMSIZE[dtype]
     kernels, options = emulated(codec, getattr(torch, dtype)), codec._options()
     keyed = {"key": KEY} if codec.keyed else {}
+    del options["keep"]
     for count in (0, 1, 33, 1024, 2049, 2500):
         expected = oracle.encode(data[: count * itemsize], dtype, **options, **keyed)
         x, there = tensor_of(data, getattr(torch, dtype)), torch.tensor([count])
@@ -313,3 +314,22 @@ def test_the_oracle_stays_within_bfloat16():
     values = np.array([0x7F7FFFFF, 0xFF7FFFFF, 0x3F800001, 0xBF800001], np.uint32).view(np.float32)
     below = [float(oracle.down(value)) for value in values]
     assert below == [-LOWEST, LOWEST, 1.0, -1.0078125]
+
+
+KEEPING = (
+    *(Int8(32, affine=True, round=round, signs="keep") for round in ("nearest", "stochastic", "dither")),  # noqa: A001
+    *(
+        codec(round=round, signs="keep")
+        for codec in (Int6, Int5, Int4, Int3, Int2)
+        for round in ("nearest", "stochastic", "dither")  # noqa: A001
+        if codec is not Int2 or round != "nearest"
+    ),
+)
+
+
+@given(tensors(), st.sampled_from(KEEPING))
+def test_signs_are_kept(x, codec):
+    back = check_codec(codec, x)
+    known = ~back.isnan()
+    assert torch.equal(back.sign()[known], x.sign()[known])
+    assert known[x.isfinite()].all() or codec.name != "int8"

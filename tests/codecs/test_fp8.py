@@ -36,12 +36,17 @@ def check_bound(codec, x):
     assert not back.isinf().any()
     assert torch.equal(back.signbit()[finite], x.signbit()[finite])
 
-    first = torch.maximum(exact.abs() / 16, scales / 1024) * (1 if codec.round == "nearest" else 2)
+    keep = codec.signs == "keep"
+    least = scales / (512 if keep else 1024)
+    first = torch.maximum(exact.abs() / 16, least) * (1 if codec.round == "nearest" else 2)
     bound = first * (1 + 2.0**-20) + ulp(back) / 2 + 2.0**-98
     assert ((exact - found).abs() <= bound)[finite].all()
 
     top = top_of_groups(x, codec.group)
-    assert torch.equal(scales == 0, top < 2.0**-98)
+    assert torch.equal(scales == 0, top == 0 if keep else top < 2.0**-98)
+    if keep:
+        assert (scales[(top > 0) & (top < 2.0**-98)] == 2.0**-107).all()
+        scales, top = scales[top >= 2.0**-98], top[top >= 2.0**-98]
     assert (scales <= top / 448 * (1 + 2.0**-7 if codec.scale == "linear" else 2)).all()
     assert (scales >= top / 448 * (1 - 2.0**-23))[scales > 0].all()
     if codec.scale == "pow2":

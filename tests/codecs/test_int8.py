@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actstore.base.spec import Spec
 from actstore.codecs import Int8
-from actstore.codecs.int8 import GROUPS
+from actstore.codecs.int8 import GROUPS, ROUNDINGS
 from actstore.errors import ConfigError, SpecError
 from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
 from tests.oracles import int8 as oracle
@@ -188,3 +188,13 @@ def test_other_dtypes_are_refused(dtype):
         Int8().encode(x, torch.empty(256, dtype=torch.uint8))
     with pytest.raises(SpecError, match="use 'raw'"):
         Int8().decode(torch.empty(256, dtype=torch.uint8), x)
+
+
+@given(elements(), st.sampled_from(GROUPS), st.sampled_from(ROUNDINGS), st.sampled_from(["element", "token"]))
+def test_signs_are_kept(case, group, round, axis):  # noqa: A002
+    dtype, data = case
+    codec, x = Int8(group, round=round, axis=axis, signs="keep"), tensor_of(data, getattr(torch, dtype))
+    back = check_codec(codec, x)
+    finite = x.isfinite()
+    assert torch.equal(back.isnan(), ~finite)
+    assert torch.equal(back.sign()[finite], x.sign()[finite])

@@ -16,6 +16,8 @@ VARIANTS = (
     Fp8(256),
     Fp8(512),
     Fp8(1024, "pow2", "stochastic"),
+    Fp8(signs="keep"),
+    Fp8(64, "pow2", "stochastic", "keep"),
 )
 
 SMALLEST = np.float32(2.0**-98)
@@ -35,7 +37,9 @@ def scale_of(values: Floats, scale: str) -> Floats:
     return ((exact.view(np.uint32).astype(np.uint64) + below) & ~np.uint64(below)).astype(np.uint32).view(np.float32)
 
 
-def encode_group(values: Floats, scale: Floats, uniform: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
+def encode_group(
+    values: Floats, scale: Floats, uniform: npt.NDArray[np.uint8] | None, keep: bool
+) -> npt.NDArray[np.uint8]:
     finite = np.isfinite(values)
     reciprocal = np.float32(1) / scale if scale else np.float32(0)
     scaled = np.abs(np.where(finite, values, np.float32(0)) * reciprocal).astype(np.float64)
@@ -48,6 +52,8 @@ def encode_group(values: Floats, scale: Floats, uniform: npt.NDArray[np.uint8] |
     rounded = np.minimum(multiple * step, 448)
     codes = np.searchsorted(VALUES, rounded)
     assert (VALUES[codes] == rounded).all()
+    if keep:
+        codes = np.where((codes == 0) & (values != 0), 1, codes)
     return np.where(finite, codes | np.signbit(values) << 7, 0x7F).astype(np.uint8)
 
 
@@ -58,6 +64,7 @@ def encode(
     scale: str = "linear",
     round: str = "nearest",  # noqa: A002
     key: int = 0,
+    signs: str = "auto",
 ) -> bytes:
     values = to_float32(data, dtype)
     uniform = None if round == "nearest" else ((philox.offsets(0, len(values), key) + 0.5) * 256).astype(np.uint8)
@@ -65,7 +72,12 @@ def encode(
     for start in range(0, len(values), group):
         here = slice(start, start + group)
         found = scale_of(values[here], scale)
-        codes += encode_group(values[here], found, None if uniform is None else uniform[here]).tobytes()
+        codes += encode_group(
+            values[here], found, None if uniform is None else uniform[here], signs == "keep"
+        ).tobytes()
+        finite = values[here][np.isfinite(values[here])]
+        if signs == "keep" and not found and finite.any():
+            found = np.float32(2.0**-107)
         scales += (found.view(np.uint32) >> 16).astype("<u2").tobytes()
     return codes + bytes(-len(codes) % 16) + scales
 
@@ -78,6 +90,7 @@ def decode(
     scale: str = "linear",
     round: str = "nearest",  # noqa: A002
     key: int = 0,
+    signs: str = "auto",
 ) -> bytes:
     codes = np.frombuffer(payload, np.uint8, numel)
     bits = np.frombuffer(payload, "<u2", -(-numel // group), offset=-(-numel // 16) * 16).astype(np.uint32) << 16

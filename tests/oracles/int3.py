@@ -8,9 +8,9 @@ from tests.oracles import affine
 VARIANTS = (Int3(), Int3(64, "stochastic"), Int3(128, "dither"), Int3(256))
 
 
-def encode(data: bytes, dtype: str, group: int, round: str, key: int = 0) -> bytes:  # noqa: A002
-    return affine.encode(data, dtype, 3, group, round, key)
+def encode(data: bytes, dtype: str, group: int, round: str, key: int = 0, signs: str = "auto") -> bytes:  # noqa: A002
+    return affine.encode(data, dtype, 3, group, round, key, signs)
 
 
-def decode(payload: bytes, numel: int, dtype: str, group: int, round: str, key: int = 0) -> bytes:  # noqa: A002
-    return affine.decode(payload, numel, dtype, 3, group, round, key)
+def decode(payload: bytes, numel: int, dtype: str, group: int, round: str, key: int = 0, signs: str = "auto") -> bytes:  # noqa: A002
+    return affine.decode(payload, numel, dtype, 3, group, round, key, signs)

@@ -8,7 +8,15 @@ import numpy.typing as npt
 from actstore.codecs import Nf4
 from tests.oracles.int8 import LARGEST, Floats, from_float32, to_float32
 
-VARIANTS = (Nf4(), Nf4(64), Nf4(128), Nf4(256), Nf4(64, "bnb"))
+VARIANTS = (
+    Nf4(),
+    Nf4(64),
+    Nf4(128),
+    Nf4(256),
+    Nf4(64, "bnb"),
+    Nf4(signs="keep"),
+    Nf4(64, "bnb", "keep"),
+)
 
 # the column "float32" of the page
 VALUES = np.array(
@@ -23,7 +31,7 @@ SMALLEST = np.float32(2.0**-110)
 BNB_LEAST = np.float32(1e-38)
 
 
-def encode_group(values: Floats, layout: str, short: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
+def encode_group(values: Floats, layout: str, short: bool, keep: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
     """Codes, and the absmax as it is stored."""
     if not np.isfinite(values).all():
         absmax = np.uint16(0x7FC0) if layout == "plain" else np.uint32(0x7FC00000)
@@ -32,24 +40,34 @@ def encode_group(values: Floats, layout: str, short: bool) -> tuple[npt.NDArray[
     if layout == "bnb":
         divisor = max(largest, BNB_LEAST)
         scaled = values / divisor if short else values * (np.float32(1) / divisor)
-        return count_below(scaled), np.float32(divisor if short else largest).tobytes()
+        return kept(count_below(scaled), values, keep), np.float32(divisor if short else largest).tobytes()
     if largest < SMALLEST:
-        return np.full(len(values), 7, np.uint8), bytes(2)
+        absmax = SMALLEST if keep and largest else np.float32(0)
+        bits = np.uint16(int(absmax.view(np.uint32)) >> 16)
+        return kept(np.full(len(values), 7, np.uint8), values, keep), bits.tobytes()
     bits = min((int(largest.view(np.uint32)) + 0xFFFF) >> 16, 0x7F7F)
     absmax = np.uint32(bits << 16).view(np.float32)
-    return count_below(values * (np.float32(4) / absmax) / np.float32(4)), np.uint16(bits).tobytes()
+    return kept(count_below(values * (np.float32(4) / absmax) / np.float32(4)), values, keep), np.uint16(bits).tobytes()
+
+
+def kept(codes: npt.NDArray[np.uint8], values: Floats, keep: bool) -> npt.NDArray[np.uint8]:
+    """The codes, where signs are kept with 6 and 8 at the most and at the least on the two sides of zero."""
+    if not keep:
+        return codes
+    codes = np.where(values < 0, np.minimum(codes, 6), codes)
+    return np.where(values > 0, np.maximum(codes, 8), codes).astype(np.uint8)
 
 
 def count_below(scaled: Floats) -> npt.NDArray[np.uint8]:
     return (scaled[:, None] > BOUNDS).sum(1).astype(np.uint8)
 
 
-def encode(data: bytes, dtype: str, group: int = 32, layout: str = "plain") -> bytes:
+def encode(data: bytes, dtype: str, group: int = 32, layout: str = "plain", signs: str = "auto") -> bytes:
     values = to_float32(data, dtype)
     codes, absmaxes = [], b""
     for start in range(0, len(values), group):
         members = values[start : start + group]
-        found, absmax = encode_group(members, layout, len(members) < group)
+        found, absmax = encode_group(members, layout, len(members) < group, signs == "keep")
         codes += found.tolist()
         absmaxes += absmax
     codes += [7] * (len(codes) % 2)
@@ -58,7 +76,9 @@ def encode(data: bytes, dtype: str, group: int = 32, layout: str = "plain") -> b
     return packed + bytes(-len(packed) % 16) + absmaxes
 
 
-def decode(payload: bytes, numel: int, dtype: str, group: int = 32, layout: str = "plain") -> bytes:
+def decode(
+    payload: bytes, numel: int, dtype: str, group: int = 32, layout: str = "plain", signs: str = "auto"
+) -> bytes:
     nbytes, groups = (numel + 1) // 2, -(-numel // group)
     start = -(-nbytes // 16) * 16
     if layout == "plain":

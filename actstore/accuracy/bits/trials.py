@@ -118,23 +118,25 @@ class Trials:
         pack, unpack = hooks
         return saved_tensors_hooks(self.noting(pack), unpack)
 
-    def measure(self, site: Site, src: Tensor) -> None:
+    def measure(self, site: Site, src: Tensor, *, keep: bool = False) -> None:
         """Take a payload through every candidate.
 
         Parameters
         ----------
         src : Tensor, dense, float32, float16 or bfloat16
+        keep : whether a store keeps its signs; candidates that cannot are left out there
         """
         shapes = self._shapes.setdefault(site, [])
         sums = self._sums.setdefault(site, {})
         spec, some = Spec.of(src), _some(src)
         exact = some.float()
         square, zeros = exact.square().sum(dtype=torch.float64), (exact == 0).sum()
-        for text, codec in self._codecs.items():
-            if codec is None:
+        for text, given in self._codecs.items():
+            codec = given.keeping_signs if keep and given is not None else given
+            if given is None:
                 moments = torch.stack((square, *[torch.zeros_like(square)] * 3, zeros))
                 sums.setdefault(text, _Sums()).add(src.nbytes, some.numel(), moments)
-            elif codec.accepts(src.dtype):
+            elif codec is not None and codec.accepts(src.dtype):
                 size = codec.size(spec)
                 encoded = encode(some, codec, len(shapes))
                 nbytes = size.nbytes if isinstance(size, Exact) else encoded.nbytes * src.numel() // some.numel()
@@ -197,9 +199,11 @@ class Trial(Codec):
 
     trials: Trials = field(init=False, compare=False, repr=False)
     site: Site = field(init=False, compare=False, repr=False)
+    keep: bool = field(init=False, compare=False, repr=False)
     waits: Codec
 
-    def __init__(self, trials: Trials, site: Site) -> None:
+    def __init__(self, trials: Trials, site: Site, keep: bool = False) -> None:
+        object.__setattr__(self, "keep", keep)
         object.__setattr__(self, "trials", trials)
         object.__setattr__(self, "site", site)
         object.__setattr__(self, "waits", trials.waits(site))
@@ -208,6 +212,13 @@ class Trial(Codec):
     def keyed(self) -> bool:
         return self.waits.keyed
 
+    @property
+    def keeping_signs(self) -> Trial:
+        return self if self.keep else type(self)(self.trials, self.site, keep=True)
+
+    def replaced_by(self, side: Codec) -> Codec:
+        return self  # measured as values, so that the site has candidates: a store makes any of them the side
+
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES and self.waits.accepts(dtype)
 
@@ -215,7 +226,7 @@ class Trial(Codec):
         return self.waits.size(spec)
 
     def encode(self, src: Tensor, out: Tensor, key: int = 0) -> int:
-        self.trials.measure(self.site, src)
+        self.trials.measure(self.site, src, keep=self.keep)
         return self.waits.encode(src, out, key)
 
     def decode(self, buf: Tensor, out: Tensor, key: int = 0) -> None:

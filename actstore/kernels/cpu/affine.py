@@ -49,7 +49,9 @@ TILE = NOISE_NUMEL  # elements
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
 SMALLEST_MINIMUM = u32(0x08800000)  # 2^-110
 SMALLEST_QUARTER = f32(2.0**-82)
+LARGEST_QUARTER = f32((2 - 2.0**-7) * 2.0**125)  # of the largest bfloat16
 QUARTER = f32(0.25)
+ZERO = 0x4B400000  # the bits of MAGIC
 NAN_CODE = np.uint8(128)
 
 _u8, _i8, _i16, _i32 = np.uint8, np.int8, np.int16, np.int32
@@ -65,11 +67,14 @@ def kernels(
     bits: int,
     group: int,
     round: str,  # noqa: A002
+    keep: bool,
 ) -> Kernels:
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest"), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], bits, group, round == "dither"), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest", keep), unit_nbytes)
+    run_decode = Parallel(
+        _compile_decode(KINDS[dtype], bits, group, round == "dither", keep and round == "dither"), unit_nbytes
+    )
     return in_units(run_encode, run_decode, TILE)
 
 
@@ -140,12 +145,72 @@ def _scale(low: Any, high: Any, levels: Any) -> Any:
 
 
 @inline
-def _code(source: Any, i: Any, quarter: Any, reciprocal: Any, noise: Any, kind: Any, bits: Any, noisy: Any) -> Any:
-    above = load(source, i, kind) * QUARTER - quarter
+def _up(value: Any) -> Any:
+    """A finite float32 number of at least 0, rounded up to bfloat16."""
+    return as_f32(u32(u32(as_u32(value) + u32(0xFFFF)) & u32(0xFFFF0000)))
+
+
+@inline
+def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
+    """A quarter of the smallest step with which a power of two is the code of zero, and that code, of quarters."""
+    low = max(low, -LARGEST_QUARTER)
+    step, zero = f32(np.inf), _i32(1)
+    for power in range(bits):
+        code = f32(1 << power)
+        found = max(_up(max(low * (f32(-1) / code), high / f32(levels - (1 << power)))), SMALLEST_QUARTER)
+        better = found < step and found <= LARGEST_QUARTER / code
+        step, zero = found if better else step, _i32(1 << power) if better else zero
+    return step, zero
+
+
+@inline
+def _keeping_scale(low: Any, high: Any, levels: Any, bits: Any) -> Any:
+    """What `_scale` gives, where signs are kept, and the code of zero; -1 where zero is below all elements."""
+    scale, minimum, quarter, reciprocal = _scale(low, high, levels)
+    word = as_u32(low)
+    if word > u32(0x80000000):
+        step, zero = _around_zero(low * QUARTER, high * QUARTER, levels, bits)
+        quarter = -f32(zero) * step
+        return (
+            u32(as_u32(step * f32(4)) >> u32(16)),
+            u32(as_u32(quarter * f32(4)) >> u32(16)),
+            quarter,
+            f32(1) / step,
+            zero,
+        )
+    if minimum == u32(0) or quarter < as_f32(u32(scale << u32(16))) * QUARTER:
+        most = high * QUARTER
+        step = SMALLEST_QUARTER if most < SMALLEST_QUARTER else _up(most / f32(levels))
+        empty = u32(as_u32(high) << u32(1)) == u32(0)
+        scale = u32(0) if empty else u32(as_u32(step * f32(4)) >> u32(16))
+        return scale, u32(0), f32(0), f32(0) if empty else f32(1) / step, _i32(0)
+    return scale, minimum, quarter, reciprocal, _i32(-1)
+
+
+@inline
+def _code(
+    source: Any,
+    i: Any,
+    quarter: Any,
+    reciprocal: Any,
+    zero: Any,
+    noise: Any,
+    kind: Any,
+    bits: Any,
+    noisy: Any,
+    keep: Any,
+) -> Any:
+    value = load(source, i, kind)
+    above = value * QUARTER - quarter
     steps = max(above, f32(0)) * reciprocal
     if noisy:
         steps = steps + offset(noise, i)
     code = as_u32(steps + MAGIC)
+    if keep:
+        word = as_u32(value)
+        negative, nothing = word > u32(0x80000000), u32(word << u32(1)) == u32(0)
+        kept = min(code, u32(zero - u32(1))) if negative else max(code, u32(zero + u32(1)))
+        code = code if nothing else kept
     return _u8(u32(code + u32(129))) if bits == 8 else _u8(code)
 
 
@@ -159,7 +224,7 @@ def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
             put(u16_at(target), i, get(u16_at(source), min(i, count - 1)))
 
 
-def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
+def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -> Any:
     inf = int(INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16)
     itemsize, levels, (low_bits, high_bits) = 4 if kind == F32 else 2, LEVELS[bits], widths(bits)
 
@@ -167,7 +232,7 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         noise = noise_stack() if noisy else 0
         lows, highs, finites = _groups_stack(), _groups_stack(), _groups_stack()
-        quarters, reciprocals = _groups_stack(), _groups_stack()
+        quarters, reciprocals, zeros = _groups_stack(), _groups_stack(), _groups_stack()
         copy, bytes_ = _elements_stack(), _codes_stack()
         upper = payload + section(numel * low_bits)
         scales = upper + section(numel * high_bits)
@@ -189,7 +254,11 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
                 put(u32_at(finites), index, u32(finite))
             for index in range(groups):
                 low, high = _value(get(i32_at(lows), index), kind), _value(get(i32_at(highs), index), kind)
-                scale, minimum, quarter, reciprocal = _scale(low, high, levels)
+                if keep:
+                    scale, minimum, quarter, reciprocal, zero = _keeping_scale(low, high, levels, bits)
+                    put(u32_at(zeros), index, u32(zero + _i32(ZERO)))
+                else:
+                    scale, minimum, quarter, reciprocal = _scale(low, high, levels)
                 if bits < 8:
                     known = get(u32_at(finites), index) != u32(0)
                     scale, minimum = scale if known else u32(0), minimum if known else u32(0x7FC0)
@@ -201,16 +270,18 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
             codes = lower if bits == 8 and count == TILE else bytes_
             for index in range(groups):
                 quarter, reciprocal = as_f32(get(u32_at(quarters), index)), as_f32(get(u32_at(reciprocals), index))
+                zero = get(u32_at(zeros), index) if keep else u32(0)
                 start = index * group
                 if get(u32_at(finites), index) != u32(0):
                     for i in range(start, start + group):
-                        put(u8_at(codes), i, _code(elements, i, quarter, reciprocal, noise, kind, bits, noisy))
+                        code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
+                        put(u8_at(codes), i, code)
                 elif bits < 8:
                     for i in range(start, start + group):
                         put(u8_at(codes), i, _u8(0))
                 else:
                     for i in range(start, start + group):
-                        code = _code(elements, i, quarter, reciprocal, noise, kind, bits, noisy)
+                        code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
                         put(u8_at(codes), i, code if load_magnitude(elements, i, kind) < inf else NAN_CODE)
             if bits < 8 or count < TILE:
                 for i in range(count, -(-count // MOST) * MOST):
@@ -226,7 +297,7 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool) -> Any:
     return encode
 
 
-def _compile_decode(kind: int, bits: int, group: int, dither: bool) -> Any:
+def _compile_decode(kind: int, bits: int, group: int, dither: bool, keep: bool) -> Any:
     itemsize, (low_bits, high_bits) = 4 if kind == F32 else 2, widths(bits)
 
     @kernel
@@ -260,7 +331,8 @@ def _compile_decode(kind: int, bits: int, group: int, dither: bool) -> Any:
                     code = get(u8_at(codes), i)
                     steps = f32(_i8(code)) + f32(127) if bits == 8 else f32(code)
                     if dither:
-                        steps = steps - offset(noise, i)
+                        silent = keep and quarter + steps * step == f32(0)
+                        steps = steps if silent else steps - offset(noise, i)
                     missing = unknown or (bits == 8 and code == NAN_CODE)
                     store(elements, i, (quarter + steps * step) * f32(4), missing, kind)
             if count < TILE:

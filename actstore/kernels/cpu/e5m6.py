@@ -38,40 +38,44 @@ OVER = u32(0x47800000)  # 2^16: the code of Inf follows that of 65024
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
     """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = BLOCK * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype]), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype]), unit_nbytes)
     return in_units(run_encode, run_decode, BLOCK)
 
 
 @inline
-def _code_of_f16(half: Any) -> Any:
+def _code_of_f16(half: Any, keep: Any) -> Any:
     magnitude = u16(half & u16(0x7FFF))
     odd = u16(u16(magnitude >> u16(4)) & u16(1))
     rounded = u16(u16(u16(magnitude + u16(7)) + odd) >> u16(4))
+    if keep:
+        rounded = max(rounded, u16(min(magnitude, u16(1))))
     code = u16(rounded | u16(u16(half >> u16(4)) & u16(0x800)))
     return u16(0x7E0) if magnitude > u16(0x7C00) else code
 
 
 @inline
-def _code_of_f32(bits: Any) -> Any:
+def _code_of_f32(bits: Any, keep: Any) -> Any:
     magnitude = u32(bits & u32(0x7FFFFFFF))
     near = u32(min(magnitude, OVER))
     power = u32(max(u32(near & u32(0x7F800000)), LEAST))
     base = u32(power + u32(17 << 23))
     steps = u32(as_u32(as_f32(near) + as_f32(base)) - base)
     rounded = u32(steps + u32(u32(power - LEAST) >> u32(17)))
+    if keep:
+        rounded = max(rounded, u32(min(magnitude, u32(1))))
     code = u32(rounded | u32(u32(bits >> u32(20)) & u32(0x800)))
     return u16(u32(0x7E0) if magnitude > INF_F32 else code)
 
 
 @inline
-def _code(source: Any, i: Any, kind: Any) -> Any:
+def _code(source: Any, i: Any, kind: Any, keep: Any) -> Any:
     if kind == F16:
-        return _code_of_f16(u16(get(u16_at(source), i)))
-    return _code_of_f32(as_u32(load(source, i, kind)))
+        return _code_of_f16(u16(get(u16_at(source), i)), keep)
+    return _code_of_f32(as_u32(load(source, i, kind)), keep)
 
 
 @inline
@@ -90,9 +94,9 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 
 @inline
-def _encode_pairs(source: Any, high: Any, low: Any, first: Any, last: Any, kind: Any) -> None:
+def _encode_pairs(source: Any, high: Any, low: Any, first: Any, last: Any, kind: Any, keep: Any) -> None:
     for j in range(first, last):
-        one, other = _code(source, 2 * j, kind), _code(source, 2 * j + 1, kind)
+        one, other = _code(source, 2 * j, kind, keep), _code(source, 2 * j + 1, kind, keep)
         put(u8_at(high), 2 * j, np.uint8(one >> u16(4)))
         put(u8_at(high), 2 * j + 1, np.uint8(other >> u16(4)))
         put(u8_at(low), j, np.uint8(u16(one & u16(15)) | u16(u16(other & u16(15)) << u16(4))))
@@ -107,18 +111,18 @@ def _decode_pairs(high: Any, low: Any, target: Any, first: Any, last: Any, kind:
         _put_value(target, 2 * j + 1, u16(u16(other << u16(4)) | u16(both >> u16(4))), kind)
 
 
-def _compile_encode(kind: int) -> Any:
+def _compile_encode(kind: int, keep: bool) -> Any:
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         low = payload + ((numel + 15) & -16)
         full = min(last, numel // BLOCK)
         for block in range(first, full):
             start = block * (BLOCK // 2)
-            _encode_pairs(source, payload, low, start, start + BLOCK // 2, kind)
+            _encode_pairs(source, payload, low, start, start + BLOCK // 2, kind, keep)
         if last > full:
-            _encode_pairs(source, payload, low, full * (BLOCK // 2), numel // 2, kind)
+            _encode_pairs(source, payload, low, full * (BLOCK // 2), numel // 2, kind, keep)
             if numel % 2:
-                code = _code(source, numel - 1, kind)
+                code = _code(source, numel - 1, kind, keep)
                 put(u8_at(payload), numel - 1, np.uint8(code >> u16(4)))
                 put(u8_at(low), numel // 2, np.uint8(code & u16(15)))
             for i in range(numel, low - payload):

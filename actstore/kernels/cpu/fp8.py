@@ -39,22 +39,24 @@ from actstore.kernels.cpu.philox import noise_stack, renew_noise
 
 FLUSH = u32(0x0E800000)  # 2^-98
 LEAST = u32(0x3C800000)  # 2^-6, the least normal e4m3
+LEAST_SCALE = u32(0x0A000000)  # 2^-107, of a group below 2^-98 where signs are kept
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
     return in_units(run_encode, run_decode, group, below)
 
 
 @inline
-def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any) -> Any:
+def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
     """The code of a finite element."""
-    bits = as_u32(load(source, i, kind) * reciprocal)
+    value = load(source, i, kind)
+    bits = as_u32(value * reciprocal)
     magnitude = u32(bits & u32(0x7FFFFFFF))
     power = u32(max(u32(magnitude & u32(0x7F800000)), LEAST))
     base = u32(power + u32((4 if noisy else 20) << 23))
@@ -63,6 +65,9 @@ def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: An
         random = u32(u32(u32(get(u8_at(noise), i)) << u32(8)) | u32(0x80))
         steps = u32(u32(steps + random) >> u32(16))
     code = u32(min(u32(steps + u32(u32(power - LEAST) >> u32(20))), u32(0x7E)))
+    if keep:
+        bits = as_u32(value)
+        code = u32(1) if code == u32(0) and u32(bits << u32(1)) != u32(0) else code
     return np.uint8(u32(code | u32(u32(bits >> u32(24)) & u32(0x80))))
 
 
@@ -89,6 +94,7 @@ def _encode_group(
     count: Any,
     kind: Any,
     noisy: Any,
+    keep: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     finite = top < inf
@@ -99,14 +105,16 @@ def _encode_group(
     if bits >= FLUSH:
         scale = u32(u32(as_u32(as_f32(bits) / f32(448)) + below) & u32(~below))
         reciprocal = f32(1) / as_f32(scale)
+    elif keep:
+        scale = LEAST_SCALE if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale >> u32(16)))
 
     if finite:
         for i in range(start, start + count):
-            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy))
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
         for i in range(start, start + count):
-            code = _code(source, i, reciprocal, noise, kind, noisy)
+            code = _code(source, i, reciprocal, noise, kind, noisy, keep)
             put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(0x7F))
 
 
@@ -124,7 +132,7 @@ def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, 
         store(target, i, value * scale, moved == u32(0x7F << 20), kind)
 
 
-def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
+def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
     itemsize, most = (4, u32(0xFFFFFFFF)) if kind == F32 else (2, u16(0xFFFF))
 
     @kernel
@@ -137,12 +145,12 @@ def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
             start = index * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
             top = largest_of(source + start * itemsize, group, kind)
-            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy)
+            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep)
         if last > full:
             start = full * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
             top = _top(source, start, numel - start, most, kind)
-            _encode_group(source, payload, scales, drawn, below, top, full, start, numel - start, kind, noisy)
+            _encode_group(source, payload, scales, drawn, below, top, full, start, numel - start, kind, noisy, keep)
         if last * group >= numel:
             for i in range(numel, scales - payload):
                 put(u8_at(payload), i, np.uint8(0))

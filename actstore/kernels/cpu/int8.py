@@ -38,29 +38,55 @@ from actstore.kernels.cpu.language import (
 from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
 
 FLUSH = u32(0x08800000)  # 2^-110
+LEAST = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
+ZERO = u32(0x4B400000)  # the bits of MAGIC
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest"), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], group, round == "dither"), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
+    run_decode = Parallel(
+        _compile_decode(KINDS[dtype], group, round == "dither", keep and round == "dither"), unit_nbytes
+    )
     return in_units(run_encode, run_decode, group)
 
 
 @inline
-def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any) -> Any:
-    steps = load(source, i, kind) * reciprocal
+def code_of(value: Any, steps: Any, keep: Any) -> Any:
+    """The code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one."""
+    rounded = as_u32(steps + MAGIC)
+    if keep:
+        bits = as_u32(value)
+        one = u32(u32(1) - u32(u32(bits >> u32(31)) << u32(1)))
+        lost = rounded == ZERO and u32(bits << u32(1)) != u32(0)
+        rounded = one if lost else rounded
+    return np.uint8(rounded)
+
+
+@inline
+def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
+    value = load(source, i, kind)
+    steps = value * reciprocal
     if noisy:
         steps = steps + offset(noise, i)
-    return np.uint8(as_u32(steps + MAGIC))
+    return code_of(value, steps, keep)
 
 
 @inline
 def _encode_group(
-    source: Any, codes: Any, scales: Any, noise: Any, index: Any, start: Any, count: Any, kind: Any, noisy: Any
+    source: Any,
+    codes: Any,
+    scales: Any,
+    noise: Any,
+    index: Any,
+    start: Any,
+    count: Any,
+    kind: Any,
+    noisy: Any,
+    keep: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     top: Any = u32(0) if kind == F32 else u16(0)
@@ -79,31 +105,42 @@ def _encode_group(
     if bits >= FLUSH:
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) >> u32(16))
         reciprocal = f32(1) / as_f32(u32(scale << u32(16)))
+    elif keep:
+        scale = LEAST if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale))
 
     if finite:
         for i in range(start, start + count):
-            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy))
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
         for i in range(start, start + count):
-            code = _code(source, i, reciprocal, noise, kind, noisy)
+            code = _code(source, i, reciprocal, noise, kind, noisy, keep)
             put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(128))
 
 
 @inline
 def _decode_group(
-    codes: Any, scales: Any, target: Any, noise: Any, index: Any, start: Any, count: Any, kind: Any, dither: Any
+    codes: Any,
+    scales: Any,
+    target: Any,
+    noise: Any,
+    index: Any,
+    start: Any,
+    count: Any,
+    kind: Any,
+    dither: Any,
+    keep: Any,
 ) -> None:
     scale = as_f32(u32(u32(get(u16_at(scales), index)) << u32(16)))
     for i in range(start, start + count):
         code = get(i8_at(codes), i)
         steps = f32(code)
         if dither:
-            steps = steps - offset(noise, i)
+            steps = steps if keep and code == np.int8(0) else steps - offset(noise, i)
         store(target, i, steps * scale, code == np.int8(-128), kind)
 
 
-def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
+def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
@@ -112,11 +149,11 @@ def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
         for index in range(first, full):  # a constant count gives loops without remainder
             start = index * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy)
+            _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy, keep)
         if last > full:
             start = full * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            _encode_group(source, payload, scales, drawn, full, start, numel - start, kind, noisy)
+            _encode_group(source, payload, scales, drawn, full, start, numel - start, kind, noisy, keep)
         if last * group >= numel:
             for i in range(numel, scales - payload):
                 put(u8_at(payload), i, np.uint8(0))
@@ -124,7 +161,7 @@ def _compile_encode(kind: int, group: int, noisy: bool) -> Any:
     return encode
 
 
-def _compile_decode(kind: int, group: int, dither: bool) -> Any:
+def _compile_decode(kind: int, group: int, dither: bool, keep: bool) -> Any:
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
@@ -133,10 +170,10 @@ def _compile_decode(kind: int, group: int, dither: bool) -> Any:
         for index in range(first, full):
             start = index * group
             drawn = renew_noise(noise, start, first * group, key) if dither else 0
-            _decode_group(payload, scales, target, drawn, index, start, group, kind, dither)
+            _decode_group(payload, scales, target, drawn, index, start, group, kind, dither, keep)
         if last > full:
             start = full * group
             drawn = renew_noise(noise, start, first * group, key) if dither else 0
-            _decode_group(payload, scales, target, drawn, full, start, numel - start, kind, dither)
+            _decode_group(payload, scales, target, drawn, full, start, numel - start, kind, dither, keep)
 
     return decode

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu.int8 import FLUSH, MAGIC
+from actstore.kernels.cpu.int8 import FLUSH, LEAST, code_of
 from actstore.kernels.cpu.int8 import kernels as element_kernels
 from actstore.kernels.cpu.language import (
     BF16,
@@ -49,12 +49,12 @@ noise_stack: Any = stack_of(SEGMENT + 16)
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * SEGMENT * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest"), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither"), unit_nbytes)
-    along_elements = element_kernels(dtype, device, group, round)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest", keep), unit_nbytes)
+    run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither", keep and round == "dither"), unit_nbytes)
+    along_elements = element_kernels(dtype, device, group, round, keep)
 
     def units(numel: int, columns: int) -> int:
         return -(-numel // (columns * group)) * -(-columns // SEGMENT)
@@ -145,12 +145,13 @@ def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count
 
 
 @inline
-def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: Any, kind: Any) -> None:
+def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: Any, kind: Any, keep: Any) -> None:
     for c in range(count):
         bits = f32_magnitude(get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c), kind)
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) & u32(0xFFFF0000))
         large = bits >= FLUSH
-        put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(0))
+        small = (LEAST if bits != u32(0) else u32(0)) if keep else u32(0)
+        put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(small))
         reciprocal = as_u32(f32(1) / as_f32(scale))
         put(u32_at(reciprocals), c, reciprocal if large else u32(0))
 
@@ -176,14 +177,15 @@ def _draw(noise: Any, start: Any, count: Any, key: Any) -> Any:
 
 
 @inline
-def _code(source: Any, i: Any, reciprocals: Any, c: Any, noise: Any, kind: Any, noisy: Any) -> Any:
-    steps = load(source, i, kind) * as_f32(get(u32_at(reciprocals), c))
+def _code(source: Any, i: Any, reciprocals: Any, c: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
+    value = load(source, i, kind)
+    steps = value * as_f32(get(u32_at(reciprocals), c))
     if noisy:
         steps = steps + offset(noise, i)
-    return np.uint8(as_u32(steps + MAGIC))
+    return code_of(value, steps, keep)
 
 
-def _compile_encode(kind: int, noisy: bool) -> Any:
+def _compile_encode(kind: int, noisy: bool, keep: bool) -> Any:
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         columns, group = extra >> GROUP_BITS, extra & ((1 << GROUP_BITS) - 1)
@@ -200,17 +202,17 @@ def _compile_encode(kind: int, noisy: bool) -> Any:
                 for c in range(width):
                     at = fold * width + c
                     _raise_top(tops, c, get(u32_at(tops), at) if kind == F32 else get(u16_at(tops), at), kind)
-            _find_scales(tops, reciprocals, scales, scale, width, kind)
+            _find_scales(tops, reciprocals, scales, scale, width, kind, keep)
             _repeat(reciprocals, width, folds)
             for row in range(rows):
                 at = start + row * stride
                 drawn = _draw(noise, at, count, key) if noisy else 0
                 if finite:
                     for c in range(count):
-                        put(u8_at(payload), at + c, _code(source, at + c, reciprocals, c, drawn, kind, noisy))
+                        put(u8_at(payload), at + c, _code(source, at + c, reciprocals, c, drawn, kind, noisy, keep))
                 else:
                     for c in range(count):
-                        code = _code(source, at + c, reciprocals, c, drawn, kind, noisy)
+                        code = _code(source, at + c, reciprocals, c, drawn, kind, noisy, keep)
                         good = load_magnitude(source, at + c, kind) < inf
                         put(u8_at(payload), at + c, code if good else np.uint8(128))
         if first == 0:
@@ -220,7 +222,7 @@ def _compile_encode(kind: int, noisy: bool) -> Any:
     return encode
 
 
-def _compile_decode(kind: int, dither: bool) -> Any:
+def _compile_decode(kind: int, dither: bool, keep: bool) -> Any:
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         columns, group = extra >> GROUP_BITS, extra & ((1 << GROUP_BITS) - 1)
@@ -240,7 +242,7 @@ def _compile_decode(kind: int, dither: bool) -> Any:
                     code = get(i8_at(payload), at + c)
                     steps = f32(code)
                     if dither:
-                        steps = steps - offset(drawn, at + c)
+                        steps = steps if keep and code == np.int8(0) else steps - offset(drawn, at + c)
                     store(target, at + c, steps * as_f32(get(u32_at(wide), c)), code == np.int8(-128), kind)
 
     return decode

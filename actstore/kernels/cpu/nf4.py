@@ -51,10 +51,10 @@ _groups_stack: Any = stack_of(4 * TILE // 32)
 
 
 @cache
-def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
     """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
+    run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
     return in_units(run_encode, run_decode, TILE)
 
@@ -72,6 +72,16 @@ def _code(t: Any, bounds: Any) -> Any:
     a = t > (upper if d else lower)
     high = u32((u32(8) if d else u32(0)) | (u32(4) if c else u32(0)))
     return np.uint8(u32(high | u32((u32(2) if b else u32(0)) | (u32(1) if a else u32(0)))))
+
+
+@inline
+def _kept(code: Any, value: Any, keep: Any) -> Any:
+    """The code of an element; where signs are kept, only zero has the code of zero."""
+    if keep:
+        word = as_u32(value)
+        signed = min(code, np.uint8(ZERO - 1)) if word > u32(0x80000000) else max(code, np.uint8(ZERO + 1))
+        return code if u32(word << u32(1)) == u32(0) else signed
+    return code
 
 
 @inline
@@ -95,7 +105,13 @@ def _as_f32_bits(top: Any, kind: Any) -> Any:
 
 
 @inline
-def _scale(top: Any, bnb: Any) -> Any:
+def _least(top: Any, keep: Any) -> Any:
+    """The bits of the absmax of a group that is too small."""
+    return u32(FLUSH >> 16) if keep and top != u32(0) else u32(0)
+
+
+@inline
+def _scale(top: Any, bnb: Any, keep: Any) -> Any:
     """The bits of the absmax as it is stored, and what elements are multiplied with."""
     if bnb:
         absmax = u32(NAN) if top >= INF_F32 else top
@@ -103,19 +119,21 @@ def _scale(top: Any, bnb: Any) -> Any:
     absmax = u32(min(u32(u32(top + u32(0xFFFF)) >> u32(16)), u32(LARGEST)))
     factor = f32(4) / as_f32(u32(max(u32(absmax << u32(16)), u32(FLUSH))))
     small = top < u32(FLUSH)
-    absmax = u32(NAN >> 16) if top >= INF_F32 else u32(0) if small else absmax
+    absmax = u32(NAN >> 16) if top >= INF_F32 else _least(top, keep) if small else absmax
     return absmax, f32(0) if small else factor
 
 
 @inline
-def _encode_tile(source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any) -> None:
+def _encode_tile(
+    source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any, keep: Any
+) -> None:
     factors, codes = _groups_stack(), _codes_stack()
     largest = u32(0)
     for index in range(TILE // group):
         top = _as_f32_bits(u32(get(u32_at(tops), index)), kind)
         largest = u32(max(largest, top))
         put(u32_at(tops), index, top)
-        absmax, factor = _scale(top, bnb)
+        absmax, factor = _scale(top, bnb, keep)
         put(u32_at(factors), index, as_u32(factor))
         if bnb:
             put(u32_at(absmaxes), index, absmax)
@@ -124,7 +142,8 @@ def _encode_tile(source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any,
     for index in range(TILE // group):
         factor = as_f32(u32(get(u32_at(factors), index)))
         for i in range(index * group, index * group + group):
-            put(u8_at(codes), i, _code(load(source, i, kind) * factor, _B1 if bnb else _B4))
+            value = load(source, i, kind)
+            put(u8_at(codes), i, _kept(_code(value * factor, _B1 if bnb else _B4), value, keep))
     for i in range(TILE // 2):
         pair = get(u16_at(codes), i)
         first, second = (u16(pair >> u16(8)), u16(pair << u16(4))) if bnb else (pair, u16(pair >> u16(4)))
@@ -137,14 +156,15 @@ def _encode_tile(source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any,
 
 
 @inline
-def _encode_short_bnb(source: Any, packed: Any, absmaxes: Any, start: Any, group: Any, kind: Any) -> None:
+def _encode_short_bnb(source: Any, packed: Any, absmaxes: Any, start: Any, group: Any, kind: Any, keep: Any) -> None:
     """The last group, where it is short, as bitsandbytes has it: it divides."""
     top = u32(max(u32(get(u32_at(absmaxes), start // group)), u32(BNB_LEAST)))
     if top < INF_F32:
         put(u32_at(absmaxes), start // group, top)
         for i in range(start, start + group, 2):  # zeros follow the elements
-            high = _code(load(source, i, kind) / as_f32(top), _B1)
-            low = _code(load(source, i + 1, kind) / as_f32(top), _B1)
+            first, second = load(source, i, kind), load(source, i + 1, kind)
+            high = _kept(_code(first / as_f32(top), _B1), first, keep)
+            low = _kept(_code(second / as_f32(top), _B1), second, keep)
             put(u8_at(packed), i // 2, np.uint8(u32(low | u32(u32(high) << u32(4)))))
 
 
@@ -177,7 +197,7 @@ def _clear(target: Any, nbytes: Any) -> None:
         put(u8_at(target), i, np.uint8(0))
 
 
-def _compile_encode(kind: int, group: int, bnb: bool) -> Any:
+def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
     itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
 
     @kernel
@@ -191,7 +211,7 @@ def _compile_encode(kind: int, group: int, bnb: bool) -> Any:
             scales, elements = absmaxes + start // group * width, source + start * itemsize
             for index in range(TILE // group):
                 put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
-            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb)
+            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb, keep)
         if last > full:  # the last tile, with zeros in place of what it lacks
             start = full * TILE
             count = numel - start
@@ -200,9 +220,9 @@ def _compile_encode(kind: int, group: int, bnb: bool) -> Any:
             _copy(source + start * itemsize, elements, count * itemsize)
             for index in range(TILE // group):
                 put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
-            _encode_tile(elements, packed, scales, tops, group, kind, bnb)
+            _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep)
             if bnb and count % group:
-                _encode_short_bnb(elements, packed, scales, count // group * group, group, kind)
+                _encode_short_bnb(elements, packed, scales, count // group * group, group, kind, keep)
             _copy(packed, payload + start // 2, packed_nbytes - start // 2)
             _copy(scales, absmaxes + start // group * width, -(-count // group) * width)
             _clear(payload + packed_nbytes, absmaxes - payload - packed_nbytes)

@@ -16,11 +16,13 @@ def kernels(
     bits: int,
     group: int,
     round: str,  # noqa: A002
+    keep: bool,
 ) -> Kernels:
     """Kernels for one dtype and set of options on one device."""
     source = "affine_planes" if widths(bits)[1] else "affine"
-    noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
-    run_encode = launch.launcher(source, f"affine{bits}_encode_{SUFFIX[dtype]}{noise}", device)
+    kept = "_keep" * keep
+    noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
+    run_encode = launch.launcher(source, f"affine{bits}_encode_{SUFFIX[dtype]}{noise}{kept}", device)
     run_decode = launch.launcher(source, f"affine{bits}_decode_{SUFFIX[dtype]}{dither}", device)
     shift = log2_lanes(group)
 

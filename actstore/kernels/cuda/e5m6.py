@@ -11,9 +11,9 @@ from actstore.kernels.cuda.groups import SUFFIX
 RUN = 16  # elements per thread, in csrc/e5m6.cu
 
 
-def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
     """Kernels for one dtype on one device."""
-    run_encode = launch.launcher("e5m6", f"e5m6_encode_{SUFFIX[dtype]}", device)
+    run_encode = launch.launcher("e5m6", f"e5m6_encode_{SUFFIX[dtype]}" + "_keep" * keep, device)
     run_decode = launch.launcher("e5m6", f"e5m6_decode_{SUFFIX[dtype]}", device)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:

@@ -11,10 +11,10 @@ from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 BELOW = {"linear": 0xFFFF, "pow2": 0x7FFFFF}  # bits of a float32 below the last one of a scale
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options on one device."""
-    noise = "_noise" * (round != "nearest")
-    run_encode = launch.launcher("fp8", f"fp8_encode_{SUFFIX[dtype]}{noise}", device)
+    options = "_noise" * (round != "nearest") + "_keep" * keep
+    run_encode = launch.launcher("fp8", f"fp8_encode_{SUFFIX[dtype]}{options}", device)
     run_decode = launch.launcher("fp8", f"fp8_decode_{SUFFIX[dtype]}", device)
     shift, below = log2_lanes(group), BELOW[scale]
 

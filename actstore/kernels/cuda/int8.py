@@ -9,10 +9,11 @@ from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options on one device."""
-    noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
-    run_encode = launch.launcher("int8", f"int8_encode_{SUFFIX[dtype]}{noise}", device)
+    kept = "_keep" * keep
+    noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
+    run_encode = launch.launcher("int8", f"int8_encode_{SUFFIX[dtype]}{noise}{kept}", device)
     run_decode = launch.launcher("int8", f"int8_decode_{SUFFIX[dtype]}{dither}", device)
     shift = log2_lanes(group)
 

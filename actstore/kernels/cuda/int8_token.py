@@ -12,12 +12,13 @@ from actstore.kernels.cuda.groups import SUFFIX
 BLOCK_COLUMNS = 64  # of a block of threads, in csrc/int8_token.cu
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options on one device."""
-    noise, dither = "_noise" * (round != "nearest"), "_dither" * (round == "dither")
-    run_encode = launch.launcher("int8_token", f"int8_token_encode_{SUFFIX[dtype]}{noise}", device)
+    kept = "_keep" * keep
+    noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
+    run_encode = launch.launcher("int8_token", f"int8_token_encode_{SUFFIX[dtype]}{noise}{kept}", device)
     run_decode = launch.launcher("int8_token", f"int8_token_decode_{SUFFIX[dtype]}{dither}", device)
-    along_elements = int8_cuda.kernels(dtype, device, group, round)
+    along_elements = int8_cuda.kernels(dtype, device, group, round, keep)
 
     def blocks(numel: int, columns: int) -> int:
         return -(-numel // (columns * group)) * -(-columns // BLOCK_COLUMNS)

@@ -9,10 +9,11 @@ from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
     """Kernels for one dtype and set of options on one device."""
     suffix = SUFFIX[dtype] + "_bnb" * (layout == "bnb")
-    run_encode, run_decode = (launch.launcher("nf4", f"nf4_{way}_{suffix}", device) for way in ("encode", "decode"))
+    run_encode = launch.launcher("nf4", f"nf4_encode_{suffix}" + "_keep" * keep, device)
+    run_decode = launch.launcher("nf4", f"nf4_decode_{suffix}", device)
     shift = log2_lanes(group)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:

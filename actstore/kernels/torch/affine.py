@@ -11,6 +11,7 @@ from actstore.kernels.torch.philox import offsets
 
 SMALLEST_MINIMUM = 0x08800000  # 2^-110
 SMALLEST_QUARTER = 2.0**-82
+LARGEST_QUARTER = (2 - 2.0**-7) * 2.0**125  # of the largest bfloat16
 LARGEST = 0x7F7F0000  # of bfloat16
 NAN = 0x7FC0
 
@@ -21,10 +22,11 @@ def kernels(
     bits: int,
     group: int,
     round: str,  # noqa: A002
+    keep: bool,
 ) -> Kernels:
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
-    low, high = widths(bits)
+    low_bits, high_bits = widths(bits)
 
     def views(
         payload: torch.Tensor, numel: int
@@ -32,9 +34,9 @@ def kernels(
         """The planes of codes, each with its first bit of a code and how many; the scales, padded, and the minima."""
         payload_pointer(payload)
         at = sections(numel, bits, group)
-        planes = [(payload[: at.upper], 0, low), (payload[at.upper : at.scales], low, high)]
+        planes = [(payload[: at.upper], 0, low_bits), (payload[at.upper : at.scales], low_bits, high_bits)]
         return (
-            planes if high else planes[:1],
+            planes if high_bits else planes[:1],
             payload[at.scales : at.minima].view(torch.int16),
             payload[at.minima : at.nbytes].view(torch.int16),
         )
@@ -47,7 +49,7 @@ def kernels(
             values = storage_slice(src, start, count).to(torch.float32)
             values = torch.cat([values, values[-1:].expand(-count % group)]).view(-1, group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
-            found, scales[first:last], minima[first:last] = _encode(values, noise, bits)
+            found, scales[first:last], minima[first:last] = _encode(values, noise, bits, keep)
             for plane, shift, width in planes:
                 packed = _pack(found.view(-1)[:count] >> shift, width)
                 plane[start * width // 8 :][: len(packed)] = packed
@@ -66,10 +68,12 @@ def kernels(
             steps = found.to(torch.float32)
             if bits == 8:
                 steps = torch.where(found < 128, steps + 127, steps - 129)
-            if round == "dither":
-                steps -= grouped(offsets(start, count, key, out.device), group)
             minimum = minima[first:last].view(-1, 1)
-            quarters = _quarter(minimum) + steps * _quarter(scales[first:last].view(-1, 1))
+            low, step = _quarter(minimum), _quarter(scales[first:last].view(-1, 1))
+            if round == "dither":
+                noise = grouped(offsets(start, count, key, out.device), group)
+                steps -= torch.where(low + steps * step == 0, 0, noise) if keep else noise
+            quarters = low + steps * step
             missing = ((minimum & 0x7FFF) >= 0x7F80) | (found == 128)
             store(quarters * 4, missing, storage_slice(out, start, count))
 
@@ -77,7 +81,7 @@ def kernels(
 
 
 def _encode(
-    groups: torch.Tensor, noise: torch.Tensor | None, bits: int
+    groups: torch.Tensor, noise: torch.Tensor | None, bits: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""
     finite = (groups.view(torch.int32) & 0x7FFFFFFF) < INF
@@ -87,10 +91,25 @@ def _encode(
     minimum = _floor(torch.where(none, 0, low))
     quarter = _quarter(minimum)
     # divides by a tensor: by a number, CUDA would multiply with its reciprocal and lose the last bit
-    spread = torch.where(none, 0, high) * 0.25 - quarter
-    step = spread / torch.full_like(spread, LEVELS[bits])
-    step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    high_quarter = torch.where(none, 0, high) * 0.25
+    spread = high_quarter - quarter
+    step = _up(spread / torch.full_like(spread, LEVELS[bits]))
     constant = spread < SMALLEST_QUARTER
+    zero = torch.full_like(minimum, -1)
+    if keep:
+        near = (minimum > 0) & ~constant & (quarter < step)
+        at_zero = near | (minimum == 0)
+        least = torch.full_like(step, SMALLEST_QUARTER)
+        from_zero = _up(high_quarter / torch.full_like(spread, LEVELS[bits]))
+        from_zero = torch.where(high_quarter < SMALLEST_QUARTER, least, from_zero)
+        below = (low.view(torch.int32) < 0) & (low.view(torch.int32) & 0x7FFFFFFF != 0) & ~none
+        around, zero_code = _around_zero(torch.where(none, 0, low) * 0.25, high_quarter, LEVELS[bits], bits)
+        step = torch.where(below, around, torch.where(at_zero, from_zero, step))
+        zero = torch.where(below, zero_code, torch.where(at_zero, 0, zero))
+        empty = (high.view(torch.int32) & 0x7FFFFFFF == 0) | none
+        constant = torch.where(below, False, torch.where(at_zero, empty, constant))
+        quarter = torch.where(below, -zero_code * around, torch.where(at_zero, 0, quarter))
+        minimum = torch.where(below | at_zero, (quarter * 4).view(torch.int32) >> 16, minimum)
     if bits < 8:
         finite = finite.all(1, keepdim=True)
         minimum = torch.where(finite, minimum, NAN)
@@ -98,11 +117,34 @@ def _encode(
     steps = (groups * 0.25 - quarter).clamp(min=0) * torch.where(constant, 0, step.reciprocal())
     if noise is not None:
         steps = steps + noise
-    codes = torch.where(finite, steps.round(), 255 if bits == 8 else 0).to(torch.uint8)
+    steps = steps.round()
+    if keep:
+        word = groups.view(torch.int32)
+        kept = torch.where(word < 0, torch.minimum(steps, zero - 1), torch.maximum(steps, zero + 1))
+        steps = torch.where(word & 0x7FFFFFFF == 0, steps, kept)
+    codes = torch.where(finite, steps, 255 if bits == 8 else 0).to(torch.uint8)
     if bits == 8:
         codes = codes + 129
     scale = torch.where(constant, 0, (step * 4).view(torch.int32) >> 16)
     return codes, scale.view(-1).to(torch.int16), minimum.view(-1).to(torch.int16)
+
+
+def _up(values: torch.Tensor) -> torch.Tensor:
+    """Finite float32 numbers of at least 0, rounded up to bfloat16."""
+    return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def _around_zero(low: torch.Tensor, high: torch.Tensor, levels: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quarters of the steps of groups with negative elements, and the code of their zero; quarters come in."""
+    low = low.clamp(min=-LARGEST_QUARTER)
+    step, zero = torch.full_like(low, torch.inf), torch.ones_like(low)
+    for power in range(bits):
+        code = 1 << power
+        found = _up(torch.maximum(low * (-1 / code), high / torch.full_like(high, levels - code)))
+        found = found.clamp(min=SMALLEST_QUARTER)
+        better = (found < step) & (found <= LARGEST_QUARTER / code)
+        step, zero = torch.where(better, found, step), torch.where(better, code, zero)
+    return step, zero
 
 
 def _floor(values: torch.Tensor) -> torch.Tensor:

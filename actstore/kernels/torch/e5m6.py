@@ -13,7 +13,7 @@ LEAST = 0x38800000  # 2^-14, the least normal e5m6
 OVER = 0x47800000  # 2^16: the code of Inf follows that of 65024
 
 
-def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
     """Kernels for one dtype. They allocate temporaries and never wait for the device."""
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
@@ -21,7 +21,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         out[numel : round_up(numel)].zero_()
         low = out[round_up(numel) :]
         for start, count in chunks(numel):
-            codes = _codes(storage_slice(src, start, count).to(torch.float32))
+            codes = _codes(storage_slice(src, start, count).to(torch.float32), keep)
             out[start : start + count] = codes >> 4
             pairs = pad(codes & 15, (0, count % 2)).view(-1, 2)
             low[start // 2 :][: len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
@@ -41,7 +41,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     return Kernels(encode, decode)
 
 
-def _codes(values: torch.Tensor) -> torch.Tensor:
+def _codes(values: torch.Tensor, keep: bool) -> torch.Tensor:
     """Codes, int32, of float32 values."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -49,5 +49,8 @@ def _codes(values: torch.Tensor) -> torch.Tensor:
     power = (near & EXPONENT).clamp(min=LEAST)
     base = power + (17 << 23)
     steps = (near.view(torch.float32) + base.view(torch.float32)).view(torch.int32) - base
-    codes = steps + (power - LEAST >> 17) | bits >> 20 & 0x800
+    codes = steps + (power - LEAST >> 17)
+    if keep:
+        codes = torch.where((codes == 0) & (magnitude != 0), 1, codes)
+    codes = codes | bits >> 20 & 0x800
     return codes.masked_fill_(magnitude > INF, 0x7E0)

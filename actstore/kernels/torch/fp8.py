@@ -12,9 +12,10 @@ FLUSH = 0x0E800000  # 2^-98
 EXPONENT = 0x7F800000  # of a float32
 LEAST = 0x3C800000  # 2^-6, the least normal e4m3
 NOT_FINITE, TOP = 0x7F, 0x7E
+LEAST_SCALE = 2.0**-107  # of a group below 2^-98 where signs are kept
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
 
@@ -32,7 +33,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
             if round != "nearest":
                 uniform = (offsets(start, count, key, src.device) + 0.498046875) * 256
                 noise = grouped(uniform.to(torch.int32), group)
-            found, scales[first:last] = _encode(values, noise, below)
+            found, scales[first:last] = _encode(values, noise, below, keep)
             codes[start : start + count] = found.view(-1)[:count]
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
@@ -46,7 +47,9 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
     return Kernels(encode, decode)
 
 
-def _encode(groups: torch.Tensor, noise: torch.Tensor | None, below: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(
+    groups: torch.Tensor, noise: torch.Tensor | None, below: int, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, uint8, and scales of float32 (groups, group)."""
     bits = groups.view(torch.int32)
     magnitudes = bits & 0x7FFFFFFF
@@ -65,8 +68,13 @@ def _encode(groups: torch.Tensor, noise: torch.Tensor | None, below: int) -> tup
     else:
         base = power + (4 << 23)
         steps = (scaled + base.view(torch.float32)).view(torch.int32) - base + (noise << 8 | 0x80) >> 16
-    codes = (steps + (power - LEAST >> 20)).clamp(max=TOP) | (bits >> 24 & 0x80)
-    return torch.where(finite, codes, NOT_FINITE).to(torch.uint8), torch.where(flushed, 0, scale).view(-1).bfloat16()
+    codes = (steps + (power - LEAST >> 20)).clamp(max=TOP)
+    scale = torch.where(flushed, 0, scale)
+    if keep:
+        codes = torch.where((codes == 0) & (magnitudes != 0), 1, codes)
+        scale = torch.where(flushed & (top != 0), LEAST_SCALE, scale)
+    codes = codes | (bits >> 24 & 0x80)
+    return torch.where(finite, codes, NOT_FINITE).to(torch.uint8), scale.view(-1).bfloat16()
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ from actstore.kernels.torch.groups import INF, chunks, grouped, store
 from actstore.kernels.torch.philox import offsets
 
 FLUSH = 0x08800000  # 2^-110
+LEAST = 0x05000000  # 2^-117, the scale of a group below that where signs are kept
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +27,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
             first, last = start // group, -(-(start + count) // group)
             values = grouped(storage_slice(src, start, count).to(torch.float32), group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
-            found, scales[first:last] = quantize(values, noise)
+            found, scales[first:last] = quantize(values, noise, keep)
             codes[start : start + count] = found.view(-1)[:count]
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
@@ -36,14 +37,15 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
             found = grouped(codes[start : start + count], group)
             steps = found.to(torch.float32)
             if round == "dither":
-                steps -= grouped(offsets(start, count, key, out.device), group)
+                noise = grouped(offsets(start, count, key, out.device), group)
+                steps -= torch.where(found == 0, 0, noise) if keep else noise
             values = steps * scales[first:last].to(torch.float32).view(-1, 1)
             store(values, found == -128, storage_slice(out, start, count))
 
     return Kernels(encode, decode)
 
 
-def quantize(groups: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(groups: torch.Tensor, noise: torch.Tensor | None, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, int8, and scales of float32 (groups, group), or (groups, group, columns) with one scale per column."""
     magnitudes = groups.view(torch.int32) & 0x7FFFFFFF
     finite = magnitudes < INF
@@ -56,4 +58,10 @@ def quantize(groups: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Te
     if noise is not None:
         steps = steps + noise
     codes = torch.where(finite, steps.round(), -128).to(torch.int8)
-    return codes, torch.where(flushed, 0, scale).view(-1).to(torch.bfloat16)
+    scale = torch.where(flushed, 0, scale)
+    if keep:
+        codes = torch.where(
+            (codes == 0) & (magnitudes != 0), (groups.view(torch.int32) >> 31 | 1).to(torch.int8), codes
+        )
+        scale = torch.where(flushed & (top != 0), torch.full_like(top, LEAST).view(torch.float32), scale)
+    return codes, scale.view(-1).to(torch.bfloat16)

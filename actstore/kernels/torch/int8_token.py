@@ -13,9 +13,9 @@ from actstore.kernels.torch.groups import CHUNK, store
 from actstore.kernels.torch.philox import offsets
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) -> Kernels:  # noqa: A002
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
-    along_elements = int8_torch.kernels(dtype, device, group, round)
+    along_elements = int8_torch.kernels(dtype, device, group, round, keep)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
         if columns == 1:
@@ -26,7 +26,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
         for start, count, first, last in _chunks(numel, group, columns):
             values = _tiled(storage_slice(src, start, count).to(torch.float32), group, columns)
             noise = None if round == "nearest" else _tiled(offsets(start, count, key, src.device), group, columns)
-            found, scales[first:last] = int8_torch.quantize(values, noise)
+            found, scales[first:last] = int8_torch.quantize(values, noise, keep)
             codes[start : start + count] = found.view(-1)[:count]
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
@@ -38,7 +38,8 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str) ->
             found = _tiled(codes[start : start + count], group, columns)
             steps = found.to(torch.float32)
             if round == "dither":
-                steps -= _tiled(offsets(start, count, key, out.device), group, columns)
+                noise = _tiled(offsets(start, count, key, out.device), group, columns)
+                steps -= torch.where(found == 0, 0, noise) if keep else noise
             values = steps * scales[first:last].to(torch.float32).view(-1, 1, columns)
             store(values, found == -128, storage_slice(out, start, count))
 

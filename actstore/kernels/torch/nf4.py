@@ -9,7 +9,7 @@ from actstore.kernels.nf4 import BNB_LEAST, BOUNDS, FLUSH, LARGEST, NAN, VALUES,
 from actstore.kernels.torch.groups import INF, chunks, grouped, store
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -> Kernels:
+def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
     """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     bnb = layout == "bnb"
     bounds, values = (torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (BOUNDS, VALUES))
@@ -30,10 +30,15 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -
             if bnb:
                 scaled, found = _scale_bnb(groups, tops, count // group)
             else:
-                scaled, found = _scale(groups, tops)
+                scaled, found = _scale(groups, tops, FLUSH >> 16 if keep else 0)
             absmaxes[start // group : -(-(start + count) // group)] = found.view(-1)
             # NaN and Inf: their groups are decoded to NaN by the absmax
-            codes = torch.bucketize(scaled, bounds, out_int32=True).masked_fill_(tops >= INF, ZERO).to(torch.uint8)
+            codes = torch.bucketize(scaled, bounds, out_int32=True)
+            if keep:
+                word = groups.view(torch.int32)
+                kept = torch.where(word < 0, codes.clamp(max=ZERO - 1), codes.clamp(min=ZERO + 1))
+                codes = torch.where(word & 0x7FFFFFFF == 0, codes, kept)
+            codes = codes.masked_fill_(tops >= INF, ZERO).to(torch.uint8)
             pairs = codes.view(-1, 2)[: (count + 1) // 2]
             one, other = (pairs[:, 1], pairs[:, 0]) if bnb else (pairs[:, 0], pairs[:, 1])
             packed[start // 2 : start // 2 + len(pairs)] = one | other << 4
@@ -53,14 +58,18 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str) -
     return Kernels(encode, decode)
 
 
-def _scale(groups: torch.Tensor, tops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements in units of the absmax of their group, and its bits; `tops` are the bits of the largest magnitudes."""
+def _scale(groups: torch.Tensor, tops: torch.Tensor, least: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements in units of the absmax of their group, and its bits, `least` where they are too small.
+
+    `tops` are the bits of the largest magnitudes.
+    """
     small = tops < FLUSH
     bits = (tops.clamp(max=INF) + 0xFFFF >> 16).clamp(max=LARGEST)
     absmax = (bits << 16).view(torch.float32)
     # divides a tensor: a number would be multiplied with a reciprocal
     factor = (torch.full_like(absmax, 4) / absmax).masked_fill(small, 0)
-    return groups * factor / 4, bits.masked_fill(small, 0).masked_fill(tops >= INF, NAN >> 16).to(torch.int16)
+    bits = bits.masked_fill(small, least).masked_fill(tops == 0, 0).masked_fill(tops >= INF, NAN >> 16)
+    return groups * factor / 4, bits.to(torch.int16)
 
 
 def _scale_bnb(groups: torch.Tensor, tops: torch.Tensor, whole: int) -> tuple[torch.Tensor, torch.Tensor]:

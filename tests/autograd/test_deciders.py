@@ -1,0 +1,93 @@
+"""What backward decides by survives lossy payloads: signs behind ReLU, and the sides of other kinks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from actstore import ActivationStore
+
+CASES = {
+    "hardtanh": F.hardtanh,
+    "hardtanh with bounds": lambda x: F.hardtanh(x, -0.5, 0.1),
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "hardsigmoid": F.hardsigmoid,
+    "threshold": lambda x: F.threshold(x, 0.3, 0.1),
+    "Hardshrink": nn.Hardshrink(0.5),
+    "Softshrink": nn.Softshrink(0.3),
+    "Hardtanh": nn.Hardtanh(-1, 3),
+    "ReLU6": nn.ReLU6(),
+    "LeakyReLU": nn.LeakyReLU(0.2),
+    "ReLU": nn.ReLU(),
+    "relu_": lambda x: F.relu(x, inplace=True),
+    "torch.relu": torch.relu,
+    "a view of relu": lambda x: torch.relu(x).view(-1),
+}
+ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
+KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * 1.0)  # which saves nothing, but gives a producer
+
+
+def values(dtype):
+    """Numbers at the kinks, just beside them and everywhere, with NaN and infinities."""
+    torch.manual_seed(0)
+    kinks = torch.tensor(KINKS, dtype=dtype)
+    beside = torch.cat([kinks, *(torch.nextafter(kinks, torch.tensor(end, dtype=dtype)) for end in (9.0, -9.0))])
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    return torch.cat([beside.repeat(40), odd, 3 * torch.randn(5000).to(dtype)])
+
+
+def gradient(function, x, policy):
+    model, x = Net(function), x.clone().requires_grad_()
+    store = ActivationStore(model, policy, min_bytes=0)
+    for _ in range(2):  # the second step follows what the first has learned
+        x.grad = None
+        with store:
+            out = model(x)
+        out.backward(torch.ones_like(out))
+    report = store.report()
+    store.close()
+    return x.grad, report
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4", "fp8", "nf4", "int8 @ host"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_kinks_are_exact(name, policy, dtype):
+    x = values(dtype)
+    if policy in ("int4", "nf4"):
+        x = x[x.isfinite()]  # one NaN takes its group with it, where the values are stored
+    if name.lower().startswith(ANY_WAY) or name.lower().endswith(ANY_WAY):
+        x = x[~x.isnan()]
+    if name in ("ReLU", "relu_", "torch.relu", "a view of relu"):
+        x = x[x.isfinite()]  # their results wait as values: what is not finite comes back as NaN
+    expected, _ = gradient(CASES[name], x, "keep")
+    found, _ = gradient(CASES[name], x, policy)
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_the_options_of_a_codec_win():
+    x = values(torch.float32)
+    x = x[x.isfinite()]
+    expected, _ = gradient(torch.relu, x, "keep")
+    found, _ = gradient(torch.relu, x, "int8(signs=round)")
+    assert not torch.equal(found, expected)  # what small values lose
+
+
+def test_what_cannot_keep_signs_stays_exact_with_a_reason():
+    x = values(torch.float32)
+    expected, _ = gradient(torch.relu, x, "keep")
+    found, report = gradient(torch.relu, x, "topk(fraction=0.1)")
+    assert torch.equal(found, expected)
+    assert "ReluBackward0 decides by its sign, which topk loses" in str(report)

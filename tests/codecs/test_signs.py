@@ -1,0 +1,62 @@
+"""Codecs that keep signs: zero, positive and negative elements come back as such, in the plain format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actstore.base.spec import Spec
+from actstore.codecs import E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Topk, Zmask, Zstd
+from actstore.codecs.signs import SignedCodec
+from actstore.errors import ConfigError
+from actstore.policy.options import codec_text
+from tests.codecs.contract import check_codec, tensor_of
+from tests.codecs.test_int8 import elements
+from tests.oracles import find
+
+KEEPING = [codec for codec in find.variants() if isinstance(codec, SignedCodec) and codec.signs == "keep"]
+
+
+@given(elements(), st.sampled_from([codec for codec in KEEPING if isinstance(codec, E5m6 | Fp8 | Nf4)]))
+def test_signs_are_kept(case, codec):
+    dtype, data = case
+    x = tensor_of(data, getattr(torch, dtype))
+    back = check_codec(codec, x)
+    known = ~back.isnan()
+    if isinstance(codec, Nf4) and codec.layout == "bnb":  # as bitsandbytes has it
+        known &= x.abs() >= 2.0**-90
+        small = (back == 0) & (x != 0)
+        assert (x[small].abs() < 2.0**-90).all()
+    assert torch.equal(back.sign()[known], x.sign()[known])
+
+
+@pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
+def test_the_format_is_the_plain_one(codec):
+    """As many bytes; and of elements that no rounding takes to zero, the same bytes."""
+    plain, x = replace(codec, signs="round"), torch.rand(40, 64) + 1
+    assert codec.size(Spec.of(x)) == plain.size(Spec.of(x))
+    payloads = [torch.zeros(codec.size(Spec.of(x)).nbytes, dtype=torch.uint8) for _ in range(2)]
+    for each, payload in zip((codec, plain), payloads, strict=True):
+        each.encode(x, payload, 7)
+    assert torch.equal(*payloads)
+
+
+def test_a_store_asks_for_the_codec_that_keeps_signs():
+    assert Int8().keeping_signs == Int8(signs="keep")
+    assert Int8().keeping_signs is Int8().keeping_signs or Int8().keeping_signs == Int8().keeping_signs
+    for as_it_is in (Int4(signs="round"), Nf4(signs="keep"), Raw(), Zstd(), Zmask()):
+        assert as_it_is.keeping_signs is as_it_is
+    assert Zmask(Int8()).keeping_signs == Zmask(Int8(signs="keep"))
+    assert Zstd(Fp8()).keeping_signs == Zstd(Fp8(signs="keep"))
+    for cannot in (Hadamard128(), Topk(), Zstd(Topk())):
+        assert cannot.keeping_signs is None
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4, Fp8, E5m6, Nf4])
+def test_other_words_are_refused(kind):
+    with pytest.raises(ConfigError, match="choose auto, keep or round"):
+        kind(signs="maybe")
