@@ -146,6 +146,9 @@ class Recompute:
         "auto": Revolve with the fewest slots that keep replays below two forwards for each call
     slots : for Revolve, 1 or more; the input of the chain's first call takes one of them, that of its last call none
     first : only so many calls of the module in each entry of the store are recomputed, 1 or more; later ones are kept
+    decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
+        element, chosen indices, results of comparisons. "anew": it decides for itself. None: kept where inputs are
+        stored with a loss, anew where they come back exactly
 
     Raises
     ------
@@ -164,6 +167,7 @@ class Recompute:
     schedule: str | None = None
     slots: int | None = None
     first: int | None = None
+    decisions: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.inputs, Recompute | Derive):
@@ -200,6 +204,18 @@ class Recompute:
                 f"slots={self.slots} is for schedule=revolve; write recompute(schedule=revolve, slots={self.slots}), "
                 "or leave slots out"
             )
+        if self.decisions not in (None, *DECISIONS):
+            raise ChainError(
+                f"decisions={self.decisions!r} of recompute: must be {' or '.join(DECISIONS)}. Leave it out to keep "
+                "them where the inputs are stored with a loss"
+            )
+
+    @property
+    def keeps_decisions(self) -> bool:
+        """Whether the second run repeats the decisions of the first, should its inputs not come back exactly."""
+        if self.decisions is not None:
+            return self.decisions == "kept"
+        return not (isinstance(self.inputs, Keep) or self.inputs.codec.lossless)
 
     @property
     def replays(self) -> bool:
@@ -213,8 +229,9 @@ class Recompute:
 
 
 SCHEDULES = ("sqrt", "revolve", "auto")
+DECISIONS = ("kept", "anew")
 COUNTS = {"segment": "calls", "slots": "inputs", "first": "calls"}
-_OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None))
+_OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None), ("decisions", None))
 
 Decision = Keep | Derive | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]

@@ -21,6 +21,7 @@ from actstore.codecs.base import Codec
 from actstore.errors import ConfigError, PolicyError, UnknownCodecError
 from actstore.policy.decision import (
     COUNTS,
+    DECISIONS,
     SCHEDULES,
     TIERS,
     Decision,
@@ -36,7 +37,13 @@ from actstore.policy.pattern import Pattern
 from actstore.policy.source import RuleText, Token, split_rules
 
 _WORDS = ("keep", "derive", "recompute", "unprotected")
-_RECOMPUTE = {"segment": "4", "schedule": "auto", "slots": "10", "first": "100"}  # options, each with an example
+_RECOMPUTE = {
+    "segment": "4",
+    "schedule": "auto",
+    "slots": "10",
+    "first": "100",
+    "decisions": "anew",
+}  # options, each with an example
 
 T = TypeVar("T")
 
@@ -189,6 +196,10 @@ class _Parser:
                 return token.text
             near = did_you_mean(token.text, SCHEDULES)
             raise self.fail(token, f"{token} is not a schedule{near} The schedules are {', '.join(SCHEDULES)}")
+        if option.text == "decisions":
+            if token.text in DECISIONS:
+                return token.text
+            raise self.fail(token, f"recompute's decisions must be {' or '.join(DECISIONS)}, not {token}")
         if not token.text.isdecimal():
             raise self.fail(
                 token, f"recompute takes a number of {COUNTS[option.text]} for '{option.text}', not {token}"

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from actstore.autograd.handles import Kept, check_version
+from actstore.autograd.handles import Kept, Stored, check_version
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Last
 from actstore.base.spec import Spec
+from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.model.generators import Generators
 from actstore.model.surroundings import Surroundings
@@ -36,6 +37,7 @@ from actstore.model.weights import Weights
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
+    from actstore.recompute.decisions import Decisions, Repeating
     from actstore.recompute.schedule import Schedule
 
 Values = dict["Carry", Tensor]
@@ -118,11 +120,15 @@ class Call:
     region : the name of the module and its decision, for messages
     account : where the bytes of its inputs are booked
     leaves : its arguments, flat; tensors among them are forgotten once it has run
+
+    Attributes
+    ----------
+    decisions : of its first run, where later ones repeat them
     """
 
     __slots__ = (
-        "__weakref__", "account", "chain", "form", "forward", "generators", "given", "made", "number", "region",
-        "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
+        "__weakref__", "account", "chain", "decisions", "form", "forward", "generators", "given", "made", "number",
+        "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -151,6 +157,7 @@ class Call:
         self.chain: Chain | None = None  # where its decision replays inputs
         self.number = 0  # within its chain
         self.made: dict[int, ref[Carry]] = {}  # of its output, by leaf
+        self.decisions: Decisions | None = None
         self.saved_nbytes = 0  # that autograd saved in its first run, beside the inputs
 
     def carries(self) -> Iterator[Carry]:
@@ -159,43 +166,60 @@ class Call:
             if source.carry is not None:
                 yield source.carry
 
+    @property
+    def comes_back_exactly(self) -> bool:
+        """Whether no input is stored with a loss, and none is to be replayed."""
+        return all(source.carry is None and is_exact(source.handle) for source in self.sources.values())
+
     def first_run(self) -> Any:
         """Run forward on what the call was given."""
         assert self.given is not None
         args, kwargs = unflatten(self.given, self.form)
-        return self.forward(*args, **kwargs)
+        if self.decisions is None:
+            return self.forward(*args, **kwargs)
+        with self.decisions.recording():
+            return self.forward(*args, **kwargs)
 
-    def again(self) -> tuple[Callable[[], Any], set[int]]:
-        """What runs forward on equal inputs, and the storages among them that are booked as held.
+    def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
+        """What runs forward on equal inputs, the storages among them that are booked as held, and the mode of that run.
 
         The caller has the rest rewound. Repeatable, and safe from any thread.
         """
         values = self.chain.values_for(self) if self.chain is not None else {}
-        leaves, booked = list(self.rest), set[int]()
-        for i, (carry, handle, requires_grad) in self.sources.items():
-            tensor = self.unpack(handle) if carry is None else values[carry]
-            if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
-                booked.add(tensor.untyped_storage()._cdata)
-            leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
-        for i, first in self.same.items():
-            leaves[i] = leaves[first]
-        args, kwargs = unflatten(leaves, self.form)
-        return lambda: self.forward(*args, **kwargs), booked
+        return self._prepare(values)
 
     def replay(self, values: Values) -> list[Any]:
         """Run forward for its output only, whose leaves are returned, on these values of its carries.
 
         Gradients are enabled as in the first run: operators choose their kernels by it, and bits differ.
         """
-        leaves = list(self.rest)
+        run, _, _ = self._prepare(values)
+        with self.surroundings.again(), _no_hooks(), self.rewound():
+            return tree_leaves(run())
+
+    def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
+        """As of `again`, on these values of its carries."""
+        leaves, kept, fixed = list(self.rest), set[int](), set[int]()
         for i, (carry, handle, requires_grad) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
+            if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
+                kept.add(tensor.untyped_storage()._cdata)
+            source = handle if carry is None else carry.handle
+            if is_exact(source) or getattr(source, "alias", None) is not None:
+                fixed.update(storage._cdata for storage in storages_of(tensor))
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
         for i, first in self.same.items():
             leaves[i] = leaves[first]
         args, kwargs = unflatten(leaves, self.form)
-        with self.surroundings.again(), _no_hooks(), self.rewound():
-            return tree_leaves(self.forward(*args, **kwargs))
+        if self.decisions is None:
+            return lambda: self.forward(*args, **kwargs), kept, None
+        repeating = self.decisions.repeating(fixed)
+
+        def run() -> Any:
+            with repeating:
+                return self.forward(*args, **kwargs)
+
+        return run, kept, repeating
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -396,6 +420,14 @@ class Calls:
         if call is None or call.chain is None or call.chain.decision != decision:
             return None
         return (call, made.leaf) if (made.version, made.dtype) == (leaf._version, leaf.dtype) else None
+
+
+def is_exact(handle: Any) -> bool:
+    """Return whether what a handle stands for comes back exactly, as far as the hooks know now."""
+    if isinstance(handle, Stored):
+        owner = handle.owner or handle
+        return owner.alias is None and owner.codec.lossless
+    return isinstance(handle, Kept | tuple | Tensor)
 
 
 def _root_of(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module, RReLU
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
@@ -30,6 +30,8 @@ from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
 from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
+from actstore.recompute.decisions import Decisions, Repeating
+from actstore.recompute.divergence import divergence
 from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
 from actstore.recompute.schedule import schedule_of
 
@@ -98,6 +100,9 @@ class Wrapped:
         self._double = double
         self._alike = alike
         self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
+        parts = [part for part in module.modules() if part is not module]
+        compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+        self._compiled = "compiled parts" if compiled else ""
         self._lengths: dict[int, int] = {}
         self.users = set[object]()  # the entries that need it
 
@@ -138,7 +143,7 @@ class Wrapped:
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
-        saved = _CountSaved(scope, call)
+        saved = _CountSaved(scope, call, self._diverged)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -149,8 +154,8 @@ class Wrapped:
             if given:
                 given = False
                 return call.first_run()
-            again, booked = call.again()
-            counter.ignore(booked)
+            again, booked, repeating = call.again()
+            counter.follow(booked, repeating)
             return again()
 
         try:
@@ -171,12 +176,24 @@ class Wrapped:
             tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
         call.generators.ended()
         call.weights.ended()
+        if call.decisions is not None:
+            call.decisions.ended(scope.ledger, call.account)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
         if tracker.hidden != hidden:
             self._double.tell_around(self._region)
         return output
+
+    def _diverged(self, call: Call, error: CheckpointError) -> StateError:
+        """Return the error for a second run that has saved other tensors than the first."""
+        repeats = call.decisions is not None
+
+        def run() -> None:
+            with torch.enable_grad(), call.rewound():
+                call.again()[0]()
+
+        return divergence(self._name, self._decision, str(error), repeats, run)
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
@@ -234,6 +251,8 @@ class Wrapped:
                 call.sources[i] = Source(carry, None, leaf.requires_grad)
         finally:
             tracker.pop()
+        if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
+            call.decisions = Decisions(self._region, self._compiled)
         return call, _CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
@@ -318,7 +337,7 @@ class _Delegating:
             if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
                 for storage in storages_of(tensor):
                     self.see(storage, seen)
-            return pack(tensor)
+            return self.pack(tensor, pack, seen)
 
         hooks = saved_tensors_hooks(counting, self.reading(unpack))
         hooks.__enter__()
@@ -337,6 +356,10 @@ class _Delegating:
         """The region saved something in this storage."""
         raise AssertionError
 
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what the region saves."""
+        return pack(tensor)
+
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         """What reads back what the region saved."""
         return unpack
@@ -348,11 +371,12 @@ class _Delegating:
 class _Seen:
     """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
 
-    __slots__ = ("booked", "done", "last", "nbytes", "traced")
+    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
         self.booked = set[int]()  # elsewhere
+        self.repeating: Repeating | None = None
         self.last: AbstractContextManager[None] | None = None
         self.done: Callable[[], None] | None = None  # tells who measures
         self.traced: Callable[[], None] | None = None  # tells the trace
@@ -361,9 +385,11 @@ class _Seen:
 class _CountSaved(_Delegating):
     """Books what plain autograd would have saved inside the region."""
 
-    def __init__(self, scope: Scope, call: Call) -> None:
+    def __init__(self, scope: Scope, call: Call, diverged: Callable[[Call, CheckpointError], StateError]) -> None:
         super().__init__(call.account)
         self._scope = scope
+        self._call = call
+        self._diverged = diverged
         self._region = call.region
         self._weights = call.weights
         self.inputs = set[int]()  # storages that the region was given
@@ -378,11 +404,13 @@ class _CountSaved(_Delegating):
             seen.nbytes[key] = storage.nbytes()
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        region = self._region
+        region, call, diverged = self._region, self._call, self._diverged
 
         def naming(packed: Any) -> Tensor:
             try:
                 return unpack(packed)
+            except CheckpointError as error:
+                raise diverged(call, error) from None
             except Exception as error:
                 error.add_note(f"while recomputing {region}")
                 raise
@@ -416,9 +444,27 @@ class _CountRecomputed(_Delegating):
         seen.last.__enter__()
         return seen
 
-    def ignore(self, booked: set[int]) -> None:
-        """Leave out these storages in the recomputation that runs on this thread."""
-        self._entered[get_ident()][1].booked = booked
+    def follow(self, booked: set[int], repeating: Repeating | None) -> None:
+        """Leave out these storages in the recomputation that runs on this thread, under a mode that repeats."""
+        seen = self._entered[get_ident()][1]
+        seen.booked, seen.repeating = booked, repeating
+
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
+        have to move what was saved.
+        """
+        repeating = seen.repeating
+        if repeating is None:
+            return pack(tensor)
+        if repeating.has_all:
+            raise _StopRecomputationError
+        alias = tensor.detach()
+        repeating.saved.append(alias)
+        try:
+            return pack(tensor)
+        except _StopRecomputationError:
+            repeating.has_all = True
+            return alias
 
     def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
         key = storage._cdata

@@ -28,6 +28,7 @@ from tests.policy.strategies import decisions
         (Recompute(segment=4), "recompute(segment=4)"),
         (Recompute(Offload(Raw(), "host"), segment=4), "recompute(raw @ host, segment=4)"),
         (Recompute(schedule="sqrt"), "recompute(schedule=sqrt)"),
+        (Recompute(first=3, decisions="kept"), "recompute(first=3, decisions=kept)"),
         (Recompute(schedule="revolve", slots=10), "recompute(schedule=revolve, slots=10)"),
         (Recompute(Encode(Int8()), schedule="auto", first=9), "recompute(int8, schedule=auto, first=9)"),
         (Recompute(first=750), "recompute(first=750)"),
@@ -123,6 +124,11 @@ def test_one_tier_may_be_given_alone():
         (
             lambda: Recompute(segment=2, schedule="sqrt"),
             "segment=2 and schedule=sqrt both say which inputs of a chain are stored; leave one out",
+        ),
+        (
+            lambda: Recompute(decisions="again"),
+            "decisions='again' of recompute: must be kept or anew. Leave it out to keep them where the inputs are "
+            "stored with a loss",
         ),
         (
             lambda: Recompute(schedule="revolve"),
