@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from actstore.policy.options import codec_text
 from tests.codecs.contract import check_codec, tensor_of
 from tests.codecs.test_int8 import elements
 from tests.oracles import find
+from tests.oracles.samples import DTYPES, behind_relu, to_bytes
 
 KEEPING = [codec for codec in find.variants() if isinstance(codec, SignedCodec) and codec.signs == "keep"]
 
@@ -32,6 +34,60 @@ def test_signs_are_kept(case, codec):
         small = (back == 0) & (x != 0)
         assert (x[small].abs() < 2.0**-90).all()
     assert torch.equal(back.sign()[known], x.sign()[known])
+
+
+@pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signs_are_kept_behind_relu(codec, dtype):
+    """There kernels have a shorter way: for tensors, groups and tiles without a sign, and with a few."""
+    x = tensor_of(to_bytes(behind_relu(np.random.default_rng(0)), dtype), getattr(torch, dtype))
+    x = x[x.isfinite()][:2520].view(40, 63)
+    for sign in (None, -0.0, -1e-3, torch.inf, torch.nan):
+        if sign is not None:
+            x[17, 9] = sign
+        back = check_codec(codec, x, cuda=False)
+        known = ~back.isnan()
+        if isinstance(codec, Nf4) and codec.layout == "bnb":
+            known &= x.abs() >= 2.0**-90
+        assert torch.equal(back.sign()[known], x.sign()[known])
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor has no such mode")
+@pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
+def test_signs_of_denormals_are_kept_where_the_processor_takes_them_for_zeros(codec):
+    x = torch.zeros(40, 64)
+    x[:, ::2], x[:, 1], x[20, 4] = 1e-40, torch.linspace(0, 1, 40), -1e-41
+    payloads = [torch.zeros(codec.size(Spec.of(x)).nbytes, dtype=torch.uint8) for _ in range(2)]
+    codec.encode(x, payloads[0], 7)
+    torch.set_flush_denormal(True)
+    try:
+        codec.encode(x, payloads[1], 7)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(*payloads)
+
+
+@pytest.mark.parametrize("round", ["stochastic", "dither"])
+@pytest.mark.parametrize(
+    ("codec", "top"),
+    [(Int8(32), 127), (Int8(32, axis="token"), 127), (Int8(32, affine=True), 254), (Int4(), 15)],
+    ids=["int8", "token", "affine", "int4"],
+)
+def test_the_bias_of_unbiased_roundings(codec, top, round):  # noqa: A002
+    """Elements of less than a step come back as one step in the mean, others as they are."""
+    codec = replace(codec, round=round, signs="keep")
+    steps = torch.tensor([0, 0.01, 0.3, 0.5, 0.99, 1, 1.3, 2.5])
+    x = steps.repeat_interleave(8192).view(-1, 32)
+    if codec.shaped:
+        x[::32] = top  # a scale of 1
+    else:
+        x[:, 0] = top
+    payload, back = torch.zeros(codec.size(Spec.of(x)).nbytes, dtype=torch.uint8), torch.empty_like(x)
+    codec.encode(x, payload, 7)
+    codec.decode(payload, back, 7)
+    found = torch.stack([back[(x == step) & (x != top)].mean() for step in steps])
+    expected = torch.where((steps > 0) & (steps < 1), 1, steps)
+    assert (found - expected).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("codec", KEEPING, ids=codec_text)

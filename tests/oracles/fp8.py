@@ -18,6 +18,8 @@ VARIANTS = (
     Fp8(1024, "pow2", "stochastic"),
     Fp8(signs="keep"),
     Fp8(64, "pow2", "stochastic", "keep"),
+    Fp8(32, round="stochastic", signs="keep"),
+    Fp8(256, "pow2", signs="keep"),
 )
 
 SMALLEST = np.float32(2.0**-98)

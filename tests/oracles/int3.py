@@ -5,7 +5,15 @@ from __future__ import annotations
 from actstore.codecs import Int3
 from tests.oracles import affine
 
-VARIANTS = (Int3(), Int3(64, "stochastic"), Int3(128, "dither"), Int3(256))
+VARIANTS = (
+    Int3(),
+    Int3(64, "stochastic"),
+    Int3(128, "dither"),
+    Int3(256),
+    Int3(signs="keep"),
+    Int3(64, "stochastic", "keep"),
+    Int3(128, "dither", "keep"),
+)
 
 
 def encode(data: bytes, dtype: str, group: int, round: str, key: int = 0, signs: str = "auto") -> bytes:  # noqa: A002

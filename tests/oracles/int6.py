@@ -5,7 +5,15 @@ from __future__ import annotations
 from actstore.codecs import Int6
 from tests.oracles import affine
 
-VARIANTS = (Int6(), Int6(64, "stochastic"), Int6(128, "dither"), Int6(256))
+VARIANTS = (
+    Int6(),
+    Int6(64, "stochastic"),
+    Int6(128, "dither"),
+    Int6(256),
+    Int6(signs="keep"),
+    Int6(64, "stochastic", "keep"),
+    Int6(128, "dither", "keep"),
+)
 
 
 def encode(data: bytes, dtype: str, group: int, round: str, key: int = 0, signs: str = "auto") -> bytes:  # noqa: A002

@@ -54,6 +54,12 @@ def almost_ties() -> np.ndarray:
     return np.concatenate([np.ones(1, np.float32), near[chosen]])
 
 
+def behind_relu(rng: np.random.Generator) -> np.ndarray:
+    """Blocks of 64 elements of one magnitude each, half of them zero, and many so small that they round to zero."""
+    magnitudes = 2.0 ** rng.integers(-150, 127, (48, 1)) * (rng.random((48, 64)) ** 8)
+    return np.maximum(rng.choice([-1, 1], (48, 64)) * magnitudes, 0).ravel()
+
+
 def samples(dtype: str) -> dict[str, bytes]:
     """Named cases of a few groups each."""
     rng = np.random.default_rng(0)
@@ -90,6 +96,8 @@ def samples(dtype: str) -> dict[str, bytes]:
         "powers": to_bytes(np.sign(rng.standard_normal(600)) * 2.0 ** rng.integers(-148, 128, 600), dtype),
         "groups of every size": to_bytes(rng.standard_normal((40, 128)) * 2.0 ** rng.integers(-20, 16, (40, 1)), dtype),
         "any bits": rng.integers(0, 1 << 8, 3000 * itemsize, dtype=np.uint8).tobytes(),
+        "behind ReLU": to_bytes(behind_relu(rng), dtype),
+        "behind ReLU, with its zeros negative": to_bytes(np.where(behind_relu(rng) == 0, -0.0, 1), dtype),
     }
 
 

@@ -14,6 +14,13 @@ import torch
 from actstore.kernels.affine import LEVELS, widths
 from actstore.kernels.base import Kernels
 from actstore.kernels.cpu.affine_planes import MOST, pack, padded, section, unpack
+from actstore.kernels.cpu.affine_scales import (
+    QUARTER,
+    away_from_zero,
+    keeping_scale_of,
+    scale_from_zero,
+    scale_of,
+)
 from actstore.kernels.cpu.language import (
     BF16,
     F32,
@@ -47,10 +54,6 @@ from actstore.kernels.cpu.philox import NOISE_NUMEL, draw_noise, noise_stack, of
 
 TILE = NOISE_NUMEL  # elements
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
-SMALLEST_MINIMUM = u32(0x08800000)  # 2^-110
-SMALLEST_QUARTER = f32(2.0**-82)
-LARGEST_QUARTER = f32((2 - 2.0**-7) * 2.0**125)  # of the largest bfloat16
-QUARTER = f32(0.25)
 ZERO = 0x4B400000  # the bits of MAGIC
 NAN_CODE = np.uint8(128)
 
@@ -122,69 +125,14 @@ def _range(source: Any, start: Any, group: Any, kind: Any, inf: Any, bits: Any) 
 
 
 @inline
-def _bf16_down(value: Any) -> Any:
-    """The bits of the next bfloat16 number below, the lowest one below that; 0 for tiny values."""
-    word = as_u32(value)
-    magnitude = u32(word & u32(0x7FFFFFFF))
-    above = u32(min(u32(magnitude + u32(0xFFFF)), u32(0x7F7F0000)))
-    bits = u32(u32(above | u32(0x80000000)) >> u32(16)) if word >= u32(0x80000000) else u32(word >> u32(16))
-    return u32(0) if magnitude < SMALLEST_MINIMUM else bits
-
-
-@inline
-def _scale(low: Any, high: Any, levels: Any) -> Any:
-    """The bits of the scale and of the minimum, a quarter of the minimum, and 4 / scale, or 0 in place of Inf."""
-    minimum = _bf16_down(low)
-    quarter = as_f32(u32(minimum << u32(16))) * QUARTER
-    spread = high * QUARTER - quarter
-    step = as_f32(u32(u32(as_u32(spread / f32(levels)) + u32(0xFFFF)) & u32(0xFFFF0000)))
-    reciprocal = f32(1) / step
-    scale = u32(as_u32(step * f32(4)) >> u32(16))
-    constant = spread < SMALLEST_QUARTER
-    return u32(0) if constant else scale, minimum, quarter, f32(0) if constant else reciprocal
-
-
-@inline
-def _up(value: Any) -> Any:
-    """A finite float32 number of at least 0, rounded up to bfloat16."""
-    return as_f32(u32(u32(as_u32(value) + u32(0xFFFF)) & u32(0xFFFF0000)))
-
-
-@inline
-def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """A quarter of the smallest step with which a power of two is the code of zero, and that code, of quarters."""
-    low = max(low, -LARGEST_QUARTER)
-    step, zero = f32(np.inf), _i32(1)
-    for power in range(bits):
-        code = f32(1 << power)
-        found = max(_up(max(low * (f32(-1) / code), high / f32(levels - (1 << power)))), SMALLEST_QUARTER)
-        better = found < step and found <= LARGEST_QUARTER / code
-        step, zero = found if better else step, _i32(1 << power) if better else zero
-    return step, zero
-
-
-@inline
-def _keeping_scale(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """What `_scale` gives, where signs are kept, and the code of zero; -1 where zero is below all elements."""
-    scale, minimum, quarter, reciprocal = _scale(low, high, levels)
-    word = as_u32(low)
-    if word > u32(0x80000000):
-        step, zero = _around_zero(low * QUARTER, high * QUARTER, levels, bits)
-        quarter = -f32(zero) * step
-        return (
-            u32(as_u32(step * f32(4)) >> u32(16)),
-            u32(as_u32(quarter * f32(4)) >> u32(16)),
-            quarter,
-            f32(1) / step,
-            zero,
-        )
-    if minimum == u32(0) or quarter < as_f32(u32(scale << u32(16))) * QUARTER:
-        most = high * QUARTER
-        step = SMALLEST_QUARTER if most < SMALLEST_QUARTER else _up(most / f32(levels))
-        empty = u32(as_u32(high) << u32(1)) == u32(0)
-        scale = u32(0) if empty else u32(as_u32(step * f32(4)) >> u32(16))
-        return scale, u32(0), f32(0), f32(0) if empty else f32(1) / step, _i32(0)
-    return scale, minimum, quarter, reciprocal, _i32(-1)
+def _code_from_zero(value: Any, factor: Any, noise: Any, i: Any, bits: Any, noisy: Any) -> Any:
+    """The code of an element, at least 1 where it is not zero; `factor` is 1 / scale, of two bits 4 / scale."""
+    steps = value * QUARTER * factor if bits == 2 else value * factor
+    if noisy:
+        steps = steps + offset(noise, i)
+    code = _u8(as_u32(steps + MAGIC))
+    kept = max(code, _u8(1)) if _i32(as_u32(value)) > _i32(0) else _u8(0)
+    return _u8(kept + _u8(129)) if bits == 8 else kept
 
 
 @inline
@@ -208,9 +156,8 @@ def _code(
     code = as_u32(steps + MAGIC)
     if keep:
         word = as_u32(value)
-        negative, nothing = word > u32(0x80000000), u32(word << u32(1)) == u32(0)
-        kept = min(code, u32(zero - u32(1))) if negative else max(code, u32(zero + u32(1)))
-        code = code if nothing else kept
+        above_zero = max(code, u32(zero + u32(1))) if _i32(word) > _i32(0) else code
+        code = min(code, u32(zero - u32(1))) if word > u32(0x80000000) else above_zero
     return _u8(u32(code + u32(129))) if bits == 8 else _u8(code)
 
 
@@ -224,6 +171,95 @@ def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
             put(u16_at(target), i, get(u16_at(source), min(i, count - 1)))
 
 
+@inline
+def _ranges(elements: Any, stacks: Any, groups: Any, group: Any, kind: Any, inf: Any, bits: Any, keep: Any) -> Any:
+    """Have what `_range` says of the groups of a tile; whether signs are kept and all are finite and start at zero."""
+    lows, highs, finites, _quarters, _reciprocals, _zeros = stacks
+    below, missing = u32(0), u32(0)
+    for index in range(groups):
+        low, high, finite = _range(elements, index * group, group, kind, inf, bits)
+        put(i32_at(lows), index, low)
+        put(i32_at(highs), index, high)
+        put(u32_at(finites), index, u32(finite))
+        below, missing = u32(below | away_from_zero(low)), u32(missing | u32(not finite))
+    return keep and u32(below | missing) == u32(0)
+
+
+@inline
+def _scales(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any, keep: Any) -> None:
+    """Store the scales and the minima of the groups of a tile, and have what `_codes` needs."""
+    lows, highs, finites, quarters, reciprocals, zeros = stacks
+    for index in range(groups):
+        low, high = _value(get(i32_at(lows), index), kind), _value(get(i32_at(highs), index), kind)
+        if keep:
+            scale, minimum, quarter, reciprocal, zero = keeping_scale_of(low, high, levels, bits)
+            put(u32_at(zeros), index, u32(zero + _i32(ZERO)))
+        else:
+            scale, minimum, quarter, reciprocal = scale_of(low, high, levels)
+        if bits < 8:
+            known = get(u32_at(finites), index) != u32(0)
+            scale, minimum = scale if known else u32(0), minimum if known else u32(0x7FC0)
+        put(u32_at(quarters), index, as_u32(quarter))
+        put(u32_at(reciprocals), index, as_u32(reciprocal))
+        put(u16_at(scales), index, u16(scale))
+        put(u16_at(minima), index, u16(minimum))
+
+
+@inline
+def _scales_from_zero(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any) -> None:
+    """What `_scales` does, for a tile whose groups all start at zero."""
+    _lows, highs, _finites, _quarters, reciprocals, _zeros = stacks
+    for index in range(groups):
+        scale, reciprocal = scale_from_zero(_value(get(i32_at(highs), index), kind), levels)
+        put(u32_at(reciprocals), index, as_u32(reciprocal if bits == 2 else reciprocal * QUARTER))
+        put(u16_at(scales), index, u16(scale))
+        put(u16_at(minima), index, u16(0))
+
+
+@inline
+def _codes(
+    elements: Any,
+    codes: Any,
+    stacks: Any,
+    noise: Any,
+    groups: Any,
+    group: Any,
+    kind: Any,
+    bits: Any,
+    noisy: Any,
+    keep: Any,
+) -> None:
+    """Store the codes of a tile, one a byte."""
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    _lows, _highs, finites, quarters, reciprocals, zeros = stacks
+    for index in range(groups):
+        quarter, reciprocal = as_f32(get(u32_at(quarters), index)), as_f32(get(u32_at(reciprocals), index))
+        zero = get(u32_at(zeros), index) if keep else u32(0)
+        start = index * group
+        if get(u32_at(finites), index) != u32(0):
+            for i in range(start, start + group):
+                put(u8_at(codes), i, _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep))
+        elif bits < 8:
+            for i in range(start, start + group):
+                put(u8_at(codes), i, _u8(0))
+        else:
+            for i in range(start, start + group):
+                code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
+                put(u8_at(codes), i, code if load_magnitude(elements, i, kind) < inf else NAN_CODE)
+
+
+@inline
+def _codes_from_zero(
+    elements: Any, codes: Any, stacks: Any, noise: Any, groups: Any, group: Any, kind: Any, bits: Any, noisy: Any
+) -> None:
+    """What `_codes` does, for a tile whose groups all start at zero."""
+    _lows, _highs, _finites, _quarters, reciprocals, _zeros = stacks
+    for index in range(groups):
+        factor = as_f32(get(u32_at(reciprocals), index))
+        for i in range(index * group, index * group + group):
+            put(u8_at(codes), i, _code_from_zero(load(elements, i, kind), factor, noise, i, bits, noisy))
+
+
 def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -> Any:
     inf = int(INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16)
     itemsize, levels, (low_bits, high_bits) = 4 if kind == F32 else 2, LEVELS[bits], widths(bits)
@@ -233,6 +269,7 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
         noise = noise_stack() if noisy else 0
         lows, highs, finites = _groups_stack(), _groups_stack(), _groups_stack()
         quarters, reciprocals, zeros = _groups_stack(), _groups_stack(), _groups_stack()
+        stacks = (lows, highs, finites, quarters, reciprocals, zeros)
         copy, bytes_ = _elements_stack(), _codes_stack()
         upper = payload + section(numel * low_bits)
         scales = upper + section(numel * high_bits)
@@ -247,42 +284,14 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
                 _copy(elements, copy, count, groups * group, kind)
                 elements = copy
 
-            for index in range(groups):
-                low, high, finite = _range(elements, index * group, group, kind, inf, bits)
-                put(i32_at(lows), index, low)
-                put(i32_at(highs), index, high)
-                put(u32_at(finites), index, u32(finite))
-            for index in range(groups):
-                low, high = _value(get(i32_at(lows), index), kind), _value(get(i32_at(highs), index), kind)
-                if keep:
-                    scale, minimum, quarter, reciprocal, zero = _keeping_scale(low, high, levels, bits)
-                    put(u32_at(zeros), index, u32(zero + _i32(ZERO)))
-                else:
-                    scale, minimum, quarter, reciprocal = _scale(low, high, levels)
-                if bits < 8:
-                    known = get(u32_at(finites), index) != u32(0)
-                    scale, minimum = scale if known else u32(0), minimum if known else u32(0x7FC0)
-                put(u32_at(quarters), index, as_u32(quarter))
-                put(u32_at(reciprocals), index, as_u32(reciprocal))
-                put(u16_at(scales), tile * (TILE // group) + index, u16(scale))
-                put(u16_at(minima), tile * (TILE // group) + index, u16(minimum))
-
             codes = lower if bits == 8 and count == TILE else bytes_
-            for index in range(groups):
-                quarter, reciprocal = as_f32(get(u32_at(quarters), index)), as_f32(get(u32_at(reciprocals), index))
-                zero = get(u32_at(zeros), index) if keep else u32(0)
-                start = index * group
-                if get(u32_at(finites), index) != u32(0):
-                    for i in range(start, start + group):
-                        code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
-                        put(u8_at(codes), i, code)
-                elif bits < 8:
-                    for i in range(start, start + group):
-                        put(u8_at(codes), i, _u8(0))
-                else:
-                    for i in range(start, start + group):
-                        code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
-                        put(u8_at(codes), i, code if load_magnitude(elements, i, kind) < inf else NAN_CODE)
+            scales_at, minima_at = scales + tile * (TILE // group * 2), minima + tile * (TILE // group * 2)
+            if _ranges(elements, stacks, groups, group, kind, inf, bits, keep) and keep:  # behind ReLU
+                _scales_from_zero(stacks, scales_at, minima_at, groups, kind, levels, bits)
+                _codes_from_zero(elements, codes, stacks, noise, groups, group, kind, bits, noisy)
+            else:
+                _scales(stacks, scales_at, minima_at, groups, kind, levels, bits, keep)
+                _codes(elements, codes, stacks, noise, groups, group, kind, bits, noisy, keep)
             if bits < 8 or count < TILE:
                 for i in range(count, -(-count // MOST) * MOST):
                     put(u8_at(codes), i, _u8(0))

@@ -13,6 +13,7 @@ from actstore.kernels.cpu.language import (
     BF16,
     F16,
     F32,
+    INF_F16,
     INF_F32,
     KINDS,
     Parallel,
@@ -24,6 +25,7 @@ from actstore.kernels.cpu.language import (
     inline,
     kernel,
     load,
+    load_bits,
     put,
     u8_at,
     u16,
@@ -47,10 +49,12 @@ def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
 
 
 @inline
-def _code_of_f16(half: Any, keep: Any) -> Any:
-    magnitude = u16(half & u16(0x7FFF))
+def _code_of_f16(half: Any, keep: Any, unsigned: Any) -> Any:
+    magnitude = half if unsigned else u16(half & u16(0x7FFF))
     odd = u16(u16(magnitude >> u16(4)) & u16(1))
     rounded = u16(u16(u16(magnitude + u16(7)) + odd) >> u16(4))
+    if unsigned:
+        return max(rounded, u16(1)) if half != u16(0) else u16(0)
     if keep:
         rounded = max(rounded, u16(min(magnitude, u16(1))))
     code = u16(rounded | u16(u16(half >> u16(4)) & u16(0x800)))
@@ -58,13 +62,15 @@ def _code_of_f16(half: Any, keep: Any) -> Any:
 
 
 @inline
-def _code_of_f32(bits: Any, keep: Any) -> Any:
-    magnitude = u32(bits & u32(0x7FFFFFFF))
-    near = u32(min(magnitude, OVER))
+def _code_of_f32(bits: Any, keep: Any, unsigned: Any) -> Any:
+    magnitude = bits if unsigned else u32(bits & u32(0x7FFFFFFF))
+    near = magnitude if unsigned else u32(min(magnitude, OVER))
     power = u32(max(u32(near & u32(0x7F800000)), LEAST))
     base = u32(power + u32(17 << 23))
     steps = u32(as_u32(as_f32(near) + as_f32(base)) - base)
     rounded = u32(steps + u32(u32(power - LEAST) >> u32(17)))
+    if unsigned:
+        return u16(max(rounded, u32(1)) if bits != u32(0) else u32(0))
     if keep:
         rounded = max(rounded, u32(min(magnitude, u32(1))))
     code = u32(rounded | u32(u32(bits >> u32(20)) & u32(0x800)))
@@ -72,10 +78,11 @@ def _code_of_f32(bits: Any, keep: Any) -> Any:
 
 
 @inline
-def _code(source: Any, i: Any, kind: Any, keep: Any) -> Any:
+def _code(source: Any, i: Any, kind: Any, keep: Any, unsigned: Any = False) -> Any:
+    """The code of an element. `unsigned` says that it is below 2^16 and has no sign, not even as a zero."""
     if kind == F16:
-        return _code_of_f16(u16(get(u16_at(source), i)), keep)
-    return _code_of_f32(as_u32(load(source, i, kind)), keep)
+        return _code_of_f16(u16(get(u16_at(source), i)), keep, unsigned)
+    return _code_of_f32(as_u32(load(source, i, kind)), keep, unsigned)
 
 
 @inline
@@ -94,9 +101,21 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 
 @inline
-def _encode_pairs(source: Any, high: Any, low: Any, first: Any, last: Any, kind: Any, keep: Any) -> None:
+def _is_unsigned(source: Any, start: Any, kind: Any) -> Any:
+    """Whether no element of a block has a sign, and all are below 2^16, as behind ReLU."""
+    top: Any = u32(0) if kind == F32 else u16(0)
+    for i in range(start, start + BLOCK):
+        bits = load_bits(source, i, kind)
+        top = max(top, bits)
+    return top < (OVER if kind == F32 else INF_F16 if kind == F16 else u16(OVER >> u32(16)))
+
+
+@inline
+def _encode_pairs(
+    source: Any, high: Any, low: Any, first: Any, last: Any, kind: Any, keep: Any, unsigned: Any = False
+) -> None:
     for j in range(first, last):
-        one, other = _code(source, 2 * j, kind, keep), _code(source, 2 * j + 1, kind, keep)
+        one, other = _code(source, 2 * j, kind, keep, unsigned), _code(source, 2 * j + 1, kind, keep, unsigned)
         put(u8_at(high), 2 * j, np.uint8(one >> u16(4)))
         put(u8_at(high), 2 * j + 1, np.uint8(other >> u16(4)))
         put(u8_at(low), j, np.uint8(u16(one & u16(15)) | u16(u16(other & u16(15)) << u16(4))))
@@ -118,7 +137,10 @@ def _compile_encode(kind: int, keep: bool) -> Any:
         full = min(last, numel // BLOCK)
         for block in range(first, full):
             start = block * (BLOCK // 2)
-            _encode_pairs(source, payload, low, start, start + BLOCK // 2, kind, keep)
+            if keep and _is_unsigned(source, block * BLOCK, kind):
+                _encode_pairs(source, payload, low, start, start + BLOCK // 2, kind, keep, True)
+            else:
+                _encode_pairs(source, payload, low, start, start + BLOCK // 2, kind, keep)
         if last > full:
             _encode_pairs(source, payload, low, full * (BLOCK // 2), numel // 2, kind, keep)
             if numel % 2:

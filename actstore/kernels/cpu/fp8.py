@@ -41,6 +41,8 @@ FLUSH = u32(0x0E800000)  # 2^-98
 LEAST = u32(0x3C800000)  # 2^-6, the least normal e4m3
 LEAST_SCALE = u32(0x0A000000)  # 2^-107, of a group below 2^-98 where signs are kept
 
+_u8, _i32 = np.uint8, np.int32
+
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
@@ -53,11 +55,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
 
 
 @inline
-def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
-    """The code of a finite element."""
+def _code(
+    source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
+) -> Any:
+    """The code of a finite element. `unsigned` says that no element has a sign, not even a zero.
+
+    Bits are compared as integers in a way that LLVM does not take for a comparison of floats: for those, denormals can
+    be zeros.
+    """
     value = load(source, i, kind)
     bits = as_u32(value * reciprocal)
-    magnitude = u32(bits & u32(0x7FFFFFFF))
+    magnitude = bits if unsigned else u32(bits & u32(0x7FFFFFFF))
     power = u32(max(u32(magnitude & u32(0x7F800000)), LEAST))
     base = u32(power + u32((4 if noisy else 20) << 23))
     steps = u32(as_u32(as_f32(magnitude) + as_f32(base)) - base)
@@ -65,10 +73,15 @@ def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: An
         random = u32(u32(u32(get(u8_at(noise), i)) << u32(8)) | u32(0x80))
         steps = u32(u32(steps + random) >> u32(16))
     code = u32(min(u32(steps + u32(u32(power - LEAST) >> u32(20))), u32(0x7E)))
+    if unsigned:
+        return max(_u8(code), _u8(1)) if as_u32(value) != u32(0) else _u8(0)
     if keep:
         bits = as_u32(value)
-        code = u32(1) if code == u32(0) and u32(bits << u32(1)) != u32(0) else code
-    return np.uint8(u32(code | u32(u32(bits >> u32(24)) & u32(0x80))))
+    signed = _u8(u32(code | u32(u32(bits >> u32(24)) & u32(0x80))))
+    if keep:
+        above = max(signed, _u8(1)) if _i32(bits) > _i32(0) else signed
+        return max(signed, _u8(0x81)) if bits > u32(0x80000000) else above
+    return signed
 
 
 @inline
@@ -95,6 +108,7 @@ def _encode_group(
     kind: Any,
     noisy: Any,
     keep: Any,
+    unsigned: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     finite = top < inf
@@ -109,13 +123,16 @@ def _encode_group(
         scale = LEAST_SCALE if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale >> u32(16)))
 
-    if finite:
+    if keep and unsigned:
+        for i in range(start, start + count):
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep, True))
+    elif finite:
         for i in range(start, start + count):
             put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
         for i in range(start, start + count):
             code = _code(source, i, reciprocal, noise, kind, noisy, keep)
-            put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(0x7F))
+            put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else _u8(0x7F))
 
 
 @inline
@@ -134,6 +151,7 @@ def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, 
 
 def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
     itemsize, most = (4, u32(0xFFFFFFFF)) if kind == F32 else (2, u16(0xFFFF))
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
 
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -144,16 +162,20 @@ def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
         for index in range(first, full):  # a constant count gives loops without remainder
             start = index * group
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            top = largest_of(source + start * itemsize, group, kind)
-            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep)
+            top = largest_of(source + start * itemsize, group, kind, keep)
+            unsigned = keep and top < inf  # behind ReLU
+            if keep and not unsigned:
+                top = largest_of(source + start * itemsize, group, kind, False)
+            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep, unsigned)
         if last > full:
             start = full * group
+            count = numel - start
             drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            top = _top(source, start, numel - start, most, kind)
-            _encode_group(source, payload, scales, drawn, below, top, full, start, numel - start, kind, noisy, keep)
+            top = _top(source, start, count, most, kind)
+            _encode_group(source, payload, scales, drawn, below, top, full, start, count, kind, noisy, keep, False)
         if last * group >= numel:
             for i in range(numel, scales - payload):
-                put(u8_at(payload), i, np.uint8(0))
+                put(u8_at(payload), i, _u8(0))
 
     return encode
 

@@ -1,4 +1,4 @@
-"""The largest magnitude of a group on the CPU."""
+"""The largest element of a group on the CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ LANES = 32  # elements of a vector, which LLVM cuts to what the processor has: e
 
 
 @constant_intrinsic
-def largest_of(_typing: Any, _address: Any, group: Any, kind: Any) -> Any:
-    """The largest of `group` elements without their signs, as bits of their width: finite < Inf < NaN.
+def largest_of(_typing: Any, _address: Any, group: Any, kind: Any, signs: Any) -> Any:
+    """The largest of `group` elements, as bits of their width: finite < Inf < NaN < all with a sign.
 
-    A loop over so few elements would be unrolled to scalar instructions. `group` and `kind` are constants of a kernel.
+    Without `signs` elements have none. A loop over so few elements would be unrolled to scalar instructions. `group`,
+    `kind` and `signs` are constants of a kernel.
     """
     width = 32 if kind.literal_value == F32 else 16
     element = llvm.IntType(width)
@@ -26,10 +27,12 @@ def largest_of(_typing: Any, _address: Any, group: Any, kind: Any) -> Any:
         top = llvm.Constant(lanes, None)
         for step in range(steps):
             place = builder.gep(first, [llvm.Constant(llvm.IntType(64), step)])
-            magnitudes = builder.and_(builder.load(place, align=width // 8), unsigned)
-            top = builder.select(builder.icmp_unsigned(">", magnitudes, top), magnitudes, top)
+            bits = builder.load(place, align=width // 8)
+            if not signs.literal_value:
+                bits = builder.and_(bits, unsigned)
+            top = builder.select(builder.icmp_unsigned(">", bits, top), bits, top)
         reduce = llvm.FunctionType(element, [lanes])
         name = f"llvm.vector.reduce.umax.v{LANES}i{width}"
         return builder.call(cgutils.get_or_insert_function(builder.module, reduce, name), [top])
 
-    return (types.uint32 if width == 32 else types.uint16)(types.int64, group, kind), generate
+    return (types.uint32 if width == 32 else types.uint16)(types.int64, group, kind, signs), generate

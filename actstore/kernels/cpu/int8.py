@@ -27,6 +27,7 @@ from actstore.kernels.cpu.language import (
     inline,
     kernel,
     load,
+    load_bits,
     load_magnitude,
     put,
     store,
@@ -36,11 +37,14 @@ from actstore.kernels.cpu.language import (
     u32,
 )
 from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
+from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 FLUSH = u32(0x08800000)  # 2^-110
 LEAST = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
-ZERO = u32(0x4B400000)  # the bits of MAGIC
+ZERO = 0x4B400000  # the bits of MAGIC
+
+_u8, _i32 = np.uint8, np.int32
 
 
 @cache
@@ -55,24 +59,50 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 
 @inline
-def code_of(value: Any, steps: Any, keep: Any) -> Any:
-    """The code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one."""
+def code_of(value: Any, steps: Any, keep: Any, unsigned: Any) -> Any:
+    """The code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one.
+
+    `unsigned` says that no value has a sign, not even a zero. Bits are compared as integers in a way that LLVM does not
+    take for a comparison of floats: for those, denormals can be zeros.
+    """
     rounded = as_u32(steps + MAGIC)
+    bits = as_u32(value)
+    if unsigned:
+        return max(_u8(rounded), _u8(1)) if bits != u32(0) else _u8(0)
     if keep:
-        bits = as_u32(value)
-        one = u32(u32(1) - u32(u32(bits >> u32(31)) << u32(1)))
-        lost = rounded == ZERO and u32(bits << u32(1)) != u32(0)
-        rounded = one if lost else rounded
-    return np.uint8(rounded)
+        up, down = max(_i32(rounded), _i32(ZERO + 1)), min(_i32(rounded), _i32(ZERO - 1))
+        moved = up if _i32(bits) > _i32(0) else _i32(rounded)
+        return _u8(down if bits > u32(0x80000000) else moved)
+    return _u8(rounded)
 
 
 @inline
-def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
+def _code(
+    source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
+) -> Any:
     value = load(source, i, kind)
     steps = value * reciprocal
     if noisy:
         steps = steps + offset(noise, i)
-    return code_of(value, steps, keep)
+    return code_of(value, steps, keep, unsigned)
+
+
+@inline
+def _top(source: Any, start: Any, count: Any, kind: Any, keep: Any) -> Any:
+    """The largest magnitude, NaN and Inf too, and whether no element has a sign; False where nobody asks."""
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    top: Any = u32(0) if kind == F32 else u16(0)
+    if keep:  # behind ReLU, half the work
+        for i in range(start, start + count):
+            bits = load_bits(source, i, kind)
+            top = max(top, bits)
+        if top < inf:
+            return top, True
+        top = u32(0) if kind == F32 else u16(0)
+    for i in range(start, start + count):
+        magnitude = load_magnitude(source, i, kind)
+        top = max(top, magnitude)
+    return top, False
 
 
 @inline
@@ -89,10 +119,7 @@ def _encode_group(
     keep: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
-    top: Any = u32(0) if kind == F32 else u16(0)
-    for i in range(start, start + count):
-        magnitude = load_magnitude(source, i, kind)
-        top = max(top, magnitude)
+    top, unsigned = _top(source, start, count, kind, keep)
     finite = top < inf
     if not finite:
         top = u32(0) if kind == F32 else u16(0)
@@ -109,13 +136,20 @@ def _encode_group(
         scale = LEAST if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale))
 
-    if finite:
+    if keep and unsigned:
+        itemsize = 4 if kind == F32 else 2
+        whole = start + (count & -LANES)
+        for i in range(start, whole, LANES):
+            put_codes(source + i * itemsize, codes + i, reciprocal, noise + i, kind, noisy)
+        for i in range(whole, start + count):
+            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep, True))
+    elif finite:
         for i in range(start, start + count):
             put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
         for i in range(start, start + count):
             code = _code(source, i, reciprocal, noise, kind, noisy, keep)
-            put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else np.uint8(128))
+            put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else _u8(128))
 
 
 @inline
@@ -156,7 +190,7 @@ def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
             _encode_group(source, payload, scales, drawn, full, start, numel - start, kind, noisy, keep)
         if last * group >= numel:
             for i in range(numel, scales - payload):
-                put(u8_at(payload), i, np.uint8(0))
+                put(u8_at(payload), i, _u8(0))
 
     return encode
 

@@ -28,6 +28,7 @@ from actstore.kernels.cpu.language import (
     inline,
     kernel,
     load,
+    load_bits,
     load_magnitude,
     put,
     stack_of,
@@ -39,6 +40,7 @@ from actstore.kernels.cpu.language import (
     u32_at,
 )
 from actstore.kernels.cpu.philox import offset, philox
+from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 SEGMENT = 512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
 UNROLLED = 4  # rows of which the maximum is taken before it meets the stack; divides every group
@@ -113,27 +115,41 @@ def _raise_top(tops: Any, c: Any, magnitude: Any, kind: Any) -> None:
 
 
 @inline
-def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any) -> Any:
-    """The largest finite magnitude of each column; whether all elements are finite."""
-    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+def _bits(source: Any, i: Any, kind: Any, signs: Any) -> Any:
+    return load_bits(source, i, kind) if signs else load_magnitude(source, i, kind)
+
+
+@inline
+def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, signs: Any) -> Any:
+    """The largest bits of each column, with their signs or without; the largest of all."""
     _clear(tops, count, kind)
     unrolled = rows - rows % UNROLLED
     for row in range(0, unrolled, UNROLLED):
         at = start + row * stride
         for c in range(count):
-            one = max(load_magnitude(source, at + c, kind), load_magnitude(source, at + stride + c, kind))
-            two = max(
-                load_magnitude(source, at + 2 * stride + c, kind), load_magnitude(source, at + 3 * stride + c, kind)
-            )
+            one = max(_bits(source, at + c, kind, signs), _bits(source, at + stride + c, kind, signs))
+            two = max(_bits(source, at + 2 * stride + c, kind, signs), _bits(source, at + 3 * stride + c, kind, signs))
             _raise_top(tops, c, max(one, two), kind)
     for row in range(unrolled, rows):
         for c in range(count):
-            _raise_top(tops, c, load_magnitude(source, start + row * stride + c, kind), kind)
+            _raise_top(tops, c, _bits(source, start + row * stride + c, kind, signs), kind)
 
     top: Any = u32(0) if kind == F32 else u16(0)
     for c in range(count):
         top = max(top, get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c))
-    finite = top < inf
+    return top
+
+
+@inline
+def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, keep: Any) -> Any:
+    """The largest finite magnitude of each column; whether all elements are finite, and none has a sign.
+
+    Nobody asks for the second where signs are not kept: it is False then.
+    """
+    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    if keep and _raise_tops(source, tops, start, stride, rows, count, kind, True) < inf:
+        return True, True
+    finite = _raise_tops(source, tops, start, stride, rows, count, kind, False) < inf
     if not finite:
         _clear(tops, count, kind)
         for row in range(rows):
@@ -141,7 +157,7 @@ def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count
                 magnitude = load_magnitude(source, start + row * stride + c, kind)
                 zero: Any = u32(0) if kind == F32 else u16(0)
                 _raise_top(tops, c, magnitude if magnitude < inf else zero, kind)
-    return finite
+    return finite, False
 
 
 @inline
@@ -177,12 +193,22 @@ def _draw(noise: Any, start: Any, count: Any, key: Any) -> Any:
 
 
 @inline
-def _code(source: Any, i: Any, reciprocals: Any, c: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
+def _code(
+    source: Any,
+    i: Any,
+    reciprocals: Any,
+    c: Any,
+    noise: Any,
+    kind: Any,
+    noisy: Any,
+    keep: Any,
+    unsigned: Any = False,
+) -> Any:
     value = load(source, i, kind)
     steps = value * as_f32(get(u32_at(reciprocals), c))
     if noisy:
         steps = steps + offset(noise, i)
-    return code_of(value, steps, keep)
+    return code_of(value, steps, keep, unsigned)
 
 
 def _compile_encode(kind: int, noisy: bool, keep: bool) -> Any:
@@ -197,7 +223,7 @@ def _compile_encode(kind: int, noisy: bool, keep: bool) -> Any:
             start, scale, width, rows, folds = _tile(unit, numel, columns, group)
             count, stride = width * folds, columns * folds
             rows = rows // folds
-            finite = _find_tops(source, tops, start, stride, rows, count, kind)
+            finite, unsigned = _find_tops(source, tops, start, stride, rows, count, kind, keep)
             for fold in range(1, folds):
                 for c in range(width):
                     at = fold * width + c
@@ -207,7 +233,22 @@ def _compile_encode(kind: int, noisy: bool, keep: bool) -> Any:
             for row in range(rows):
                 at = start + row * stride
                 drawn = _draw(noise, at, count, key) if noisy else 0
-                if finite:
+                if keep and unsigned:
+                    itemsize = 4 if kind == F32 else 2
+                    whole = count & -LANES
+                    for c in range(0, whole, LANES):
+                        put_codes(
+                            source + (at + c) * itemsize,
+                            payload + at + c,
+                            reciprocals + 4 * c,
+                            drawn + at + c,
+                            kind,
+                            noisy,
+                        )
+                    for c in range(whole, count):
+                        code = _code(source, at + c, reciprocals, c, drawn, kind, noisy, keep, True)
+                        put(u8_at(payload), at + c, code)
+                elif finite:
                     for c in range(count):
                         put(u8_at(payload), at + c, _code(source, at + c, reciprocals, c, drawn, kind, noisy, keep))
                 else:

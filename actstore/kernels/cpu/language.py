@@ -287,6 +287,14 @@ def load(source: Any, index: Any, kind: Any) -> Any:
 
 
 @inline
+def load_bits(source: Any, index: Any, kind: Any) -> Any:
+    """Element `index` as bits of its own width: finite < Inf < NaN < all with a sign."""
+    if kind == F32:
+        return u32(get(u32_at(source), index))
+    return u16(get(u16_at(source), index))
+
+
+@inline
 def load_magnitude(source: Any, index: Any, kind: Any) -> Any:
     """Element `index` without its sign, as bits of its own width: finite < Inf < NaN."""
     if kind == F32:

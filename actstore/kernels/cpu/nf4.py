@@ -11,8 +11,10 @@ import torch
 from actstore.kernels.base import Kernels
 from actstore.kernels.cpu.groups import largest_of
 from actstore.kernels.cpu.language import (
+    BF16,
     F16,
     F32,
+    INF_BF16,
     INF_F16,
     INF_F32,
     KINDS,
@@ -75,12 +77,23 @@ def _code(t: Any, bounds: Any) -> Any:
 
 
 @inline
+def _code_above(t: Any, bounds: Any) -> Any:
+    """What `_code` gives for a number above zero, but the code of zero."""
+    c = t > bounds[11]
+    b = t > (bounds[13] if c else bounds[9])
+    upper, lower = (bounds[14] if b else bounds[12]), (bounds[10] if b else bounds[8])
+    a = t > (upper if c else lower)
+    high = u32(u32(8) | (u32(4) if c else u32(0)))
+    return np.uint8(u32(high | u32((u32(2) if b else u32(0)) | (u32(1) if a else u32(0)))))
+
+
+@inline
 def _kept(code: Any, value: Any, keep: Any) -> Any:
     """The code of an element; where signs are kept, only zero has the code of zero."""
     if keep:
-        word = as_u32(value)
-        signed = min(code, np.uint8(ZERO - 1)) if word > u32(0x80000000) else max(code, np.uint8(ZERO + 1))
-        return code if u32(word << u32(1)) == u32(0) else signed
+        word = as_u32(value)  # of floats, LLVM would take a denormal for a zero where the processor does
+        above = max(code, np.uint8(ZERO + 1)) if np.int32(word) > np.int32(0) else code
+        return min(code, np.uint8(ZERO - 1)) if word > u32(0x80000000) else above
     return code
 
 
@@ -124,8 +137,28 @@ def _scale(top: Any, bnb: Any, keep: Any) -> Any:
 
 
 @inline
+def _find_tops(source: Any, tops: Any, group: Any, kind: Any, keep: Any) -> Any:
+    """The largest magnitude of each group, NaN and Inf too; whether all are finite, and none has a sign.
+
+    Nobody asks for the second where signs are not kept: it is False then.
+    """
+    nbytes = group * (4 if kind == F32 else 2)
+    if keep:
+        largest = u32(0)
+        for index in range(TILE // group):
+            top = u32(largest_of(source + index * nbytes, group, kind, True))
+            largest = u32(max(largest, top))
+            put(u32_at(tops), index, top)
+        if largest < u32(INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16):
+            return True
+    for index in range(TILE // group):
+        put(u32_at(tops), index, u32(largest_of(source + index * nbytes, group, kind, False)))
+    return False
+
+
+@inline
 def _encode_tile(
-    source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any, keep: Any
+    source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any, keep: Any, unsigned: Any
 ) -> None:
     factors, codes = _groups_stack(), _codes_stack()
     largest = u32(0)
@@ -139,11 +172,19 @@ def _encode_tile(
             put(u32_at(absmaxes), index, absmax)
         else:
             put(u16_at(absmaxes), index, u16(absmax))
-    for index in range(TILE // group):
-        factor = as_f32(u32(get(u32_at(factors), index)))
-        for i in range(index * group, index * group + group):
-            value = load(source, i, kind)
-            put(u8_at(codes), i, _kept(_code(value * factor, _B1 if bnb else _B4), value, keep))
+    if keep and unsigned:
+        for index in range(TILE // group):
+            factor = as_f32(u32(get(u32_at(factors), index)))
+            for i in range(index * group, index * group + group):
+                value = load(source, i, kind)
+                code = _code_above(value * factor, _B1 if bnb else _B4)
+                put(u8_at(codes), i, code if as_u32(value) != u32(0) else np.uint8(ZERO))
+    else:
+        for index in range(TILE // group):
+            factor = as_f32(u32(get(u32_at(factors), index)))
+            for i in range(index * group, index * group + group):
+                value = load(source, i, kind)
+                put(u8_at(codes), i, _kept(_code(value * factor, _B1 if bnb else _B4), value, keep))
     for i in range(TILE // 2):
         pair = get(u16_at(codes), i)
         first, second = (u16(pair >> u16(8)), u16(pair << u16(4))) if bnb else (pair, u16(pair >> u16(4)))
@@ -209,18 +250,16 @@ def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
         for tile in range(first, full):
             start = tile * TILE
             scales, elements = absmaxes + start // group * width, source + start * itemsize
-            for index in range(TILE // group):
-                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
-            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb, keep)
+            unsigned = _find_tops(elements, tops, group, kind, keep)
+            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb, keep, unsigned)
         if last > full:  # the last tile, with zeros in place of what it lacks
             start = full * TILE
             count = numel - start
             elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
             _clear(elements, itemsize * TILE)
             _copy(source + start * itemsize, elements, count * itemsize)
-            for index in range(TILE // group):
-                put(u32_at(tops), index, u32(largest_of(elements + index * group * itemsize, group, kind)))
-            _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep)
+            unsigned = _find_tops(elements, tops, group, kind, keep)
+            _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep, unsigned)
             if bnb and count % group:
                 _encode_short_bnb(elements, packed, scales, count // group * group, group, kind, keep)
             _copy(packed, payload + start // 2, packed_nbytes - start // 2)
