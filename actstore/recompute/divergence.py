@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actstore.errors import StateError
 from actstore.policy import Recompute
 from actstore.recompute.decisions import Decision, Decisions, shape_text
+from actstore.recompute.recording import Recording
 
 _POSITION = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)\n")
 _COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+)")
@@ -82,7 +83,7 @@ def _last_decision(run_again: Callable[[], object], position: int | None) -> str
         return tensor.detach()
 
     try:
-        with saved_tensors_hooks(pack, _as_it_is), decisions.recording():
+        with saved_tensors_hooks(pack, _as_it_is), Recording(decisions):
             run_again()
     except Exception:  # the error at hand says more
         return None

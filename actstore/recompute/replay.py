@@ -34,10 +34,12 @@ from actstore.base.trees import Form, unflatten
 from actstore.model.generators import Generators
 from actstore.model.surroundings import Surroundings
 from actstore.model.weights import Weights
+from actstore.recompute.recording import Recording
+from actstore.recompute.repeating import Repeating
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
-    from actstore.recompute.decisions import Decisions, Repeating
+    from actstore.recompute.decisions import Decisions
     from actstore.recompute.schedule import Schedule
 
 Values = dict["Carry", Tensor]
@@ -177,7 +179,7 @@ class Call:
         args, kwargs = unflatten(self.given, self.form)
         if self.decisions is None:
             return self.forward(*args, **kwargs)
-        with self.decisions.recording():
+        with Recording(self.decisions):
             return self.forward(*args, **kwargs)
 
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
@@ -213,7 +215,7 @@ class Call:
         args, kwargs = unflatten(leaves, self.form)
         if self.decisions is None:
             return lambda: self.forward(*args, **kwargs), kept, None
-        repeating = self.decisions.repeating(fixed)
+        repeating = Repeating(self.decisions, fixed)
 
         def run() -> Any:
             with repeating:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore, StateError
-from actstore.recompute.decisions import Recording
+from actstore.recompute.recording import Recording
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 
 KEPT, ANEW = "int4", "int4, decisions=anew"

@@ -1,0 +1,54 @@
+"""What ReLU lets pass: recorded as one bit an element, and given to the values of a later run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actstore.base.layout import layout_of
+from actstore.errors import KernelUnavailable
+from actstore.recompute.choices import PACKED_NUMEL, Choice, Packed, choice_of
+
+
+def gate_of(result: Tensor) -> Choice:
+    """Return a choice that says which elements of a result of ReLU are not 0."""
+    kernels = _kernels(result)
+    if kernels is None or not layout_of(tuple(result.shape), result.stride()).dense:
+        choice: Choice = choice_of(result.bool())
+        return choice
+    numel = result.numel()
+    bits = torch.empty((numel + 7) // 8, dtype=torch.uint8)
+    kernels.pack(result, bits, numel)
+    return Packed(bits, tuple(result.shape), result.stride())
+
+
+def let_pass(x: Tensor, choice: Choice, *, in_place: bool) -> Tensor:
+    """Return ReLU of `x` as its first run decided: above 0 where it was, though `x` may not be, and 0 elsewhere."""
+    tiny = torch.finfo(x.dtype).tiny  # a normal number: a processor may take others for 0
+    kernels = _kernels(x)
+    if kernels is not None and isinstance(choice, Packed) and choice.stride == x.stride():
+        result = x if in_place else torch.empty_like(x)
+        kernels.let_pass(choice.bits, x, result, x.numel())
+        return result
+    passes = choice.read()
+    result = x.clamp_min_(tiny) if in_place else x.clamp_min(tiny)
+    return result.mul_(passes.view(torch.int8) if type(passes) is Tensor else passes)
+
+
+def _kernels(x: Tensor) -> Any:
+    """Return the compiled kernels for a tensor; None where there are none."""
+    if x.numel() <= PACKED_NUMEL or not x.is_cpu or type(x) is not Tensor:
+        return None
+    return _compiled(x.dtype)
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Any:
+    try:
+        from actstore.kernels.cpu.gates import gates  # needs numba
+    except KernelUnavailable:  # of which the codec of bools tells
+        return None
+    return gates(dtype)
