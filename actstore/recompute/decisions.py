@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+
+from actstore.recompute.gates import SharedGate
 
 if TYPE_CHECKING:
     from actstore.base.ledger import Account, Ledger
@@ -32,34 +39,71 @@ class Decisions:
     Parameters
     ----------
     region : name of the module and its policy, for messages
+    ledger, account : where bytes are booked
     anew : parts of it whose decisions no mode sees; empty for none
 
     Attributes
     ----------
     kept : in their order
+    results : results of ReLU, by the number of the decision, with their versions when ReLU is done
     nbytes : of what is kept
     """
 
-    __slots__ = ("_held", "anew", "kept", "nbytes", "region")
+    __slots__ = (
+        "__weakref__",
+        "_account",
+        "_held",
+        "_ledger",
+        "_shared",
+        "anew",
+        "kept",
+        "nbytes",
+        "region",
+        "results",
+    )
 
-    def __init__(self, region: str, anew: str = "") -> None:
+    def __init__(self, region: str, ledger: Ledger, account: Account, anew: str = "") -> None:
         self.region = region
         self.anew = anew
         self.kept: list[Decision] = []
+        self.results: list[tuple[int, ref[Tensor], int]] = []
         self.nbytes = 0
+        self._ledger = ledger
+        self._account = account
         self._held: Last | None = None
+        self._shared = False
 
-    def ended(self, ledger: Ledger, account: Account) -> None:
+    def ended(self) -> None:
         """Book what is kept as held, for as long as this lives."""
         self.nbytes = sum(getattr(choice, "nbytes", 0) for decision in self.kept for choice in decision.choices)
+        if self.kept:
+            self._held = self._ledger.hold(self._account, 0, self.nbytes, self.nbytes)
+        self._tell()
+
+    def share(self, number: int, handle: Any, unpack: Callable[[Any], Tensor]) -> SharedGate:
+        """Read decision `number`, one of ReLU, from the `handle` of its result instead, and let its bits go."""
+        gate = SharedGate(handle, unpack, partial(self._ledger.hold, self._account, 0, 0))
+        decision = self.kept[number]
+        freed = decision.choices[0].nbytes
+        self.kept[number] = decision._replace(choices=(gate,))
+        self.nbytes -= freed
+        self._held = None
+        self._held = self._ledger.hold(self._account, 0, -freed, self.nbytes)
+        self._shared = True
+        self._tell()
+        return gate
+
+    def _tell(self) -> None:
+        """Say in the report what is kept."""
         notes = []
         if self.kept:
-            self._held = ledger.hold(account, 0, self.nbytes, self.nbytes)
             names = ", ".join(dict.fromkeys(decision.operator for decision in self.kept))
-            notes.append(f"{_NOTE}{names} keep {self.nbytes:,} bytes")
+            beside = ", and one is read from the next input" if self._shared else ""
+            notes.append(f"{_NOTE}{names} keep {self.nbytes:,} bytes{beside}")
         if self.anew:
             notes.append(f"{_NOTE}{self.anew} are made anew")
         if notes:
+            account = self._account
             earlier = account.note.partition(_NOTE)[0].rstrip("; ")  # the rest is of an earlier call
             account.note = "; ".join([earlier, *notes] if earlier else notes)
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
 from actstore.errors import StateError
 from actstore.policy import Recompute
 from actstore.recompute.decisions import Decision, Decisions, shape_text
@@ -71,7 +73,7 @@ def _spec(text: str) -> str:
 
 def _last_decision(run_again: Callable[[], object], position: int | None) -> str | None:
     """Run a region again, and return the last decision before the saved tensor at `position`; None for no decision."""
-    decisions = Decisions("")
+    decisions = Decisions("", ledger := Ledger(), ledger.account(Site("", 0)))
     last: list[Decision] = []
     saved = 0
 

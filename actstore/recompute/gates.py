@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from actstore.base.layout import layout_of
 from actstore.errors import KernelUnavailable
 from actstore.recompute.choices import PACKED_NUMEL, Choice, Packed, choice_of
+
+if TYPE_CHECKING:
+    from actstore.base.reaper import Last
 
 
 def gate_of(result: Tensor) -> Choice:
@@ -52,3 +56,38 @@ def _compiled(dtype: torch.dtype) -> Any:
     except KernelUnavailable:  # of which the codec of bools tells
         return None
     return gates(dtype)
+
+
+class SharedGate:
+    """What a ReLU lets pass, as the stored input of a later call says.
+
+    Parameters
+    ----------
+    handle : of that input
+    unpack : reads it
+    hold : books bytes that are held
+    """
+
+    __slots__ = ("_choice", "_handle", "_held", "_hold", "_unpack")
+
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], hold: Callable[[int], Last]) -> None:
+        self._handle = handle
+        self._unpack = unpack
+        self._hold = hold
+        self._held: Last | None = None
+        self._choice: Choice | None = None
+
+    def settle(self, values: Tensor) -> None:
+        """Make the bits of the input's `values`, so that the payload is needed no more."""
+        if self._choice is None:
+            choice = gate_of(values)
+            self._held = self._hold(choice.nbytes)
+            self._choice, self._handle = choice, None
+
+    def choice(self) -> Choice:
+        """Return what is let pass. Safe from any thread."""
+        handle = self._handle
+        if handle is not None:  # the later call has not run again
+            self.settle(self._unpack(handle))
+        assert self._choice is not None
+        return self._choice

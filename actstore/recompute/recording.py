@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 from actstore.base.checkpoints import innermost_pack
-from actstore.recompute.choices import choice_of
+from actstore.recompute.choices import Packed, choice_of
 from actstore.recompute.decisions import Decision
 from actstore.recompute.gates import gate_of
 from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
@@ -34,7 +35,11 @@ class Recording(Mode):
         if kind is Kind.RELU:
             result = operator(*args, **kwargs)
             if x.requires_grad:
-                self._keep(operator, args, [gate_of(result)])
+                choice = gate_of(result)
+                if isinstance(choice, Packed):  # ReLU in place counts the version up when this has returned
+                    version = result._version + operator._schema.is_mutable
+                    self._decisions.results.append((len(self._kept), ref(result), version))
+                self._keep(operator, args, [choice])
             return result
         if kind is Kind.SIDE:
             points = points_of(operator, args, kwargs)

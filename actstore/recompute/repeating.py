@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from actstore.errors import StateError
 from actstore.recompute.choices import Copy, Packed
 from actstore.recompute.decisions import Decision, Decisions, shape_text
-from actstore.recompute.gates import let_pass
+from actstore.recompute.gates import SharedGate, let_pass
 from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
 from actstore.recompute.operators import (
     Kind,
@@ -121,7 +121,9 @@ class Repeating(Mode):
             return operator(*args, **kwargs)
         (choice,) = self._next_decision(operator, args).choices
         self._end()
-        return let_pass(x, choice, in_place=operator._schema.is_mutable)
+        return let_pass(
+            x, choice.choice() if isinstance(choice, SharedGate) else choice, in_place=operator._schema.is_mutable
+        )
 
     def _on_side(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x = args[0]

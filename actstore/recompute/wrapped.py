@@ -174,7 +174,8 @@ class Wrapped:
         call.generators.ended()
         call.weights.ended()
         if call.decisions is not None:
-            call.decisions.ended(scope.ledger, call.account)
+            call.decisions.ended()
+            calls.offers.add(call.decisions)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -239,7 +240,8 @@ class Wrapped:
                     )
                 carry = carries.get(i)
                 if carry is None:
-                    call.sources[i] = Source(None, pack(leaf), leaf.requires_grad)
+                    handle = pack(leaf)
+                    call.sources[i] = Source(None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack))
                     continue
                 if carry.handle is None or carry.live:
                     frame.target = None if carry.live else stored
@@ -249,7 +251,7 @@ class Wrapped:
         finally:
             tracker.pop()
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
-            call.decisions = Decisions(self._region, self._compiled)
+            call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
         return call, CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
