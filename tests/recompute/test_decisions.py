@@ -319,9 +319,10 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("inputs", [KEPT, "raw, decisions=kept"])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_bits_are_not_read_from_an_input_that_is_something_else(name, inside):
+def test_bits_are_not_read_from_an_input_that_is_something_else(name, inside, inputs):
     change = CHANGES[name]
     if inside and name.startswith("in place"):
         model = Stacked()  # ReLU's own result, which it saves, must not change
@@ -331,10 +332,10 @@ def test_bits_are_not_read_from_an_input_that_is_something_else(name, inside):
         model = Stacked(change)
     x = batch(shape=(64, 32))
     if name.startswith("in place") and not inside:
-        store = ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0, allow_mutation=True)
+        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0, allow_mutation=True)
         wanted = of_masks(model, gradients(Stacked(lambda x: x + 1), x))
     else:
-        store = ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0)
+        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0)
         wanted = of_masks(model, gradients(model, x))
     check_same(of_masks(model, gradients(model, x, store)), wanted)
     assert not any("next input" in note for note in notes(store))
