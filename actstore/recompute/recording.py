@@ -12,6 +12,7 @@ from actstore.recompute.decisions import Decision
 from actstore.recompute.gates import gate_of
 from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
 from actstore.recompute.operators import Kind, base_name, index_bound, kind_of, peak_of, points_of
+from actstore.recompute.windows import places_of
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -51,7 +52,8 @@ class Recording(Mode):
             if x.requires_grad:
                 self._keep(operator, args, [choice_of(x == peak_of(operator, args, result))])
         elif kind is Kind.INDEX:
-            self._keep(operator, args, [choice_of(result[1], index_bound(operator, args, kwargs))])
+            places = places_of(operator, args, kwargs, result[1]) if "pool" in operator._schema.name else None
+            self._keep(operator, args, [places or choice_of(result[1], index_bound(operator, args, kwargs))])
         elif kind is Kind.DRAW:
             self._keep(operator, args, [choice_of(result != 0)])
         else:

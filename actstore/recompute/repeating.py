@@ -29,6 +29,7 @@ from actstore.recompute.operators import (
     unique_elements,
     values_at,
 )
+from actstore.recompute.windows import Places
 
 _PLAIN = {Tensor, Parameter}
 _DETACH = torch.ops.aten.detach.default
@@ -158,7 +159,7 @@ class Repeating(Mode):
     def _take(self, operator: Any, args: Sequence[Any]) -> list[Any]:
         """Return the choices of the next decision, which must be one of this operator."""
         choices = self._next_decision(operator, args).choices
-        return [choice.read() if isinstance(choice, Packed | Copy) else choice for choice in choices]
+        return [choice.read() if isinstance(choice, Packed | Copy | Places) else choice for choice in choices]
 
     def _next_decision(self, operator: Any, args: Sequence[Any]) -> Decision:
         name, shape = base_name(operator), shape_of(args)

@@ -269,6 +269,29 @@ def test_indices_take_the_bytes_that_they_need():
     assert store.report().held_bytes - plain.report().held_bytes == 64 * 2 * 4 * 4
 
 
+POOLS = {
+    "2x2": (lambda x: F.max_pool2d(x, 2), 2 / 4),
+    "3x3": (lambda x: F.max_pool2d(x, 3, 2, 1), 4 / 4),
+    "dilated": (lambda x: F.max_pool2d(x, 2, 2, dilation=2, ceil_mode=True), 2 / 4),
+    "5x5": (lambda x: F.max_pool2d(x, 5, 2, 2), 8 / 4),
+    "2x2x2": (lambda x: F.max_pool3d(x.contiguous(), 2), 4 / 8),
+    "adaptive": (lambda x: F.adaptive_max_pool2d(x, 8), 2 / 4),
+    "adaptive, uneven": (lambda x: F.adaptive_max_pool2d(x, 6), 4 * 36 / 256),
+    "one dimension": (lambda x: F.max_pool1d(x[0], 4), 2 / 4 / 4),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_keeps_places_in_windows(name):
+    function, bits = POOLS[name]
+    for change in (lambda x: x, lambda x: x.contiguous(memory_format=torch.channels_last), lambda x: x.transpose(2, 3)):
+        model, x = Region(lambda m, x, change=change: function(change(x))), batch(shape=(4, 16, 16, 16))
+        store = store_of(model, KEPT)
+        check_same(gradients(model, x, store), gradients(model, x))
+        (note,) = notes(store)
+        assert f" keep {bits * x.numel() / 8:,.0f} bytes" in note
+
+
 def notes(store):
     return [site.note for site in store.report().sites if "decisions" in (site.note or "")]
 
