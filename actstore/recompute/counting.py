@@ -163,7 +163,10 @@ class CountRecomputed(Delegating):
             raise _StopRecomputationError
         repeating.saved.append(tensor)
         try:
-            return pack(tensor)
+            if type(tensor) is not Tensor:
+                return pack(tensor)
+            with torch._C._DisableTorchDispatch():  # the mode has nothing to say about the copy that is kept
+                return pack(tensor)
         except _StopRecomputationError:
             repeating.has_all = True
             return tensor.detach()
