@@ -40,11 +40,12 @@ class Decisions:
     ----------
     region : name of the module and its policy, for messages
     ledger, account : where bytes are booked
-    anew : parts of it whose decisions no mode sees; empty for none
+    compiled : whether it has compiled parts
 
     Attributes
     ----------
     kept : in their order
+    anew : parts of the region whose decisions no mode sees; empty for none
     results : results of ReLU, by the number of the decision, with their versions when ReLU is done
     nbytes : of what is kept
     """
@@ -52,6 +53,7 @@ class Decisions:
     __slots__ = (
         "__weakref__",
         "_account",
+        "_compiled",
         "_held",
         "_ledger",
         "_shared",
@@ -62,9 +64,10 @@ class Decisions:
         "results",
     )
 
-    def __init__(self, region: str, ledger: Ledger, account: Account, anew: str = "") -> None:
+    def __init__(self, region: str, ledger: Ledger, account: Account, compiled: bool = False) -> None:
         self.region = region
-        self.anew = anew
+        self.anew = ""
+        self._compiled = compiled
         self.kept: list[Decision] = []
         self.results: list[tuple[int, ref[Tensor], int]] = []
         self.nbytes = 0
@@ -100,6 +103,8 @@ class Decisions:
             names = ", ".join(dict.fromkeys(decision.operator for decision in self.kept))
             beside = ", and one is read from the next input" if self._shared else ""
             notes.append(f"{_NOTE}{names} keep {self.nbytes:,} bytes{beside}")
+        if self._compiled:
+            notes.append(f"{_NOTE}compiled parts are repeated: they run uncompiled")
         if self.anew:
             notes.append(f"{_NOTE}{self.anew} are made anew")
         if notes:

@@ -21,14 +21,9 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Mode(TorchDispatchMode):
-    """Mode that sees each operator of a run."""
+    """Mode that sees each operator of a run. Under it compiled parts run uncompiled: kernels would tell it nothing."""
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled parts compiled."""
-        return True
 
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -98,8 +98,7 @@ class Wrapped:
         self._alike = alike
         self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
         parts = [part for part in module.modules() if part is not module]
-        compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
-        self._compiled = "compiled parts" if compiled else ""
+        self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lengths: dict[int, int] = {}
         self.users = set[object]()  # the entries that need it
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -616,19 +617,32 @@ def test_threads_repeat_their_own_decisions():
     check_same([found[i] for i in range(4)], wanted)
 
 
-def test_a_checkpoint_inside_and_compiled_parts_are_noted():
-    model = Region(lambda m, x: checkpoint(F.relu, x, use_reentrant=False))
-    store = store_of(model, "int8")
-    gradients(model, batch(), store)
-    (site,) = [site for site in store.report().sites if site.site == "inner[0]"]
-    assert site.note.endswith("decisions of checkpoints of the model's own are made anew")
+def test_a_checkpoint_inside_decides_anew_and_is_noted():
+    model, x = Region(lambda m, x: checkpoint(F.relu, x, use_reentrant=False)), batch()
+    store = store_of(model, KEPT)
+    assert not same_bits(gradients(model, x, store)[0], gradients(model, x)[0])
+    assert notes(store)[0].endswith("decisions of checkpoints of the model's own are made anew")
 
-    model = Region(lambda m, x: m.part(x), part=nn.ReLU())
-    model.inner.part.compile(backend="eager")
-    store = store_of(model, "int8")
-    gradients(model, batch(), store)
-    (site,) = [site for site in store.report().sites if site.site == "inner[0]"]
-    assert site.note.endswith("decisions of compiled parts are made anew")
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # by Dynamo, of hooks and of gradients
+def test_compiled_parts_repeat_decisions():
+    model, x = Region(lambda m, x: m.part(x), part=nn.Sequential(nn.ReLU(), nn.Hardtanh())), batch()
+    wanted = gradients(model, x)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model.inner.part = torch.compile(model.inner.part, backend=counter)
+    anew = store_of(model, ANEW)
+    assert not same_bits(gradients(model, x, anew)[0], wanted[0])
+    assert not notes(anew)
+    compiled = counter.frame_count
+    assert compiled
+    store = store_of(model, KEPT)
+    check_same(gradients(model, x, store), wanted)
+    (note,) = notes(store)
+    assert note.startswith("decisions of relu, hardtanh keep ")
+    assert note.endswith("; decisions of compiled parts are repeated: they run uncompiled")
+    assert counter.frame_count == compiled
+    assert not same_bits(gradients(model, x, anew)[0], wanted[0])
 
 
 class Convolutions(nn.Module):
