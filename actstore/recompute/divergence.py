@@ -9,9 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
 from actstore.errors import StateError
 from actstore.policy import Recompute
 from actstore.recompute.decisions import Decision, Decisions, shape_text
+from actstore.recompute.recording import Recording
 
 _POSITION = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)\n")
 _COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+)")
@@ -70,7 +73,7 @@ def _spec(text: str) -> str:
 
 def _last_decision(run_again: Callable[[], object], position: int | None) -> str | None:
     """Run a region again, and return the last decision before the saved tensor at `position`; None for no decision."""
-    decisions = Decisions("")
+    decisions = Decisions("", ledger := Ledger(), ledger.account(Site("", 0)))
     last: list[Decision] = []
     saved = 0
 
@@ -82,7 +85,7 @@ def _last_decision(run_again: Callable[[], object], position: int | None) -> str
         return tensor.detach()
 
     try:
-        with saved_tensors_hooks(pack, _as_it_is), decisions.recording():
+        with saved_tensors_hooks(pack, _as_it_is), Recording(decisions):
             run_again()
     except Exception:  # the error at hand says more
         return None

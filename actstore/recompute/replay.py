@@ -34,10 +34,14 @@ from actstore.base.trees import Form, unflatten
 from actstore.model.generators import Generators
 from actstore.model.surroundings import Surroundings
 from actstore.model.weights import Weights
+from actstore.recompute.offers import Offers
+from actstore.recompute.recording import Recording
+from actstore.recompute.repeating import Repeating
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
-    from actstore.recompute.decisions import Decisions, Repeating
+    from actstore.recompute.decisions import Decisions
+    from actstore.recompute.gates import SharedGate
     from actstore.recompute.schedule import Schedule
 
 Values = dict["Carry", Tensor]
@@ -105,11 +109,15 @@ class Carry:
 
 
 class Source(NamedTuple):
-    """An input of a call: a carry, or the hooks' handle of a tensor from outside of the chain."""
+    """An input of a call: a carry, or the hooks' handle of a tensor from outside of the chain.
+
+    `gate` is what an earlier call reads from that handle.
+    """
 
     carry: Carry | None
     handle: Any
     requires_grad: bool
+    gate: SharedGate | None = None
 
 
 class Call:
@@ -177,7 +185,7 @@ class Call:
         args, kwargs = unflatten(self.given, self.form)
         if self.decisions is None:
             return self.forward(*args, **kwargs)
-        with self.decisions.recording():
+        with Recording(self.decisions):
             return self.forward(*args, **kwargs)
 
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
@@ -200,8 +208,10 @@ class Call:
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """As of `again`, on these values of its carries."""
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
-        for i, (carry, handle, requires_grad) in self.sources.items():
+        for i, (carry, handle, requires_grad, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
+            if gate is not None:
+                gate.settle(tensor)
             if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
                 kept.add(tensor.untyped_storage()._cdata)
             source = handle if carry is None else carry.handle
@@ -213,7 +223,7 @@ class Call:
         args, kwargs = unflatten(leaves, self.form)
         if self.decisions is None:
             return lambda: self.forward(*args, **kwargs), kept, None
-        repeating = self.decisions.repeating(fixed)
+        repeating = Repeating(self.decisions, fixed)
 
         def run() -> Any:
             with repeating:
@@ -390,6 +400,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.generators: Generators | None = None  # of the last call
+        self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: calls, or chains that begin with it
         self._made: dict[tuple[Any, ...], Made] = {}
         self._prune_at = 1024

@@ -5,22 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from threading import Lock, get_ident
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module, RReLU
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from actstore.autograd.composite import is_parameter
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
@@ -29,15 +25,16 @@ from actstore.model.generators import Generators
 from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
+from actstore.recompute import counting
 from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
-from actstore.recompute.decisions import Decisions, Repeating
+from actstore.recompute.counting import CountRecomputed, CountSaved
+from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import divergence
 from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
 from actstore.recompute.schedule import schedule_of
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
-    from actstore.base.ledger import Account
 
 
 _wrapping = Lock()
@@ -101,8 +98,7 @@ class Wrapped:
         self._alike = alike
         self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
         parts = [part for part in module.modules() if part is not module]
-        compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
-        self._compiled = "compiled parts" if compiled else ""
+        self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lengths: dict[int, int] = {}
         self.users = set[object]()  # the entries that need it
 
@@ -143,7 +139,7 @@ class Wrapped:
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
-        saved = _CountSaved(scope, call, self._diverged)
+        saved = CountSaved(scope, call, self._diverged)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -177,7 +173,8 @@ class Wrapped:
         call.generators.ended()
         call.weights.ended()
         if call.decisions is not None:
-            call.decisions.ended(scope.ledger, call.account)
+            call.decisions.ended()
+            calls.offers.add(call.decisions)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -197,7 +194,7 @@ class Wrapped:
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
-    ) -> tuple[Call, _CountRecomputed]:
+    ) -> tuple[Call, CountRecomputed]:
         """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
@@ -242,7 +239,8 @@ class Wrapped:
                     )
                 carry = carries.get(i)
                 if carry is None:
-                    call.sources[i] = Source(None, pack(leaf), leaf.requires_grad)
+                    handle = pack(leaf)
+                    call.sources[i] = Source(None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack))
                     continue
                 if carry.handle is None or carry.live:
                     frame.target = None if carry.live else stored
@@ -252,8 +250,8 @@ class Wrapped:
         finally:
             tracker.pop()
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
-            call.decisions = Decisions(self._region, self._compiled)
-        return call, _CountRecomputed(scope, call)
+            call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
+        return call, CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
         """Have a call take its place in a chain. Returns those of its inputs that the chain has put out, by leaf."""
@@ -312,7 +310,7 @@ def _in_region(pack: Any) -> bool:
     return getattr(pack, "__module__", "") in REGIONS
 
 
-REGIONS = (*CHECKPOINTS, __name__)  # whose hooks save nothing
+REGIONS = (*CHECKPOINTS, counting.__name__)  # whose hooks save nothing
 
 # Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
 _RESPECT: dict[str, Any] = (
@@ -320,162 +318,3 @@ _RESPECT: dict[str, Any] = (
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     else {}
 )
-
-
-class _Delegating:
-    """Sees what the checkpoint's own hooks pack, and leaves it to them. Enters again for each recomputation."""
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self._entered: dict[int, tuple[saved_tensors_hooks, _Seen]] = {}  # by thread
-
-    def __enter__(self) -> None:
-        pack, unpack = _top_saved_tensors_default_hooks(False)
-        seen = self.begin()
-
-        def counting(tensor: Tensor) -> Any:
-            if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
-                for storage in storages_of(tensor):
-                    self.see(storage, seen)
-            return self.pack(tensor, pack, seen)
-
-        hooks = saved_tensors_hooks(counting, self.reading(unpack))
-        hooks.__enter__()
-        self._entered[get_ident()] = hooks, seen
-
-    def __exit__(self, *exc: object) -> None:
-        hooks, seen = self._entered.pop(get_ident())
-        hooks.__exit__(*exc)
-        self.end(seen)
-
-    def begin(self) -> _Seen:
-        """The region starts to run."""
-        return _Seen()
-
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
-        """The region saved something in this storage."""
-        raise AssertionError
-
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
-        """Pack what the region saves."""
-        return pack(tensor)
-
-    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """What reads back what the region saved."""
-        return unpack
-
-    def end(self, seen: _Seen) -> None:
-        """The region has run, or stopped early."""
-
-
-class _Seen:
-    """What one run of a region has saved: bytes, by storage; and what is given back at its end."""
-
-    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
-
-    def __init__(self) -> None:
-        self.nbytes: dict[int, int] = {}
-        self.booked = set[int]()  # elsewhere
-        self.repeating: Repeating | None = None
-        self.last: AbstractContextManager[None] | None = None
-        self.done: Callable[[], None] | None = None  # tells who measures
-        self.traced: Callable[[], None] | None = None  # tells the trace
-
-
-class _CountSaved(_Delegating):
-    """Books what plain autograd would have saved inside the region."""
-
-    def __init__(self, scope: Scope, call: Call, diverged: Callable[[Call, CheckpointError], StateError]) -> None:
-        super().__init__(call.account)
-        self._scope = scope
-        self._call = call
-        self._diverged = diverged
-        self._region = call.region
-        self._weights = call.weights
-        self.inputs = set[int]()  # storages that the region was given
-        self.nbytes = 0  # of all others
-
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
-        key = storage._cdata
-        self._scope.count(key, storage, self.account)
-        if key in self._weights.buffers:
-            self._weights.saved(key)
-        if key not in self._scope.parameters:
-            seen.nbytes[key] = storage.nbytes()
-
-    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        region, call, diverged = self._region, self._call, self._diverged
-
-        def naming(packed: Any) -> Tensor:
-            try:
-                return unpack(packed)
-            except CheckpointError as error:
-                raise diverged(call, error) from None
-            except Exception as error:
-                error.add_note(f"while recomputing {region}")
-                raise
-
-        return naming
-
-    def end(self, seen: _Seen) -> None:
-        self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
-
-
-class _CountRecomputed(_Delegating):
-    """Books the high-water of a recomputation: all that the region saved exists when it ends.
-
-    Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
-    """
-
-    def __init__(self, scope: Scope, call: Call) -> None:
-        super().__init__(call.account)
-        self._call = call
-        self._ledger = scope.ledger
-        self._parameters = scope.parameters
-        self._gauge = scope.gauge
-        self._recomputing = scope.recomputing
-
-    def begin(self) -> _Seen:
-        seen = _Seen()
-        if self._gauge is not None:
-            seen.done = self._gauge.recomputing(self.account)
-        seen.traced = self._recomputing(self.account)
-        seen.last = self._call.rewound()
-        seen.last.__enter__()
-        return seen
-
-    def follow(self, booked: set[int], repeating: Repeating | None) -> None:
-        """Leave out these storages in the recomputation that runs on this thread, under a mode that repeats."""
-        seen = self._entered[get_ident()][1]
-        seen.booked, seen.repeating = booked, repeating
-
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
-        """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
-        have to move what was saved.
-        """
-        repeating = seen.repeating
-        if repeating is None:
-            return pack(tensor)
-        if repeating.has_all:
-            raise _StopRecomputationError
-        alias = tensor.detach()
-        repeating.saved.append(alias)
-        try:
-            return pack(tensor)
-        except _StopRecomputationError:
-            repeating.has_all = True
-            return alias
-
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
-        key = storage._cdata
-        if key not in self._parameters and key not in seen.booked:
-            seen.nbytes[key] = storage.nbytes()
-
-    def end(self, seen: _Seen) -> None:
-        if seen.last is not None:
-            seen.last.__exit__(None, None, None)
-        if seen.done is not None:
-            seen.done()
-        if seen.traced is not None:
-            seen.traced()
-        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")

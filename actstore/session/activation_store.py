@@ -42,6 +42,7 @@ from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
 from actstore.policy import Decision, Keep, Policy, Recompute, Rules
+from actstore.recompute import counting
 from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.replay import Calls
 from actstore.recompute.wrapped import Wrapped
@@ -616,7 +617,7 @@ def _refuse_mixed_devices(model: Module) -> None:
 def _refuse_checkpointed_region() -> None:
     """A store inside a checkpointed region would save everything that the checkpoint leaves out."""
     pack = innermost_pack()
-    inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", "actstore.recompute.wrapped")
+    inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", counting.__name__)
     if inside or torch._C._current_graph_task_id() != -1:
         where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
         raise StateError(

@@ -14,7 +14,7 @@ from actstore.errors import ActstoreError
 from actstore.model.generators import Generators
 from actstore.recompute import replay
 from actstore.recompute import wrapped as recompute
-from actstore.recompute.wrapped import _CountSaved
+from actstore.recompute.counting import CountSaved
 from actstore.session import activation_store as session
 from actstore.store.store import Store
 from tests.autograd import test_compile as compiled
@@ -71,7 +71,7 @@ def a_new_estimate(patch):
 
 
 def no_names_in_errors(patch):
-    patch.setattr(_CountSaved, "reading", lambda _, unpack: unpack)
+    patch.setattr(CountSaved, "reading", lambda _, unpack: unpack)
 
 
 def no_names_of_compiled_calls(patch):

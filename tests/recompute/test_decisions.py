@@ -6,11 +6,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore, StateError
-from actstore.recompute.decisions import Recording
+from actstore.recompute.recording import Recording
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 
 KEPT, ANEW = "int4", "int4, decisions=anew"
@@ -269,6 +270,134 @@ def test_indices_take_the_bytes_that_they_need():
     assert store.report().held_bytes - plain.report().held_bytes == 64 * 2 * 4 * 4
 
 
+POOLS = {
+    "2x2": (lambda x: F.max_pool2d(x, 2), 2 / 4),
+    "3x3": (lambda x: F.max_pool2d(x, 3, 2, 1), 4 / 4),
+    "dilated": (lambda x: F.max_pool2d(x, 2, 2, dilation=2, ceil_mode=True), 2 / 4),
+    "5x5": (lambda x: F.max_pool2d(x, 5, 2, 2), 8 / 4),
+    "2x2x2": (lambda x: F.max_pool3d(x.contiguous(), 2), 4 / 8),
+    "adaptive": (lambda x: F.adaptive_max_pool2d(x, 8), 2 / 4),
+    "adaptive, uneven": (lambda x: F.adaptive_max_pool2d(x, 6), 4 * 36 / 256),
+    "one dimension": (lambda x: F.max_pool1d(x[0], 4), 2 / 4 / 4),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_keeps_places_in_windows(name):
+    function, bits = POOLS[name]
+    for change in (lambda x: x, lambda x: x.contiguous(memory_format=torch.channels_last), lambda x: x.transpose(2, 3)):
+        model, x = Region(lambda m, x, change=change: function(change(x))), batch(shape=(4, 16, 16, 16))
+        store = store_of(model, KEPT)
+        check_same(gradients(model, x, store), gradients(model, x))
+        (note,) = notes(store)
+        assert f" keep {bits * x.numel() / 8:,.0f} bytes" in note
+
+
+def notes(store):
+    return [site.note for site in store.report().sites if "decisions" in (site.note or "")]
+
+
+class Stacked(nn.Module):
+    """Blocks of a linear layer and ReLU, with a `change` of what one puts out before the next one takes it."""
+
+    def __init__(self, change=None, inplace=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace)) for _ in range(3))
+        self.change = change
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.change is not None:
+                x = self.change(x)
+        return x
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "fp8", "nf4", "raw, decisions=kept"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bits_are_read_from_the_next_input(inplace, codec):
+    model, x = Stacked(inplace=inplace), batch(shape=(64, 32))
+    wanted = of_masks(model, gradients(model, x))
+    store = ActivationStore(model, f"blocks.* : recompute({codec})", min_bytes=0)
+    anew = ActivationStore(model, f"blocks.* : recompute({codec.partition(',')[0]}, decisions=anew)", min_bytes=0)
+    with gc_off():
+        for _ in range(2):
+            check_same(of_masks(model, gradients(model, x, store)), wanted)
+            check_drained(store)
+            gradients(model, x, anew)
+    assert store.report().held_bytes - anew.report().held_bytes == x.numel() // 8  # of the last block
+    assert [note.rpartition(" keep ")[2] for note in notes(store)] == [
+        "0 bytes, and one is read from the next input",
+        "0 bytes, and one is read from the next input",
+        f"{x.numel() // 8} bytes",
+    ]
+
+
+CHANGES = {
+    "in place": lambda x: x.add_(1),
+    "in place of a view": lambda x: x.view(-1).add_(1).view_as(x),
+    "another tensor": lambda x: x + 1,
+    "a view": lambda x: x.flip(0),
+    "a slice": lambda x: x[:32],
+}
+
+
+@pytest.mark.parametrize("inputs", [KEPT, "raw, decisions=kept"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_bits_are_not_read_from_an_input_that_is_something_else(name, inside, inputs):
+    change = CHANGES[name]
+    if inside and name.startswith("in place"):
+        model = Stacked()  # ReLU's own result, which it saves, must not change
+        for block in model.blocks:
+            block.append(Inner(lambda m, x: change(x.clone())))
+    else:
+        model = Stacked(change)
+    x = batch(shape=(64, 32))
+    if name.startswith("in place") and not inside:
+        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0, allow_mutation=True)
+        wanted = of_masks(model, gradients(Stacked(lambda x: x + 1), x))
+    else:
+        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0)
+        wanted = of_masks(model, gradients(model, x))
+    check_same(of_masks(model, gradients(model, x, store)), wanted)
+    assert not any("next input" in note for note in notes(store))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_bits_are_read_whatever_backward_comes_first(first):
+    model, x = Stacked(), batch(shape=(64, 32)).requires_grad_()
+    outputs, found = [], []
+    for store in (None, ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0)):
+        with store or gc_off():
+            made = [x]
+            for block in model.blocks:
+                made.append(block(made[-1]))
+        outputs.append(made[1:])
+    with gc_off():
+        for made in outputs:
+            grads = [torch.autograd.grad(made[first].sum(), x, retain_graph=True)[0]]
+            grads += [torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each in made]
+            found.append(grads)
+        check_same(found[1], found[0])
+        del made, outputs
+        check_drained(store)
+
+
+def test_bits_outlive_a_later_block_that_is_dropped():
+    model, x = Stacked(), batch(shape=(64, 32)).requires_grad_()
+    (wanted,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
+    store = ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0)
+    with gc_off():
+        with store:
+            y = model.blocks[0](x)
+            model.blocks[1](y)
+        check_same(torch.autograd.grad(y.sum(), x), [wanted])
+        del y
+        check_drained(store)
+
+
 @pytest.mark.parametrize("inputs", ["keep", "raw", "raw @ disk", "int8, decisions=anew"])
 def test_nothing_is_recorded_where_nothing_can_change(inputs, monkeypatch):
     monkeypatch.setattr(Recording, "__enter__", lambda self: pytest.fail("recorded"))
@@ -488,19 +617,32 @@ def test_threads_repeat_their_own_decisions():
     check_same([found[i] for i in range(4)], wanted)
 
 
-def test_a_checkpoint_inside_and_compiled_parts_are_noted():
-    model = Region(lambda m, x: checkpoint(F.relu, x, use_reentrant=False))
-    store = store_of(model, "int8")
-    gradients(model, batch(), store)
-    (site,) = [site for site in store.report().sites if site.site == "inner[0]"]
-    assert site.note.endswith("decisions of checkpoints of the model's own are made anew")
+def test_a_checkpoint_inside_decides_anew_and_is_noted():
+    model, x = Region(lambda m, x: checkpoint(F.relu, x, use_reentrant=False)), batch()
+    store = store_of(model, KEPT)
+    assert not same_bits(gradients(model, x, store)[0], gradients(model, x)[0])
+    assert notes(store)[0].endswith("decisions of checkpoints of the model's own are made anew")
 
-    model = Region(lambda m, x: m.part(x), part=nn.ReLU())
-    model.inner.part.compile(backend="eager")
-    store = store_of(model, "int8")
-    gradients(model, batch(), store)
-    (site,) = [site for site in store.report().sites if site.site == "inner[0]"]
-    assert site.note.endswith("decisions of compiled parts are made anew")
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # by Dynamo, of hooks and of gradients
+def test_compiled_parts_repeat_decisions():
+    model, x = Region(lambda m, x: m.part(x), part=nn.Sequential(nn.ReLU(), nn.Hardtanh())), batch()
+    wanted = gradients(model, x)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model.inner.part = torch.compile(model.inner.part, backend=counter)
+    anew = store_of(model, ANEW)
+    assert not same_bits(gradients(model, x, anew)[0], wanted[0])
+    assert not notes(anew)
+    compiled = counter.frame_count
+    assert compiled
+    store = store_of(model, KEPT)
+    check_same(gradients(model, x, store), wanted)
+    (note,) = notes(store)
+    assert note.startswith("decisions of relu, hardtanh keep ")
+    assert note.endswith("; decisions of compiled parts are repeated: they run uncompiled")
+    assert counter.frame_count == compiled
+    assert not same_bits(gradients(model, x, anew)[0], wanted[0])
 
 
 class Convolutions(nn.Module):

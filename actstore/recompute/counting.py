@@ -1,0 +1,186 @@
+"""Hooks around those of PyTorch's checkpoint: they count what each run of a region saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
+
+from actstore.autograd.composite import is_parameter
+from actstore.base.storage import storages_of
+from actstore.errors import StateError
+from actstore.recompute.replay import Call
+
+if TYPE_CHECKING:
+    from actstore.autograd.hooks import Scope
+    from actstore.base.ledger import Account
+    from actstore.recompute.repeating import Repeating
+
+
+class Delegating:
+    """Hooks that see what the checkpoint's own hooks pack, and leave it to them. Entered again for each later run."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._entered: dict[int, tuple[saved_tensors_hooks, _Seen]] = {}  # by thread
+
+    def __enter__(self) -> None:
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        seen = self.begin()
+
+        def counting(tensor: Tensor) -> Any:
+            if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
+                for storage in storages_of(tensor):
+                    self.see(storage, seen)
+            return self.pack(tensor, pack, seen)
+
+        hooks = saved_tensors_hooks(counting, self.reading(unpack))
+        hooks.__enter__()
+        self._entered[get_ident()] = hooks, seen
+
+    def __exit__(self, *exc: object) -> None:
+        hooks, seen = self._entered.pop(get_ident())
+        hooks.__exit__(*exc)
+        self.end(seen)
+
+    def begin(self) -> _Seen:
+        """Note that the region starts to run."""
+        return _Seen()
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        """Note that the region saved something in this storage."""
+        raise AssertionError
+
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what the region saves."""
+        return pack(tensor)
+
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Return what reads back what the region saved."""
+        return unpack
+
+    def end(self, seen: _Seen) -> None:
+        """Note that the region has run, or stopped early."""
+
+
+class _Seen:
+    """Bytes that one run of a region has saved, by storage, and what is given back at its end."""
+
+    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.booked = set[int]()  # elsewhere
+        self.repeating: Repeating | None = None
+        self.last: AbstractContextManager[None] | None = None
+        self.done: Callable[[], None] | None = None  # tells who measures
+        self.traced: Callable[[], None] | None = None  # tells the trace
+
+
+class CountSaved(Delegating):
+    """Hooks of the first run: book what plain autograd would have saved inside the region."""
+
+    def __init__(self, scope: Scope, call: Call, diverged: Callable[[Call, CheckpointError], StateError]) -> None:
+        super().__init__(call.account)
+        self._scope = scope
+        self._call = call
+        self._diverged = diverged
+        self._region = call.region
+        self._weights = call.weights
+        self.inputs = set[int]()  # storages that the region was given
+        self.nbytes = 0  # of all others
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        key = storage._cdata
+        self._scope.count(key, storage, self.account)
+        if key in self._weights.buffers:
+            self._weights.saved(key)
+        if key not in self._scope.parameters:
+            seen.nbytes[key] = storage.nbytes()
+
+    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        region, call, diverged = self._region, self._call, self._diverged
+
+        def naming(packed: Any) -> Tensor:
+            try:
+                return unpack(packed)
+            except CheckpointError as error:
+                raise diverged(call, error) from None
+            except Exception as error:
+                error.add_note(f"while recomputing {region}")
+                raise
+
+        return naming
+
+    def end(self, seen: _Seen) -> None:
+        self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
+
+
+class CountRecomputed(Delegating):
+    """Hooks of a recomputation: book its high-water, for all that the region saved exists when it ends.
+
+    Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
+    """
+
+    def __init__(self, scope: Scope, call: Call) -> None:
+        super().__init__(call.account)
+        self._call = call
+        self._ledger = scope.ledger
+        self._parameters = scope.parameters
+        self._gauge = scope.gauge
+        self._recomputing = scope.recomputing
+
+    def begin(self) -> _Seen:
+        seen = _Seen()
+        if self._gauge is not None:
+            seen.done = self._gauge.recomputing(self.account)
+        seen.traced = self._recomputing(self.account)
+        seen.last = self._call.rewound()
+        seen.last.__enter__()
+        return seen
+
+    def follow(self, booked: set[int], repeating: Repeating | None) -> None:
+        """Leave out these storages in the recomputation that runs on this thread, under a mode that repeats."""
+        seen = self._entered[get_ident()][1]
+        seen.booked, seen.repeating = booked, repeating
+
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+        """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
+        have to move what was saved.
+        """
+        repeating = seen.repeating
+        if repeating is None:
+            return pack(tensor)
+        if repeating.has_all:
+            raise _StopRecomputationError
+        repeating.saved.append(tensor)
+        try:
+            if type(tensor) is not Tensor:
+                return pack(tensor)
+            with torch._C._DisableTorchDispatch():  # the mode has nothing to say about the copy that is kept
+                return pack(tensor)
+        except _StopRecomputationError:
+            repeating.has_all = True
+            return tensor.detach()
+
+    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+        key = storage._cdata
+        if key not in self._parameters and key not in seen.booked:
+            seen.nbytes[key] = storage.nbytes()
+
+    def end(self, seen: _Seen) -> None:
+        if seen.last is not None:
+            seen.last.__exit__(None, None, None)
+        if seen.done is not None:
+            seen.done()
+        if seen.traced is not None:
+            seen.traced()
+        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")

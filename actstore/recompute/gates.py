@@ -1,0 +1,93 @@
+"""What ReLU lets pass: recorded as one bit an element, and given to the values of a later run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from actstore.base.layout import layout_of
+from actstore.errors import KernelUnavailable
+from actstore.recompute.choices import PACKED_NUMEL, Choice, Packed, choice_of
+
+if TYPE_CHECKING:
+    from actstore.base.reaper import Last
+
+
+def gate_of(result: Tensor) -> Choice:
+    """Return a choice that says which elements of a result of ReLU are not 0."""
+    kernels = _kernels(result)
+    if kernels is None or not layout_of(tuple(result.shape), result.stride()).dense:
+        choice: Choice = choice_of(result.bool())
+        return choice
+    numel = result.numel()
+    bits = torch.empty((numel + 7) // 8, dtype=torch.uint8)
+    kernels.pack(result, bits, numel)
+    return Packed(bits, tuple(result.shape), result.stride())
+
+
+def let_pass(x: Tensor, choice: Choice, *, in_place: bool) -> Tensor:
+    """Return ReLU of `x` as its first run decided: above 0 where it was, though `x` may not be, and 0 elsewhere."""
+    tiny = torch.finfo(x.dtype).tiny  # a normal number: a processor may take others for 0
+    kernels = _kernels(x)
+    if kernels is not None and isinstance(choice, Packed) and choice.stride == x.stride():
+        result = x if in_place else torch.empty_like(x)
+        kernels.let_pass(choice.bits, x, result, x.numel())
+        return result
+    passes = choice.read()
+    result = x.clamp_min_(tiny) if in_place else x.clamp_min(tiny)
+    return result.mul_(passes.view(torch.int8) if type(passes) is Tensor else passes)
+
+
+def _kernels(x: Tensor) -> Any:
+    """Return the compiled kernels for a tensor; None where there are none."""
+    if x.numel() <= PACKED_NUMEL or not x.is_cpu or type(x) is not Tensor:
+        return None
+    return _compiled(x.dtype)
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Any:
+    try:
+        from actstore.kernels.cpu.gates import gates  # needs numba
+    except KernelUnavailable:  # of which the codec of bools tells
+        return None
+    return gates(dtype)
+
+
+class SharedGate:
+    """What a ReLU lets pass, as the stored input of a later call says.
+
+    Parameters
+    ----------
+    handle : of that input
+    unpack : reads it
+    hold : books bytes that are held
+    """
+
+    __slots__ = ("_choice", "_handle", "_held", "_hold", "_unpack")
+
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], hold: Callable[[int], Last]) -> None:
+        self._handle = handle
+        self._unpack = unpack
+        self._hold = hold
+        self._held: Last | None = None
+        self._choice: Choice | None = None
+
+    def settle(self, values: Tensor) -> None:
+        """Make the bits of the input's `values`, so that the payload is needed no more."""
+        if self._choice is None:
+            choice = gate_of(values)
+            self._held = self._hold(choice.nbytes)
+            self._choice, self._handle = choice, None
+
+    def choice(self) -> Choice:
+        """Return what is let pass. Safe from any thread."""
+        handle = self._handle
+        if handle is not None:  # the later call has not run again
+            self.settle(self._unpack(handle))
+        assert self._choice is not None
+        return self._choice

@@ -1,0 +1,64 @@
+"""Modes that see each operator of a region, so that later runs, on inputs with an error, decide as the first one.
+
+In the first run a dispatch mode keeps what each operator that decides has chosen: bits, indices, counts. In each later
+run another mode gives it back in the same order. Values and gradients follow the new inputs; the choices do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _get_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actstore.recompute.decisions import Decisions
+from actstore.recompute.operators import DISCRETE
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+class Mode(TorchDispatchMode):
+    """Mode that sees each operator of a run. Under it compiled parts run uncompiled: kernels would tell it nothing."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._decisions = decisions
+        self._kept = decisions.kept
+
+
+def is_choice(result: Any) -> bool:
+    """Return whether a result has no fractions."""
+    if isinstance(result, Tensor):
+        return result.dtype in DISCRETE
+    return isinstance(result, bool | int | float)
+
+
+def has_floats(args: Sequence[Any]) -> bool:
+    """Return whether the first argument is a tensor of real floats."""
+    return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+
+
+def takes_floats(args: Iterable[Any]) -> bool:
+    """Return whether an argument, or one in a list, is a tensor of floats."""
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex():
+                return True
+        elif isinstance(value, list | tuple) and takes_floats(value):
+            return True
+    return False
+
+
+def shape_of(args: Iterable[Any]) -> tuple[int, ...]:
+    """Return the shape of the first tensor; that of a scalar where there is none."""
+    return next((tuple(value.shape) for value in args if isinstance(value, Tensor)), ())
+
+
+def is_traced() -> bool:
+    """Return whether a mode of a compiler is active: its tensors have no values."""
+    return any(_get_dispatch_mode(mode) is not None for mode in _TRACING)

@@ -1,0 +1,186 @@
+"""A later run of a region: a mode that gives back what the first run has decided.
+
+An operator such as leaky ReLU, whose backward looks at its input, gets its input moved to the side on which the first
+run saw it: less far than that input has come back wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.checkpoint import _StopRecomputationError
+
+from actstore.errors import StateError
+from actstore.recompute.choices import Copy, Packed
+from actstore.recompute.decisions import Decision, Decisions, shape_text
+from actstore.recompute.gates import SharedGate, let_pass
+from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
+from actstore.recompute.operators import (
+    Kind,
+    base_name,
+    give_peak,
+    kind_of,
+    peak_of,
+    points_of,
+    unique_elements,
+    values_at,
+)
+from actstore.recompute.windows import Places
+
+_PLAIN = {Tensor, Parameter}
+_DETACH = torch.ops.aten.detach.default
+
+
+class Repeating(Mode):
+    """Mode of a later run: gives back what the first one has decided.
+
+    Attributes
+    ----------
+    has_all : whether all is saved that backward reads: the run ends at its next operator, once its input is moved
+    saved : what autograd has saved since the last operator
+    """
+
+    def __init__(self, decisions: Decisions, fixed: set[int]) -> None:
+        super().__init__(decisions)
+        self._region = decisions.region
+        self._fixed = fixed
+        self._next = 0
+        self.has_all = False
+        self.saved: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operator is _DETACH:  # by hooks
+            return operator(*args, **kwargs)
+        kind = kind_of(operator)
+        if kind is Kind.RESULT:
+            self._end()
+            self.saved.clear()
+            result = operator(*args, **kwargs)
+            if is_choice(result) and takes_floats((*args, *kwargs.values())) and not is_traced():
+                return _give(operator, result, self._take(operator, args)[0])
+            return result
+        try:
+            if kind is Kind.NEVER or not has_floats(args) or is_traced():
+                self._end()
+                return operator(*args, **kwargs)
+            return self._repeat(kind, operator, args, kwargs)
+        finally:
+            self.saved.clear()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self.saved.clear()
+
+    def _end(self) -> None:
+        """End the run here if it needs no more."""
+        if self.has_all:
+            raise _StopRecomputationError
+
+    def _repeat(self, kind: Kind, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if kind is Kind.RELU:
+            return self._let_pass(operator, args, kwargs)
+        if kind is Kind.SIDE:
+            return self._on_side(operator, args, kwargs)
+        x = args[0]
+        if kind is Kind.PEAK:
+            if not x.requires_grad:
+                self._end()
+                return operator(*args, **kwargs)
+            (is_peak,) = self._take(operator, args)
+            moved = give_peak(operator, x, is_peak, peak_of(operator, args, operator(*args, **kwargs)))
+            self._write(x, moved)
+            self._end()
+            return operator(moved, *args[1:], **kwargs)
+        self._end()
+        if kind is Kind.INDEX:
+            (indices,) = self._take(operator, args)
+            values = values_at(operator, args, kwargs, indices)
+            if not operator._schema.is_mutable:
+                return values, indices
+            return tuple(
+                _give(operator, *pair) for pair in zip(operator(*args, **kwargs), (values, indices), strict=True)
+            )
+        choices = self._take(operator, args)
+        if kind is Kind.DRAW:
+            result = operator(*args, **kwargs)  # also for the draws that follow
+            return _give(operator, result, choices[0].to(result.dtype))
+        if kind is Kind.WHOLE and torch.Tag.nondeterministic_seeded in operator.tags:
+            operator(*args, **kwargs)
+        return choices[0] if len(choices) == 1 else tuple(choices)
+
+    def _let_pass(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if not x.requires_grad:
+            self._end()
+            return operator(*args, **kwargs)
+        (choice,) = self._next_decision(operator, args).choices
+        self._end()
+        return let_pass(
+            x, choice.choice() if isinstance(choice, SharedGate) else choice, in_place=operator._schema.is_mutable
+        )
+
+    def _on_side(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        points = points_of(operator, args, kwargs)
+        if not points:
+            self._end()
+            return operator(*args, **kwargs)
+        moved = x
+        for point, below in zip(points, self._take(operator, args), strict=True):
+            moved = point.move(moved, below)
+        self._write(x, moved)
+        if operator._schema.name.endswith("_"):  # in place
+            x.copy_(moved)
+            for tensor in self.saved:  # the copy of what it is to overwrite
+                if tensor.shape == x.shape and tensor.dtype is x.dtype:
+                    self._write(tensor, moved)
+            moved = x
+        self._end()
+        return operator(moved, *args[1:], **kwargs)
+
+    def _write(self, x: Tensor, moved: Tensor) -> None:
+        """Move what autograd has saved of `x`, too. What came back exactly is where it was."""
+        if type(x) not in _PLAIN or x.untyped_storage()._cdata in self._fixed:
+            return
+        there = unique_elements(x)
+        if there is None:
+            return
+        for dim, length in enumerate(there.shape):
+            moved = moved.narrow(dim, 0, length)
+        there.copy_(moved)
+
+    def _take(self, operator: Any, args: Sequence[Any]) -> list[Any]:
+        """Return the choices of the next decision, which must be one of this operator."""
+        choices = self._next_decision(operator, args).choices
+        return [choice.read() if isinstance(choice, Packed | Copy | Places) else choice for choice in choices]
+
+    def _next_decision(self, operator: Any, args: Sequence[Any]) -> Decision:
+        name, shape = base_name(operator), shape_of(args)
+        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        if kept is None or kept.operator != name or kept.shape != shape:
+            expected = "no further decision" if kept is None else f"{kept.operator} of {shape_text(kept.shape)}"
+            raise StateError(
+                f"The second run of {self._region} goes another way than its first: its decision {self._next + 1} is "
+                f"{name} of {shape_text(shape)}, and was {expected}.\n"
+                "Its decisions are kept and repeated, so something else has changed since: a Python value, a global "
+                "variable, or a generator of random numbers that no module and no argument holds.\n"
+                "Give that to the module as an argument, or let it run once: `keep` or a codec in place of recompute.",
+                operator=name,
+                decision=self._next,
+            )
+        self._next += 1
+        return kept
+
+
+def _give(operator: Any, result: Any, choice: Any) -> Any:
+    """Return a choice in place of a result, or in its memory where that is the caller's."""
+    if operator._schema.is_mutable and isinstance(result, Tensor):
+        return result.copy_(choice)
+    return choice
