@@ -35,6 +35,7 @@ from actstore.autograd.protect import (
 )
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
+from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
 from actstore.base.layout import layout_of
 from actstore.base.spec import Site, Spec
@@ -61,7 +62,7 @@ Handle = Small | Kept | Stored | Derived | Composite
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
 
-turns: list[Scope] = []  # in which no backward has begun: to be told when one does
+turns: list[Scope] = []  # to be told when a backward begins: none has, or they have stored something since
 
 
 def unpack(handle: Handle | Reader) -> Tensor:
@@ -122,6 +123,8 @@ class Scope:
         self._allow_mutation = allow_mutation
         self._kept: dict[int, ref[Kept]] = {}
         self._stored: dict[int, list[ref[Stored]]] = {}
+        self._sharing = Sharing(store)
+        self._turned = False  # whether a backward has begun
         self.readers: Readers | None = None  # who reads the payloads, in steps whose gradients are looked at
         self._alone = store.alone
         self._census = census
@@ -305,7 +308,7 @@ class Scope:
             handle.belong_to(outer)
         if not whole:
             handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
-        if key in self._stored and self._find_owner(handle, key, storage, codec):
+        if key in self._stored and self._find_owner(handle, tensor, key, storage, codec):
             return handle
         if name or known.requires_grad:
             route = self._encode(handle, tensor, storage, whole, codec, tiers)
@@ -358,6 +361,8 @@ class Scope:
         if weak is None:
             self._uncount(key, saved)
             return self._keep(tensor, account, key, storage, _no_room(target[1]))
+        if self._sharing.over:
+            self._go_on()
         self._stored[key] = [weak]
         return handle
 
@@ -441,21 +446,16 @@ class Scope:
         sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
         return any(str(site) == self._alone for site in sites)
 
-    def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:
+    def _find_owner(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
-        for other in self._stored[key]:
-            owner = other()
-            if (
-                owner is not None
-                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
-                and owner.covers(handle)
-            ):
-                handle.owner = owner
-                if owner.berth is not None:
-                    owner.berth.readers += 1
-                self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
-                return True
-        return False
+        owner = self._sharing.find(self._stored[key], handle, tensor, codec)
+        if owner is None:
+            return False
+        handle.owner = owner
+        if owner.berth is not None:
+            owner.berth.readers += 1
+        self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
+        return True
 
     def follow(self, policy: Policy, places: dict[Module, Place]) -> None:
         """Decide by another policy for what is saved from now on."""
@@ -487,11 +487,23 @@ class Scope:
                 handle.account.note = f"kept: {_no_room(tiers)}"
 
     def turn(self, thread: int) -> None:
-        """Backward begins inside of the context: the end of forward. Trackers are for the thread of their forward."""
+        """Backward begins inside of the context; the first one is the end of forward.
+
+        Trackers are for the thread of their forward.
+        """
+        self._sharing.over = True
+        if self._turned:
+            return
+        self._turned = True
         if thread == self.thread:
             self.tracker.renew()
         self._store.turn(self._forward)
         self.ledger.mark_turn()
+
+    def _go_on(self) -> None:
+        """Something is stored after a backward: be told of the next one."""
+        self._sharing.begin()
+        turns.append(self)
 
     def close(self, *, failed: bool) -> None:
         """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""
@@ -555,6 +567,8 @@ class Scope:
         if weak is None:
             self._uncount(key, saved)
             return None
+        if self._sharing.over:
+            self._go_on()
         if key in self._stored:
             self._stored[key].append(weak)
         else:  # never an empty list, at whatever moment an interrupt comes
