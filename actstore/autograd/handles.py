@@ -27,7 +27,7 @@ from actstore.autograd.tracker import Frame
 from actstore.base.layout import layout_of
 from actstore.base.ledger import Account
 from actstore.base.reaper import Last
-from actstore.base.spec import Site, Spec
+from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 from actstore.errors import ActstoreError, MutationError
 from actstore.store.comparison import Comparison, Seal, bytes_of
@@ -239,7 +239,7 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
     if found != expected:
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{spec or Spec.of(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
+            f"[{spec or describe(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
             "instead. Replace the in-place operation that follows in the model, or, where a copy is stored and the "
             "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
             site=site,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, MutationError
+from actstore.policy import parse_decision
 from tests.autograd.checks import check_same, verdict
 
 PLACES = {
@@ -163,6 +164,28 @@ def test_an_error_names_site_versions_and_shape(place):
     assert "allow_mutation=True" in text
     assert (info.value.site.name, info.value.expected, info.value.found) == ("1", 0, 2)
     assert isinstance(info.value, RuntimeError)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("asked", [False, True], ids=["named", "asked"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_nested_tensor(place, asked):
+    """It has no one shape that an error, or a policy that is a function, could be told."""
+    options = dict(PLACES[place])
+    if asked:
+        decision = parse_decision(options["policy"])
+        options["policy"] = lambda site, spec: decision
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], requires_grad=True)
+    with ActivationStore(**options):
+        h = nested * 1
+        y = square(h)
+        z = square(nested)
+    assert torch.autograd.grad(torch.nested.to_padded_tensor(z, 0.0).sum(), nested)[0].is_nested
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(MutationError, match=r"\[nested float32 of 2 tensors on cpu\], saved at \(top\)") as info:
+        torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+    assert (info.value.site.name, info.value.expected, info.value.found) == ("", 0, 1)
 
 
 @pytest.mark.parametrize("place", PLACES)
