@@ -37,11 +37,12 @@ from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
+from actstore.base.checkpoints import in_reentrant
 from actstore.base.layout import layout_of
-from actstore.base.spec import Site, Spec
+from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import revive, storages_of
 from actstore.codecs import Bit1, Codec, Raw
-from actstore.errors import ActstoreError, StateError
+from actstore.errors import ActstoreError
 from actstore.policy.rules import derives
 
 if TYPE_CHECKING:
@@ -239,13 +240,18 @@ class Scope:
         storage: UntypedStorage,
         nbytes: int,
         outer: Tensor | None,
-    ) -> Kept | Stored | Derived:
+    ) -> Handle:
         """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
+        if _current_graph_task_id() != -1 and in_reentrant():
+            account.count -= 1
+            return tensor.detach(), tensor._version, frame
         if self._tags:
             account, decided = self._tagged(frame, account, key)
         else:
             decided = frame.target
-        if decided is ASK:
+        if decided is ASK and tensor.is_nested:  # of no one shape to ask for
+            decided = None
+        elif decided is ASK:
             decided = target_of(self._policy(account.site, Spec.of(tensor)))
         if isinstance(decided, Deriving):
             account.where, target = decided.where, decided.rest
@@ -263,7 +269,6 @@ class Scope:
                 kind = "a meta tensor" if tensor.is_meta else "a tensor of implicit zeros"
             return self._keep(tensor, account, key, storage, f"{kind} has no bytes to encode")
         if _current_graph_task_id() != -1:
-            _refuse_reentrant()
             return self._keep(tensor, account, key, storage, "saved by a backward that is itself differentiated")
         if tensor.is_quantized:
             return self._keep(tensor, account, key, storage, "a quantized tensor has more than its bytes")
@@ -639,14 +644,4 @@ def _fits(tensor: Tensor, nbytes: int) -> bool:
 
 def _name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
     """Say in an error what was being saved."""
-    error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
-
-
-def _refuse_reentrant() -> None:
-    node: Any = _current_autograd_node()  # None outside of a node
-    if node is not None and node.name() == "CheckpointFunctionBackward":
-        raise StateError(
-            "a checkpoint with use_reentrant=True recomputes inside this store's context, because backward runs there: "
-            "everything that it recomputes would be saved once more. Run backward after the with block, or use "
-            "use_reentrant=False."
-        )
+    error.add_context(f"while saving {account.site} ({describe(tensor)}, {account.where})")
