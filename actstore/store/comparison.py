@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,15 +68,14 @@ def compare(store: Store, entry: Entry, src: Tensor) -> bool | Comparison | Seal
     bound = entry.codec.bind(src)
     if not bound.nbytes:
         return True
-    if place.device.on_host or bound.exact:
-        with _at_hand(entry, place) as memory:
-            if memory is not None:
-                return _compare(memory, _payload(bound, src, entry.key), place)
-    if not entry.codec.lossless:
-        out = torch.empty_like(src)
-        bound.decode(_payload(bound, src, entry.key), out, entry.key)
-        src = out
-    return Seal(bytes_of(src))
+    as_bytes = bound.exact or place.device.on_host
+    with nullcontext() if as_bytes else place.late_lock, _at_hand(entry, place) as memory:
+        if memory is not None and as_bytes:
+            return _compare(memory, _payload(bound, src, entry.key), place)
+        values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
+        if memory is not None:  # whose length nobody knows yet
+            return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place)
+    return Seal(bytes_of(values))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -91,6 +90,12 @@ def _payload(bound: Bound, src: Tensor, key: int) -> Tensor:
     out = torch.empty(bound.nbytes, dtype=torch.uint8, device=src.device)
     used = bound.encode(src, out, key)
     return out if used is None else out[:used]
+
+
+def _decoded(bound: Bound, payload: Tensor, like: Tensor, key: int) -> Tensor:
+    out = torch.empty_like(like)
+    bound.decode(payload, out, key)
+    return out
 
 
 def _compare(memory: Tensor, payload: Tensor, place: TierSet) -> bool | Comparison:

@@ -11,6 +11,7 @@ from actstore.autograd import sharing
 from actstore.base import sameness
 from actstore.base.spec import Spec
 from actstore.policy.options import codec_text
+from actstore.store import comparison
 from actstore.transfer.engine import Engine
 from tests.autograd.checks import check_same, gc_off, settle
 from tests.codecs.test_contract import CODECS, dtype_for
@@ -261,9 +262,10 @@ def test_a_payload_that_has_left_is_compared_when_it_comes_back(policy):
     del second
 
 
-@pytest.mark.parametrize("policy", ["raw", "int8", "raw @ host", "expack"])
+@pytest.mark.parametrize("policy", ["raw", "int8", "raw @ host", "expack", "zmask(int8)", "expack @ host"])
 def test_on_an_accelerator_the_device_compares(policy, monkeypatch):
     monkeypatch.setattr(devices, "open_device", lambda device: LateDevice())
+    monkeypatch.setattr(comparison, "Seal", None)  # for which the host would have to wait
     x = torch.randn(64, 64, requires_grad=True)
     h = x * 1
 
@@ -280,9 +282,9 @@ def test_on_an_accelerator_the_device_compares(policy, monkeypatch):
         return found, nbytes
 
     ((first,), (second,)), nbytes = run(False)
-    if policy != "int8":
+    if "int8" not in policy:
         check_same((first, second), (h.detach().cos(), -h.detach().sin()))
-    assert nbytes <= 1.01 * h.nbytes
+    assert nbytes <= 1.1 * h.nbytes
     with pytest.raises(MutationError, match="saved twice in one forward"):
         run(True)
 
