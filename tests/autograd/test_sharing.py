@@ -1,5 +1,6 @@
 """One payload for several saves of a storage: only where each gets the bytes of its own save, or an error."""
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -117,6 +118,44 @@ def test_several_backwards_through_one_graph_and_forwards_between_them(policy):
             x.data.add_(1)
             (newer,) = torch.autograd.grad(x.sin().sum(), x)
             check_same((newer,), (x.detach().cos(),))
+
+
+@pytest.mark.parametrize("policy", ["raw", "raw @ host", "raw @ disk"])
+def test_a_backward_on_another_thread(policy):
+    """Of which this thread's context is not told: bytes are compared."""
+    x = torch.randn(64, requires_grad=True)
+    with store_of(policy):
+        y = square(x)
+        thread = threading.Thread(target=lambda: torch.autograd.grad(y, x, retain_graph=True))
+        thread.start()
+        thread.join()
+        x.data.mul_(10)
+        z = square(x)
+    check_same(torch.autograd.grad(z, x), (2 * x.detach(),))
+
+
+@pytest.mark.parametrize("policy", ["raw", "raw @ disk"])
+def test_forwards_on_several_threads(policy):
+    """Each writes to a tensor of its own, in a context of its own of one store."""
+    store, found = store_of(policy), {}
+
+    def work(number):
+        x = torch.full((64,), float(number), requires_grad=True)
+        with store:
+            for _ in range(4):
+                y = square(x)
+                x.data.add_(1)
+                z = square(x)
+        found[number] = torch.autograd.grad(z, x)
+        del y
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        check_same(found[number], (torch.full((64,), 2.0 * (number + 4)),))
 
 
 # -- within one forward -----------------------------------------------------------------------------------------------
