@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import guards
 
 from actstore.autograd.regions import Region
@@ -26,9 +27,10 @@ from actstore.autograd.tracker import Frame
 from actstore.base.layout import layout_of
 from actstore.base.ledger import Account
 from actstore.base.reaper import Last
-from actstore.base.spec import Site, Spec
+from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 from actstore.errors import ActstoreError, MutationError
+from actstore.store.comparison import Comparison, Seal, bytes_of
 from actstore.store.payload import Entry
 
 Small = tuple[Tensor, int, Frame]
@@ -63,8 +65,8 @@ class Stored(Entry):
     """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
 
     __slots__ = (
-        "alias", "any_version", "conj", "fresh", "neg", "offset", "owner", "region", "root", "shape",
-        "snapshot", "stride", "version", "witness",
+        "alias", "any_version", "born", "conj", "fresh", "neg", "offset", "owner", "proof", "region", "root",
+        "shape", "snapshot", "stride", "version", "witness",
     )  # fmt: skip
 
     def __init__(
@@ -85,12 +87,14 @@ class Stored(Entry):
         base = tensor._base
         self.root = ref(tensor if base is None else base)
         self.version = tensor._version
+        self.born = _get_sequence_nr()  # that of the node which saves it, and one more
         self.any_version = any_version  # the tensor may change after it was saved
         self.witness = witness = tensor.detach()
         witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
         self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
         self.owner: Stored | None = None  # who holds the payload, when it is another one's
+        self.proof: Comparison | Seal | None = None  # whether the owner's bytes are those of this tensor
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
         self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
 
@@ -141,15 +145,38 @@ class Stored(Entry):
             tensor = spec.empty()
             tensor.as_strided(*region.compact).copy_(dense)
         elif region.numel == spec.numel and layout_of(spec.shape, spec.stride).dense:
-            tensor = owner._read(spec.shape, spec.stride)
+            dense = tensor = owner._read(spec.shape, spec.stride)
         else:
-            tensor = self._share(owner, region.numel).as_strided(spec.shape, spec.stride, self.offset - region.start)
+            dense = self._share(owner, region.numel)
+            tensor = dense.as_strided(spec.shape, spec.stride, self.offset - region.start)
+        if self.proof is not None:
+            self._prove(owner, dense)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
             tensor = torch._neg_view(tensor)
         spec.check(tensor)
         return tensor
+
+    def _prove(self, owner: Stored, dense: Tensor) -> None:
+        """Look whether what `owner` gave, as it lies in memory, is what this tensor was.
+
+        Raises
+        ------
+        MutationError : it is not
+        """
+        assert self.proof is not None
+        if self.proof.differs(bytes_of(dense)):
+            raise MutationError(
+                f"site={self.account.site}: what is saved twice in one forward must not be written to in between "
+                f"without a trace. {owner.account.site} had saved the same memory, then came a write that no version "
+                "counter tells of (through .data, or by code that PyTorch does not see), and only the first bytes were "
+                "stored. Write in place under torch.no_grad(), or make a new tensor.",
+                site=self.account.site,
+                expected=self.version,
+                found=self.version,
+            )
+        self.proof = None
 
     def _share(self, owner: Stored, numel: int) -> Tensor:
         """The decoded region, in memory that the views of one backward node share as their originals did.
@@ -212,7 +239,7 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
     if found != expected:
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{spec or Spec.of(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
+            f"[{spec or describe(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
             "instead. Replace the in-place operation that follows in the model, or, where a copy is stored and the "
             "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
             site=site,

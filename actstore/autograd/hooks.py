@@ -35,12 +35,14 @@ from actstore.autograd.protect import (
 )
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
+from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
+from actstore.base.checkpoints import in_reentrant
 from actstore.base.layout import layout_of
-from actstore.base.spec import Site, Spec
+from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import revive, storages_of
 from actstore.codecs import Bit1, Codec, Raw
-from actstore.errors import ActstoreError, StateError
+from actstore.errors import ActstoreError
 from actstore.policy.rules import derives
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ Handle = Small | Kept | Stored | Derived | Composite
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
 
-turns: list[Scope] = []  # in which no backward has begun: to be told when one does
+turns: list[Scope] = []  # to be told when a backward begins: none has, or they have stored something since
 
 
 def unpack(handle: Handle | Reader) -> Tensor:
@@ -122,6 +124,8 @@ class Scope:
         self._allow_mutation = allow_mutation
         self._kept: dict[int, ref[Kept]] = {}
         self._stored: dict[int, list[ref[Stored]]] = {}
+        self._sharing = Sharing(store)
+        self._turned = False  # whether a backward has begun
         self.readers: Readers | None = None  # who reads the payloads, in steps whose gradients are looked at
         self._alone = store.alone
         self._census = census
@@ -236,13 +240,18 @@ class Scope:
         storage: UntypedStorage,
         nbytes: int,
         outer: Tensor | None,
-    ) -> Kept | Stored | Derived:
+    ) -> Handle:
         """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
+        if _current_graph_task_id() != -1 and in_reentrant():
+            account.count -= 1
+            return tensor.detach(), tensor._version, frame
         if self._tags:
             account, decided = self._tagged(frame, account, key)
         else:
             decided = frame.target
-        if decided is ASK:
+        if decided is ASK and tensor.is_nested:  # of no one shape to ask for
+            decided = None
+        elif decided is ASK:
             decided = target_of(self._policy(account.site, Spec.of(tensor)))
         if isinstance(decided, Deriving):
             account.where, target = decided.where, decided.rest
@@ -260,7 +269,6 @@ class Scope:
                 kind = "a meta tensor" if tensor.is_meta else "a tensor of implicit zeros"
             return self._keep(tensor, account, key, storage, f"{kind} has no bytes to encode")
         if _current_graph_task_id() != -1:
-            _refuse_reentrant()
             return self._keep(tensor, account, key, storage, "saved by a backward that is itself differentiated")
         if tensor.is_quantized:
             return self._keep(tensor, account, key, storage, "a quantized tensor has more than its bytes")
@@ -305,7 +313,7 @@ class Scope:
             handle.belong_to(outer)
         if not whole:
             handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
-        if key in self._stored and self._find_owner(handle, key, storage, codec):
+        if key in self._stored and self._find_owner(handle, tensor, key, storage, codec):
             return handle
         if name or known.requires_grad:
             route = self._encode(handle, tensor, storage, whole, codec, tiers)
@@ -358,6 +366,8 @@ class Scope:
         if weak is None:
             self._uncount(key, saved)
             return self._keep(tensor, account, key, storage, _no_room(target[1]))
+        if self._sharing.over:
+            self._go_on()
         self._stored[key] = [weak]
         return handle
 
@@ -441,21 +451,16 @@ class Scope:
         sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
         return any(str(site) == self._alone for site in sites)
 
-    def _find_owner(self, handle: Stored, key: int, storage: UntypedStorage, codec: Codec) -> bool:
+    def _find_owner(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
         """Let an earlier payload of the same storage serve `handle`, where one can."""
-        for other in self._stored[key]:
-            owner = other()
-            if (
-                owner is not None
-                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
-                and owner.covers(handle)
-            ):
-                handle.owner = owner
-                if owner.berth is not None:
-                    owner.berth.readers += 1
-                self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
-                return True
-        return False
+        owner = self._sharing.find(self._stored[key], handle, tensor, codec)
+        if owner is None:
+            return False
+        handle.owner = owner
+        if owner.berth is not None:
+            owner.berth.readers += 1
+        self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
+        return True
 
     def follow(self, policy: Policy, places: dict[Module, Place]) -> None:
         """Decide by another policy for what is saved from now on."""
@@ -487,11 +492,23 @@ class Scope:
                 handle.account.note = f"kept: {_no_room(tiers)}"
 
     def turn(self, thread: int) -> None:
-        """Backward begins inside of the context: the end of forward. Trackers are for the thread of their forward."""
+        """Backward begins inside of the context; the first one is the end of forward.
+
+        Trackers are for the thread of their forward.
+        """
+        self._sharing.over = True
+        if self._turned:
+            return
+        self._turned = True
         if thread == self.thread:
             self.tracker.renew()
         self._store.turn(self._forward)
         self.ledger.mark_turn()
+
+    def _go_on(self) -> None:
+        """Something is stored after a backward: be told of the next one."""
+        self._sharing.begin()
+        turns.append(self)
 
     def close(self, *, failed: bool) -> None:
         """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""
@@ -555,6 +572,8 @@ class Scope:
         if weak is None:
             self._uncount(key, saved)
             return None
+        if self._sharing.over:
+            self._go_on()
         if key in self._stored:
             self._stored[key].append(weak)
         else:  # never an empty list, at whatever moment an interrupt comes
@@ -625,14 +644,4 @@ def _fits(tensor: Tensor, nbytes: int) -> bool:
 
 def _name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
     """Say in an error what was being saved."""
-    error.add_context(f"while saving {account.site} ({Spec.of(tensor)}, {account.where})")
-
-
-def _refuse_reentrant() -> None:
-    node: Any = _current_autograd_node()  # None outside of a node
-    if node is not None and node.name() == "CheckpointFunctionBackward":
-        raise StateError(
-            "a checkpoint with use_reentrant=True recomputes inside this store's context, because backward runs there: "
-            "everything that it recomputes would be saved once more. Run backward after the with block, or use "
-            "use_reentrant=False."
-        )
+    error.add_context(f"while saving {account.site} ({describe(tensor)}, {account.where})")

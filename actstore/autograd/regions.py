@@ -65,6 +65,28 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
     return gathered, Region(offset, gathered.numel(), layout.compact)
 
 
+def source_at(tensor: Tensor, region: Region | None, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor | None:
+    """What a payload of `region` would be encoded from now; None where the storage has become smaller than that.
+
+    Parameters
+    ----------
+    tensor : any view of the storage
+    region : None: all of the storage
+    shape, stride : of the tensor that the payload was made for
+    """
+    bits = _stored_bits(tensor.detach())
+    start, numel, compact = region or Region(0, layout_of(shape, stride).span)
+    layout = layout_of(shape, stride) if compact is None else layout_of(*compact)
+    span = numel if compact is None else layout.span
+    if (start + span) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        return None
+    if compact is not None:
+        return bits.as_strided(*compact, start).contiguous()
+    if layout.dense and layout.span == numel:
+        return bits.as_strided(shape, stride, start)
+    return storage_view(bits, start, numel)
+
+
 def exact_copy(tensor: Tensor) -> Tensor:
     """The same values with the same strides in memory of its own, at offset 0."""
     bits = _stored_bits(tensor.detach())

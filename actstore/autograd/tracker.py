@@ -6,6 +6,7 @@ attached to a model, so that it can be copied and pickled at any time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
@@ -20,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from actstore.autograd.census import Census
-from actstore.base.checkpoints import in_checkpoint
+from actstore.base.checkpoints import in_checkpoint, in_reentrant
 from actstore.base.compiler import tell_compiler
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Last
@@ -119,12 +120,15 @@ class Frame:
 
     Attributes
     ----------
+    counted : whether what it saves counts. What a reentrant checkpoint runs again in backward waits as it is, and is
+        gone with that: it is no part of the forward
     exact : why all that it saves must be exact; empty where it need not
     follows : the target for which tensors may follow precedents of their sites; None where each is looked at anew
     """
 
     __slots__ = (
-        "exact", "follows", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small", "target",
+        "counted", "exact", "follows", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -134,14 +138,17 @@ class Frame:
         owned: set[int],
         inputs: Decision | None = None,
         exact: str = "",
+        *,
+        counted: bool = True,
     ) -> None:
         self.module = module
+        self.counted = counted
         self.exact = exact
         self.place = place
         self.inputs = inputs
         self.target = place.target if inputs is None else target_of(inputs)
         self.follows = self.target if inputs is None and not exact else None
-        self.keep_below = place.keep_below if inputs is None else 0
+        self.keep_below = (place.keep_below if inputs is None else 0) if counted else sys.maxsize
         self.index = 0
         self.small: dict[int, int] = {}  # bytes of small storages, by identity
         self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
@@ -149,7 +156,7 @@ class Frame:
 
     def end(self, counted: set[int]) -> None:
         """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
-        if self.small:
+        if self.small and self.counted:
             self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
             self.owned.update(small)
             release = self.place.book(sum(small.values()), len(small))
@@ -217,7 +224,8 @@ class Tracker:
     def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
         computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
-        self.frame = Frame(module, place, self.owned, inputs, COMPUTED if computed else "")
+        exact = COMPUTED if computed else ""
+        self.frame = Frame(module, place, self.owned, inputs, exact, counted=not in_reentrant())
 
     def pop(self) -> None:
         self.frame.end(self.counted)
@@ -255,7 +263,7 @@ class Tracker:
         """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
         old = self.frame
         old.end(self.counted)
-        self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact)
+        self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact, counted=old.counted)
         self.frame.index = old.index
 
     def end(self) -> None:
@@ -315,7 +323,7 @@ def before_call(module: Module, _: Any) -> None:
         if place is not None:
             if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
                 tracker.unwind()
-            if place.watched:
+            if place.watched and not in_reentrant():
                 place.hidden = in_checkpoint()
                 tracker.hidden += place.hidden
             tracker.push(module, place)

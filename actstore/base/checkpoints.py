@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from torch._C import _current_autograd_node, _current_graph_task_id
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
@@ -31,3 +32,9 @@ def in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def in_reentrant() -> bool:
+    """Return whether a reentrant checkpoint runs its forward again, in a backward of this thread."""
+    node: Any = None if _current_graph_task_id() == -1 else _current_autograd_node()
+    return node is not None and node.name() == "CheckpointFunctionBackward"

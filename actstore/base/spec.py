@@ -47,6 +47,13 @@ class Spec(NamedTuple):
         return f"{dtype} {'x'.join(map(str, self.shape)) or 'scalar'} stride {self.stride} on {self.device}"
 
 
+def describe(tensor: torch.Tensor) -> str:
+    """Say what a tensor is, for messages, also where it has no one shape."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return f"nested {str(tensor.dtype).removeprefix('torch.')} of {tensor.size(0)} tensors on {tensor.device}"
+    return str(Spec.of(tensor))
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place in the model that saves a tensor: module name, index within its call, optional tag.

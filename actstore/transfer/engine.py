@@ -174,6 +174,26 @@ class Engine:
             if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
                 self._traffic.dispatch(parcel)
 
+    def peek(self, berth: Berth) -> torch.Tensor | None:
+        """The bytes of a payload where they were encoded, for work on the same stream; None where they have left.
+
+        Call `peeked` after that work. Nothing moves, and no order is learned of it.
+        """
+        with self._lock:
+            parcel = berth.parcel
+            here = parcel.buffer is not None and not parcel.fetched and parcel.loan is None
+            if not here or parcel.home != self._device.current():
+                return None
+            self._traffic.use(parcel, 1)
+            return berth.memory
+
+    def peeked(self, berth: Berth) -> None:
+        """The work on what `peek` gave is queued."""
+        read = self._device.record(self._device.current())
+        with self._lock:
+            berth.parcel.reads.append(read)
+            self._traffic.release(berth.parcel, 1)
+
     def flush(self, run: Run[Berth]) -> None:
         """Send what waits for more payloads of a forward that has ended."""
         with self._lock:

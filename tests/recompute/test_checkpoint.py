@@ -1,6 +1,7 @@
 """Models that already checkpoint, and stores where they cannot be correct."""
 
-from contextlib import suppress
+import warnings
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
         return x
+
+
+@contextmanager
+def nothing_said():
+    """While a rule and the model's own checkpoints recompute the same, of which a store warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "blocks", RuntimeWarning)
+        yield
 
 
 def grads_of(model, x, store=None, *, inside=False):
@@ -62,25 +71,63 @@ def test_models_that_checkpoint_just_work(reentrant, policy):
         assert report.stored_bytes > 0
 
 
-@pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk"])
-def test_backward_inside_with_a_nonreentrant_checkpoint(policy):
-    model, x = Checkpointed(reentrant=False), torch.randn(5, 16, requires_grad=True)
-    store = ActivationStore(model, policy, min_bytes=0)
+@pytest.mark.parametrize("policy", [*POLICIES, "raw @ host", "derive", "recompute"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_backward_inside_of_the_context(reentrant, policy):
+    x = torch.randn(5, 16, requires_grad=True)
+    found = {}
+    for inside in (False, True):
+        model = Checkpointed(reentrant=reentrant)
+        store = ActivationStore(model, policy, min_bytes=0)
+        with gc_off(), nothing_said():
+            found[inside] = grads_of(model, x, store, inside=inside)
+            check_drained(store)
+    if policy != "int8":
+        check_same(found[True], grads_of(Checkpointed(reentrant=None), x))
+    check_same(found[True], found[False])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_reentrant_checkpoint_runs_again_is_no_part_of_the_forward(policy):
+    reports = []
+    for inside in (False, True):
+        model, x = Checkpointed(reentrant=True), torch.randn(5, 16, requires_grad=True)
+        store = ActivationStore(model, policy, min_bytes=0)
+        for _ in range(2):  # the first step is one of those in which a lossy store measures
+            grads_of(model, x, store, inside=inside)
+        reports.append(store.report())
+    outside, inside = reports
+    for figure in ("saved_bytes", "stored_bytes", "held_bytes", "live_bytes"):
+        assert getattr(inside, figure) == getattr(outside, figure)
+    assert [(site.site, site.tensors) for site in inside.sites] == [(site.site, site.tensors) for site in outside.sites]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in the outer one's forward
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reentrant_checkpoints_of_functions_one_inside_the_other(policy):
+    """No module runs, and so nothing but the node tells that backward runs forward again."""
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def inner(x):
+        return (x @ weight).tanh() * x
+
+    def outer(x):
+        return checkpoint(inner, x.sin(), use_reentrant=True).cos()
+
+    def grads(context):
+        weight.grad = None
+        x = torch.arange(80.0).view(5, 16).requires_grad_()
+        with context:
+            y = checkpoint(outer, x * 1, use_reentrant=True)
+            (y * y).sum().backward()
+        return weight.grad, x.grad
+
+    store = ActivationStore(policy=policy, min_bytes=0)
     with gc_off():
-        found = grads_of(model, x, store, inside=True)
+        found = grads(store)
         check_drained(store)
-    check_same(found, grads_of(Checkpointed(reentrant=None), x))
-
-
-@pytest.mark.parametrize("policy", ["raw", "raw @ disk", "int8"])
-def test_backward_inside_with_a_reentrant_checkpoint_is_refused(policy):
-    model, x = Checkpointed(reentrant=True), torch.randn(5, 16, requires_grad=True)
-    store = ActivationStore(model, policy, min_bytes=0)
-    with pytest.raises(StateError, match=r"use_reentrant=True.*Run backward after the with block"):
-        grads_of(model, x, store, inside=True)
-    check_same(
-        grads_of(model, x, ActivationStore(model, "raw", min_bytes=0)), grads_of(Checkpointed(reentrant=None), x)
-    )
+    if policy != "int8":
+        check_same(found, grads(nullcontext()))
 
 
 def test_a_store_inside_a_checkpointed_region_is_refused():

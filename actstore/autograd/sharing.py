@@ -1,0 +1,92 @@
+"""Payloads that serve a tensor which is saved once more.
+
+In plain autograd all that is saved of one storage is the storage itself. A store has the bytes as they were when they
+were saved, and so one payload serves two saves only where nothing was written in between. The version counter does not
+tell: a write through ``x.data`` leaves it as it is. So the bytes are compared with the payload, unless one node of the
+graph saves both, with no code of Python in between:
+
+* where the payload lies in host memory, at once. Where it differs, the tensor gets a payload of its own;
+* where an accelerator has it, by the accelerator, for which nobody waits. Where it differs, backward raises an error;
+* where it has left for another tier, when backward reads it, by a fingerprint of the bytes at the second save.
+
+No payload of before a backward serves a save after it: between the two an optimizer may well write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from sys import _getframe
+from types import FrameType
+from weakref import ref
+
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd import Function
+
+from actstore.autograd.handles import Stored
+from actstore.autograd.regions import source_at
+from actstore.codecs import Codec
+from actstore.store.comparison import compare
+from actstore.store.store import Store
+
+_APPLY = Function.apply.__code__  # what saves for a Function of a user's, who may have written meanwhile
+_DEEP = 8  # frames from here to who calls autograd, at most
+_NEVER = -1  # the number of no node
+
+
+class Sharing:
+    """Of one scope: the payload that may serve a tensor, where there is one.
+
+    Attributes
+    ----------
+    over : whether a backward has begun since something was stored
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.over = False
+        self._store = store
+        self._since = 0  # the number of the first node that has stored something after the last backward
+
+    def begin(self) -> None:
+        """Go on after a backward: a node stores something."""
+        self.over = False
+        self._since = _get_sequence_nr()
+
+    def find(self, owners: Iterable[ref[Stored]], handle: Stored, tensor: Tensor, codec: Codec) -> Stored | None:
+        """One of `owners`, all of the same storage, whose payload has the bytes of `tensor` as it is saved now.
+
+        Where it is known later only whether it has, `handle` gets the `proof` to ask then.
+        """
+        if self.over:
+            return None
+        for other in owners:
+            owner = other()
+            if (
+                owner is not None
+                and owner.born >= self._since
+                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
+                and owner.covers(handle)
+                and self._is_unchanged(owner, handle, tensor)
+            ):
+                return owner
+        return None
+
+    def _is_unchanged(self, owner: Stored, handle: Stored, tensor: Tensor) -> bool:
+        if owner.born == handle.born and not _in_function():
+            return True
+        source = source_at(tensor, owner.region, owner.shape, owner.stride)
+        found = source is not None and compare(self._store, owner, source)
+        if found is False:
+            owner.born = _NEVER  # its storage has gone on
+            return False
+        handle.proof = None if found is True else found
+        return True
+
+
+def _in_function() -> bool:
+    frame: FrameType | None = _getframe(1)
+    for _ in range(_DEEP):
+        if frame is None or frame.f_code is _APPLY:
+            return frame is not None
+        frame = frame.f_back
+    return False

@@ -1,0 +1,132 @@
+"""Whether a tensor that is saved once more is still what a payload was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from actstore.base.sameness import difference_on_device, fingerprint, same_on_host
+from actstore.base.ticket import Ticket
+from actstore.codecs.base import Bound
+from actstore.kernels.base import storage_slice
+from actstore.store.payload import Entry
+from actstore.store.tierset import TierSet
+
+if TYPE_CHECKING:
+    from actstore.store.store import Store
+
+
+class Comparison:
+    """Of a payload and a tensor, by the device; what it finds is on its way to the host."""
+
+    def __init__(self, differs: Tensor, end: Ticket) -> None:
+        self._differs = differs
+        self._end = end
+
+    def differs(self, memory: Tensor) -> bool:
+        """Whether they differ. The host waits where the device has not come so far; `memory` is not looked at."""
+        self._end.result()
+        return bool(self._differs)
+
+
+class Seal:
+    """A fingerprint of what a payload must decode to, where its bytes were out of reach when they were asked about."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._expected = fingerprint(memory)
+
+    def differs(self, memory: Tensor) -> bool:
+        """Whether `memory`, the decoded payload as 1-d uint8, has other bytes. On an accelerator the host waits."""
+        found = fingerprint(memory)
+        if isinstance(found, bytes):
+            return found != self._expected
+        return bool(found != self._expected)
+
+
+def compare(store: Store, entry: Entry, src: Tensor) -> bool | Comparison | Seal:
+    """Compare a payload with the one that `src` would have now.
+
+    Parameters
+    ----------
+    src : Tensor, from the same memory, with the shape and strides that the payload was encoded from
+
+    Returns
+    -------
+    bool : whether they are the same, where the payload lies in host memory
+    Comparison : of a payload in the memory of an accelerator, which nobody waits for
+    Seal : of a payload that has left for another tier: to be compared when it is decoded
+
+    Notes
+    -----
+    Stream: current. A lossy payload is compared with another one of the same random bits.
+    """
+    place = store.place(src.device)
+    bound = entry.codec.bind(src)
+    if not bound.nbytes:
+        return True
+    as_bytes = bound.exact or place.device.on_host
+    with nullcontext() if as_bytes else place.late_lock, _at_hand(entry, place) as memory:
+        if memory is not None and as_bytes:
+            return _compare(memory, _payload(bound, src, entry.key), place)
+        values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
+        if memory is not None:  # whose length nobody knows yet
+            return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place)
+    return Seal(bytes_of(values))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in storage order, as 1-d uint8."""
+    return storage_slice(tensor, 0, tensor.numel()).view(torch.uint8)
+
+
+def _payload(bound: Bound, src: Tensor, key: int) -> Tensor:
+    """What is written of `src`."""
+    if bound.as_is:
+        return bytes_of(src)
+    out = torch.empty(bound.nbytes, dtype=torch.uint8, device=src.device)
+    used = bound.encode(src, out, key)
+    return out if used is None else out[:used]
+
+
+def _decoded(bound: Bound, payload: Tensor, like: Tensor, key: int) -> Tensor:
+    out = torch.empty_like(like)
+    bound.decode(payload, out, key)
+    return out
+
+
+def _compare(memory: Tensor, payload: Tensor, place: TierSet) -> bool | Comparison:
+    nbytes = payload.numel()
+    if memory.numel() < nbytes:  # of variable size, and longer than the one that is there
+        return False
+    if place.device.on_host:
+        return same_on_host(memory.data_ptr(), payload.data_ptr(), nbytes)
+    differs = difference_on_device(memory[:nbytes], payload).to("cpu", non_blocking=True)
+    return Comparison(differs, place.device.record(place.device.current()))
+
+
+@contextmanager
+def _at_hand(entry: Entry, place: TierSet) -> Iterator[Tensor | None]:
+    """The payload in the memory of the compute device, for work on the current stream; None where it has left."""
+    berth = entry.berth
+    if entry.memory is not None:
+        yield entry.memory
+    elif berth is not None:
+        memory = berth.engine.peek(berth)
+        try:
+            yield memory
+        finally:
+            if memory is not None:
+                berth.engine.peeked(berth)
+    else:
+        slot = entry.slot
+        if slot is None or slot.buffer is None:
+            yield None
+            return
+        slot.written.wait_on(place.device.current())
+        yield slot.buffer
+        if slot.place is not None:
+            slot.tier.used(slot)
