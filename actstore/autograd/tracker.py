@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, an
 class Precedent(NamedTuple):
     """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
 
-    The next one like it goes the same way.
+    The next one like it goes the same way, where the same instruction saves it.
     """
 
     target: Target
@@ -52,6 +53,7 @@ class Precedent(NamedTuple):
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Route
+    called: tuple[CodeType, int] | None  # the instruction that saved it, and its offset; None where any may
 
 
 class Deriving(NamedTuple):
