@@ -21,7 +21,9 @@ from torch.autograd import Function
 
 from actstore.autograd.calls import UNKNOWN, Named, named
 from actstore.autograd.protect import TRANSPARENT
+from actstore.base.spec import Spec
 from actstore.codecs import Codec
+from actstore.codecs.levels import Levels
 from actstore.codecs.side import Side
 
 # They save their result and let a gradient through where it is above 0.
@@ -43,13 +45,13 @@ _SYNTAX = frozenset(
 SIGN = "sign"  # zero, positive and negative elements stay apart
 EXACT = "exact"  # bits
 
-Need = str | Side
+Need = str | Side | Levels
 Argument = Callable[[int, str, Any], Any]  # by number, name and default; UNKNOWN where it cannot be told
 
 # Names of operators, without underscores at their ends.
 _BY_SIGN = frozenset(
     {
-        "abs", "absolute", "l1_loss", "prelu", "selu",
+        "abs", "absolute", "l1_loss", "prelu",
         # These divide by it, or by what is made of it: a small number that comes back as zero gives infinity.
         "addcdiv", "sqrt", "log", "log2", "log10", "prod", "cumprod", "vander", "linalg_vander",
     }
@@ -64,7 +66,7 @@ _BY_VALUE = frozenset(
         "multilabel_margin_loss", "soft_margin_loss", "cosine_embedding_loss", "triplet_margin_loss",
         "poisson_nll_loss", "rrelu",
         # They round, or cut at numbers of their own.
-        "hardswish", "remainder", "fmod", "%", "%=", "mod", "imod", "corrcoef",
+        "remainder", "fmod", "%", "%=", "mod", "imod", "corrcoef",
         # Their slope has no bound: a small error crosses a pole.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
         "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "logcumsumexp",
@@ -86,6 +88,11 @@ def _clamp(low: Any, high: Any) -> Need:
 def _shrink(argument: Argument, _: Tensor) -> Need:
     width = argument(1, "lambd", 0.5)
     return EXACT if width is UNKNOWN else _side(-width, width, nan=False, closed=True)
+
+
+def _celu(argument: Argument, _: Tensor) -> Need:
+    alpha = argument(1, "alpha", 1.0)
+    return Levels(curve="exp", rate=1 / alpha) if isinstance(alpha, int | float) and alpha > 0 else EXACT
 
 
 def _power(argument: Argument, _: Tensor) -> Need:
@@ -119,7 +126,9 @@ _BY_ARGUMENTS: dict[str, Callable[[Argument, Tensor], Need]] = {
     "threshold": lambda of, _: _side(of(1, "threshold", UNKNOWN), inf),
     "hardshrink": _shrink,
     "softshrink": _shrink,
-    "elu": lambda of, _: SIGN if of(1, "alpha", 1.0) != 1 else "",  # no kink at 0
+    "hardswish": lambda of, _: Levels(-3.0, 3.0),
+    **dict.fromkeys(("elu", "selu"), lambda of, _: Levels(curve="exp")),
+    "celu": _celu,
     **dict.fromkeys(("clamp", "clip"), lambda of, _: _clamp(of(1, "min", None), of(2, "max", None))),
     "clamp_min": lambda of, _: _clamp(of(1, "min", UNKNOWN), None),
     "clamp_max": lambda of, _: _clamp(None, of(1, "max", UNKNOWN)),
@@ -168,6 +177,12 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
         )
     if isinstance(need, Side) and not _is_result(tensor):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
+    if isinstance(need, Levels) and not _is_result(tensor):
+        spec = Spec.of(tensor)
+        fitting = need.within(codec.size(spec).nbytes, spec.numel)
+        if fitting is None:
+            return None, f"{codec.name} has no room for what backward of {reader} reads"
+        return codec.replaced_by(fitting), f"{fitting.bits} bits an element, of what backward of {reader} reads"
     decider = reader if need == SIGN else _by_result(tensor, producer)
     if not decider:
         return codec, ""
