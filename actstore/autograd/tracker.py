@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, an
 class Precedent(NamedTuple):
     """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
 
-    The next one like it goes the same way.
+    The next one like it goes the same way, where the same instruction saves it.
     """
 
     target: Target
@@ -53,6 +54,7 @@ class Precedent(NamedTuple):
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Route
+    called: tuple[CodeType, int] | None  # the instruction that saved it, and its offset; None where any may
 
 
 class Deriving(NamedTuple):
