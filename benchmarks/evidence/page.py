@@ -30,7 +30,8 @@ Each row starts from plain's seeds, so differences are taken seed by seed: mean 
 * **diverged**: with some seed a loss was not finite, or training ended no lower than its first steps.
 
 The final loss is the mean of the last tenth of the steps. *Bytes held* are those at the end of forward, by plain's;
-what is never lossy is in them."""
+what is never lossy is in them. A dash stands for what is not measured. A task is measured anew where stores have
+changed what they do to it."""
 
 
 class Interval(NamedTuple):
@@ -123,25 +124,33 @@ def _tasks(found: dict[str, Any]) -> list[str]:
         for what in ("first", *MEASURES):
             values = [cell[what] for cell in _trained(found, name, PLAIN) if cell[what] is not None]
             losses.append(f"{fmean(values):.3f}" if values else "-")
-        cells.append([name, TASKS[name].title, size, str(sizes["steps"]), *losses])
-    return table(["task", "what", "layers x width", "steps", "first loss", "final", "held out"], cells)
+        cells.append([name, TASKS[name].title, size, str(sizes["steps"]), *losses, _dates(found, name)])
+    return table(["task", "what", "layers x width", "steps", "first loss", "final", "held out", "measured"], cells)
+
+
+def _dates(found: dict[str, Any], task: str) -> str:
+    """The first and the last day on which a cell of the task was run."""
+    days = sorted({cell["date"] for cell in found["cells"] if cell["task"] == task})
+    return " to ".join(sorted({days[0], days[-1]})) if days else "-"
 
 
 def _verdicts(found: dict[str, Any]) -> list[str]:
-    header = ["row", "policy", "bytes held", *(title.lower() for title in MEASURES.values())]
+    header = ["row", "policy", "tasks", "bytes held", *(title.lower() for title in MEASURES.values())]
     return table(header, [_counted(found, row) for row in found["rows"] if row != PLAIN])
 
 
 def _counted(found: dict[str, Any], row: str) -> list[str]:
-    """The row's verdicts over all tasks."""
+    """The row's verdicts over the tasks that have it."""
     held = [100 * cell["held"] for cell in found["cells"] if cell["row"] == row and cell.get("held")]
     (_, codec), *options = found["rows"][row].items()
     policy = ", ".join([f"`{codec}`", *(f"{name}={value}" for name, value in options)])
-    said = [row, policy, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
+    tasks = [task for task in found["tasks"] if judge(found, task, row)]
+    many = "all" if len(tasks) == len(found["tasks"]) else ", ".join(tasks) or "-"
+    said = [row, policy, many, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
     for measure in MEASURES:
-        judged = [one for task in found["tasks"] if (one := judge(found, task, row, measure))]
+        judged = [one for task in tasks if (one := judge(found, task, row, measure))]
         counts = sorted(Counter(one.verdict for one in judged).items(), reverse=True)
-        said.append(", ".join(f"{count} {word}" for word, count in counts))
+        said.append(", ".join(f"{count} {word}" for word, count in counts) or "-")
     return said
 
 
@@ -177,13 +186,14 @@ def _runs(found: dict[str, Any]) -> list[str]:
     seeds = sorted({cell["seed"] for cell in found["cells"]})
     said = [
         f"{len(found['cells'])} runs, seeds {seeds[0] if seeds else '-'} to {seeds[-1] if seeds else '-'}, one thread "
-        f"each; {env['processor']}, no GPU; Python {env['python']}, torch {env['torch']}, from {env['time'][:10]} on."
+        f"each; {env['processor']}, no GPU; Python {env['python']}, torch {env['torch']}."
     ]
-    runs = Counter((cell["task"], cell["row"]) for cell in found["cells"] if "failed" not in cell)
-    least = {task: min(runs[task, row] for row in found["rows"]) for task in found["tasks"]}
-    few = [f"{task} {count}" for task, count in least.items() if count < len(seeds)]
-    if few:
-        said += ["", f"Fewer seeds of some rows: {', '.join(few)}."]
+    for task in found["tasks"]:
+        runs = {row: len(_trained(found, task, row)) for row in found["rows"]}
+        none = [row for row, count in runs.items() if not count]
+        few = [f"{row} ({count})" for row, count in runs.items() if 0 < count < len(seeds)]
+        said += ["", f"Not measured of {task}: {'; '.join(none)}."] if none else []
+        said += ["", f"Fewer seeds of {task}: {'; '.join(few)}."] if few else []
     failed = [cell for cell in found["cells"] if "failed" in cell]
     said += ["", *(f"- {cell['task']}, {cell['row']}, seed {cell['seed']} failed: {cell['failed']}" for cell in failed)]
     return said

@@ -18,7 +18,7 @@ CURVES = {  # rows whose losses are drawn
     "int8": look.BLUE,
     "int4, dither": look.GREEN,
     "int2, dither": look.ORANGE,
-    "int2 as ActNN's": look.VERMILION,
+    "recompute(int4)": look.VERMILION,
     "topk, a quarter": look.PURPLE,
 }
 HEADING, LINE = 0.75, 0.15  # inches, of a task, and of each of its rows
@@ -42,8 +42,9 @@ def draw(found: dict[str, Any], offs: Offs) -> Figure:
         _differences(right, [row for row in found["rows"] if row != PLAIN and (task, row) in offs], task, offs)
     figure.axes[-2].set_xlabel("step")
     figure.axes[-1].set_xlabel("final loss less plain's\n(a scale that is logarithmic but near 0)")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=7, frameon=False, fontsize=look.NORMAL)
+    named = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes[::2]]
+    handles = {label: handle for pairs in named for handle, label in pairs}  # a task may lack rows
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=7, frameon=False, fontsize=look.NORMAL)
     return figure
 
 
