@@ -141,10 +141,10 @@ def _verdicts(found: dict[str, Any]) -> list[str]:
 
 def _counted(found: dict[str, Any], row: str) -> list[str]:
     """The row's verdicts over the tasks that have it."""
-    held = [100 * cell["held"] for cell in found["cells"] if cell["row"] == row and cell.get("held")]
+    tasks = [task for task in found["tasks"] if judge(found, task, row)]
+    held = [100 * cell["held"] for task in tasks for cell in _trained(found, task, row) if cell["held"]]
     (_, codec), *options = found["rows"][row].items()
     policy = ", ".join([f"`{codec}`", *(f"{name}={value}" for name, value in options)])
-    tasks = [task for task in found["tasks"] if judge(found, task, row)]
     many = "all" if len(tasks) == len(found["tasks"]) else ", ".join(tasks) or "-"
     said = [row, policy, many, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
     for measure in MEASURES:
@@ -155,13 +155,24 @@ def _counted(found: dict[str, Any], row: str) -> list[str]:
 
 
 def _differences(found: dict[str, Any], measure: str) -> list[str]:
-    cells = [[row, *(_cell(judge(found, task, row, measure), row) for task in found["tasks"])] for row in found["rows"]]
+    seeds = len({cell["seed"] for cell in found["cells"]})
+
+    def judged(row: str, task: str) -> str:
+        return _cell(judge(found, task, row, measure), row, seeds)
+
+    cells = [[row, *(judged(row, task) for task in found["tasks"])] for row in found["rows"]]
     return table(["row", *found["tasks"]], cells)
 
 
-def _cell(judged: Judged | None, row: str) -> str:
+def _cell(judged: Judged | None, row: str, seeds: int) -> str:
+    """The row's words in a task; with the number of its seeds where other cells have more."""
     if judged is None:
         return "-"
+    said = _said(judged, row)
+    return f"{said} ({judged.seeds} seeds)" if judged.seeds < seeds else said
+
+
+def _said(judged: Judged, row: str) -> str:
     if row == PLAIN:
         return f"{judged.plain.mean:.4f} ± {judged.plain.half:.4f}"
     if judged.verdict == "diverged":
