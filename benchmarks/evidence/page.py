@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from benchmarks import machine
 from benchmarks.evidence import plot as evidence_plot
-from benchmarks.evidence.tasks import PLAIN, TASKS
+from benchmarks.evidence.tasks import CHANGED, PLAIN, TASKS
 from benchmarks.markdown import table
 
 CONFIDENCE = 0.95
@@ -30,8 +30,8 @@ Each row starts from plain's seeds, so differences are taken seed by seed: mean 
 * **diverged**: with some seed a loss was not finite, or training ended no lower than its first steps.
 
 The final loss is the mean of the last tenth of the steps. *Bytes held* are those at the end of forward, by plain's;
-what is never lossy is in them. A dash stands for what is not measured. A task is measured anew where stores have
-changed what they do to it."""
+what is never lossy is in them. A dash stands for what is not measured. ‡ marks what was measured before stores
+changed what they do with the row."""
 
 
 class Interval(NamedTuple):
@@ -55,12 +55,14 @@ class Judged(NamedTuple):
     plain : the mean of plain over the same seeds, whose interval shows how far seeds alone move it
     seeds : pairs
     verdict : within | unclear | lower | worse | diverged
+    old : whether stores have changed what they do with the row since some of its cells were run
     """
 
     off: Interval
     plain: Interval
     seeds: int
     verdict: str
+    old: bool
 
 
 def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") -> Judged | None:
@@ -77,8 +79,9 @@ def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") ->
         return None
     normal = Interval.of([plain[seed][measure] for seed in seeds])
     cells = [mine[seed] for seed in seeds]
+    old = any(cell["date"] < CHANGED.get(row, "") for cell in cells)
     if any(cell[measure] is None or cell["final"] is None or cell["final"] >= cell["curve"][0] for cell in cells):
-        return Judged(Interval(inf, inf), normal, len(seeds), "diverged")
+        return Judged(Interval(inf, inf), normal, len(seeds), "diverged", old)
     off = Interval.of([mine[seed][measure] - plain[seed][measure] for seed in seeds])
     if abs(off.mean) <= normal.half:
         verdict = "within"
@@ -86,7 +89,7 @@ def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") ->
         verdict = "unclear"
     else:
         verdict = "worse" if off.mean > 0 else "lower"
-    return Judged(off, normal, len(seeds), verdict)
+    return Judged(off, normal, len(seeds), verdict, old)
 
 
 def _trained(found: dict[str, Any], task: str, row: str) -> list[dict[str, Any]]:
@@ -145,7 +148,8 @@ def _counted(found: dict[str, Any], row: str) -> list[str]:
     held = [100 * cell["held"] for task in tasks for cell in _trained(found, task, row) if cell["held"]]
     (_, codec), *options = found["rows"][row].items()
     policy = ", ".join([f"`{codec}`", *(f"{name}={value}" for name, value in options)])
-    many = "all" if len(tasks) == len(found["tasks"]) else ", ".join(tasks) or "-"
+    names = [task + "‡" * one.old for task in tasks if (one := judge(found, task, row))]
+    many = "all" if names == [*found["tasks"]] else ", ".join(names) or "-"
     said = [row, policy, many, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
     for measure in MEASURES:
         judged = [one for task in tasks if (one := judge(found, task, row, measure))]
@@ -165,10 +169,10 @@ def _differences(found: dict[str, Any], measure: str) -> list[str]:
 
 
 def _cell(judged: Judged | None, row: str, seeds: int) -> str:
-    """The row's words in a task; with the number of its seeds where other cells have more."""
+    """The row's words in a task, a mark where it is old, and the number of its seeds where other cells have more."""
     if judged is None:
         return "-"
-    said = _said(judged, row)
+    said = _said(judged, row) + ("‡" if judged.old else "")
     return f"{said} ({judged.seeds} seeds)" if judged.seeds < seeds else said
 
 

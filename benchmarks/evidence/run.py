@@ -3,9 +3,9 @@
 Small models (`benchmarks.evidence.tasks.TASKS`) are trained through each store (`ROWS`) from the same seeds, which give
 the weights, the order of batches and the random bits of the store. So each row is compared with plain training seed by
 seed. Cells, one for each task, row and seed, run in processes with one thread each; what is done is written to
-``results/<machine>/evidence.json`` as it ends and not run again, unless the sizes of its task, what stores do to it
-(`Task.stores`), or the arguments of its row have changed. The page ``evidence.md`` and the picture beside that file
-are made at the end; ``--seeds 0`` makes only these, ``--tasks 'cnn; moe'`` and ``--rows 'plain; int8'`` run some cells.
+``results/<machine>/evidence.json`` as it ends and not run again, unless the sizes of its task, the arguments of its row
+or what stores do to them (`Task.stores`, `CHANGED`) have changed. The page ``evidence.md`` and the picture beside that
+file are made at the end; ``--seeds 0`` makes only these, ``--tasks 'cnn; moe'`` and ``--rows 'plain; int8'`` run some.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from actstore.bench.environment import environment
 from benchmarks import machine
 from benchmarks.evidence import page as evidence_page
-from benchmarks.evidence.tasks import ROWS, TASKS, Task, train
+from benchmarks.evidence.tasks import CHANGED, ROWS, TASKS, Task, train
 from benchmarks.suite.convergence import smooth
 
 END = 0.1  # share of the steps at the end whose mean loss is the final one
@@ -39,6 +39,11 @@ class Cell(NamedTuple):
     task: str
     row: str
     seed: int
+
+
+def name_of(cell: Mapping[str, Any]) -> Cell:
+    """The name of a result."""
+    return Cell(cell["task"], cell["row"], cell["seed"])
 
 
 def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,11 +113,11 @@ def run(
     dict : environment, tasks, rows, cells (what `run_cell` gives, and the date in UTC)
     """
     found = opened(path, tasks, rows)
-    ready = {Cell(cell["task"], cell["row"], cell["seed"]) for cell in found["cells"]}
+    ready = {name_of(cell) for cell in found["cells"] if cell["date"] >= CHANGED.get(cell["row"], "")}
     cells = [Cell(task, row, seed) for seed in seeds for task in tasks for row in rows]
     for new in _trained([cell for cell in cells if cell not in ready and some(cell)], workers, tasks, rows):
         new["date"] = datetime.now(UTC).date().isoformat()
-        found["cells"].append(new)
+        found["cells"] = [*(cell for cell in found["cells"] if name_of(cell) != name_of(new)), new]
         machine.write(path, found)
         done(new)
     return found

@@ -53,6 +53,11 @@ ROWS: dict[str, dict[str, Any]] = {  # arguments of ActivationStore; "keep" has 
     "recompute(int8)": {"policy": "recompute(int8)"},  # every block
     "recompute(int4)": {"policy": "recompute(int4)"},
 }
+# The day since which stores do something else with a row: older cells are marked until they are run again.
+CHANGED = {
+    "bits, noise 0.1": "2026-11-25",
+    "bits, as many as int4": "2026-11-25",
+}
 
 Batch = tuple[Tensor, ...]
 
