@@ -85,7 +85,7 @@ def _differences(axes: Axes, rows: list[str], task: str, offs: Offs) -> None:
         else:
             axes.errorbar(mean, place, xerr=half, color=color, marker="o", markersize=4, linewidth=1.3, capsize=2)
     axes.set_xscale("symlog", linthresh=band / 10)
-    decades = [10.0**power for power in range(ceil(log10(band / 3)), 2)]  # those nearer to 0 have no room for figures
+    decades = [10.0**power for power in range(ceil(log10(band / 5)), 2)]  # those nearer to 0 have no room for figures
     axes.set_xticks([*(-size for size in decades), 0, *decades], minor=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()
