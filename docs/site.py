@@ -1,7 +1,8 @@
 """Builds the site from the repository: pages of other folders, and docstrings as Markdown.
 
 Links and pictures of pages are written as seen from their own folder; here they get the addresses of the site.
-``<!-- evidence: Tasks -->`` in a page stands for the text below that heading of `EVIDENCE`, which is made from figures.
+``<!-- evidence: Tasks -->`` in a page stands for the text below that heading of each machine's page (`EVIDENCE`), which
+is made from figures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 # Pages whose source lies outside of docs/, with their addresses. FILES: more pages and files that pages link.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
 INSTEAD = {"csrc": "formats.md"}  # for a link to a folder
-EVIDENCE = "benchmarks/results/amd-epyc-2-cores/evidence.md"
+EVIDENCE = "benchmarks/results/*/evidence.md"
 FILES = (
     "csrc/*.md",
     "benchmarks/README.md",
@@ -55,15 +56,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT).as_posix()
     markdown = _linked(markdown, source, here, files).replace("<!-- commands -->", commands())
-    return PART.sub(lambda found: _linked(_evidence(found[1]), EVIDENCE, here, files), markdown)
+    return PART.sub(lambda found: _evidence(found[1], here, files), markdown)
 
 
-def _evidence(heading: str) -> str:
+def _evidence(heading: str, here: str, files: Files) -> str:
+    """What all machines measured below a heading; where there are several, each below its name."""
+    pages = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(EVIDENCE))
+    parts = {page: _linked(_below(page, heading), page, here, files) for page in pages}
+    named = (f"**{posixpath.basename(posixpath.dirname(page))}**\n\n{part}" for page, part in parts.items())
+    return "\n\n".join(named if len(pages) > 1 else parts.values())
+
+
+def _below(page: str, heading: str) -> str:
     """Return the text below a heading of the second level, up to the next one."""
-    text = (ROOT / EVIDENCE).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise PluginError(f"{EVIDENCE} must have the heading {heading!r}: a page of docs/ takes the text below it")
+        raise PluginError(f"{page} must have the heading {heading!r}: a page of docs/ takes the text below it")
     return found[1].strip()
 
 

@@ -1,11 +1,13 @@
-"""Gradient errors where backward decides by saved floats, and what keeping signs costs: a minute on one core.
+"""Gradient errors where backward decides by saved floats, and what keeping decisions costs: three minutes on one core.
 
-``python -m benchmarks.evidence.decisions`` prints two Markdown tables.
+``python -m benchmarks.evidence.decisions`` prints Markdown tables. Gradients are those of the first weights in float32.
 
 1. The relative error of all gradients, and the bytes held, of networks whose activations decide (ReLU and its kin) or
    do not (GELU): eight 3x3 convolutions with BatchNorm and one activation, batch 32 of 32 x 32, and the benchmark's
    ResNet; under policies as they are and with ``signs=round``, which lets small values fall to zero.
-2. The time of encoding 8 MiB of float32 behind ReLU with signs kept beside that without, in pairs whose order changes.
+2. The same networks with every block recomputed from lossy inputs: decisions made anew, and repeated.
+3. A mixture of experts in the same way, and the tokens whose second run goes to other experts than the first.
+4. The time of encoding 8 MiB of float32 behind ReLU with signs kept beside that without, in pairs whose order changes.
 """
 
 from __future__ import annotations
@@ -23,24 +25,40 @@ from actstore import ActivationStore
 from actstore.base.spec import Spec
 from actstore.bench import workloads
 from actstore.bench.workloads.job import fix_seed
+from actstore.errors import StateError
 from actstore.policy import Encode, parse_decision
+from actstore.session.activation_store import MIN_NBYTES
+from benchmarks.evidence.experts import MixtureGPT, Router
+from benchmarks.evidence.tasks import TASKS
 from benchmarks.markdown import table
 
 ACTIVATIONS = (
-    nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.ELU, nn.SELU, nn.Softshrink
+    nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.ELU, nn.SELU,
+    nn.Softshrink,
 )  # fmt: skip
 CODECS = ("int8", "int8(affine)", "fp8", "int6", "int4", "nf4")
 SPEED = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")
+INPUTS = ("int8", "int4")  # of recomputed blocks
 STEPS = 2  # the second follows what the first has learned of each site
 
 
-def convolutions(activation: Callable[[], nn.Module]) -> nn.Module:
+class Convolutions(nn.Module):
     """Eight of them, each with BatchNorm and an activation."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for index in range(8):
-        layers += [nn.Conv2d(3 if index == 0 else 32, 32, 3, padding=1), nn.BatchNorm2d(32), activation()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+    def __init__(self, activation: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(32 if index else 3, 32, 3, padding=1), nn.BatchNorm2d(32), activation())
+            for index in range(8)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
 
 
 def subjects() -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Tensor]]]:
@@ -48,15 +66,17 @@ def subjects() -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Tensor]]]
     torch.manual_seed(1)
     x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     for activation in ACTIVATIONS:
-        yield activation.__name__, convolutions(activation), lambda model: F.cross_entropy(model(x), y)
+        yield activation.__name__, Convolutions(activation), lambda model: F.cross_entropy(model(x), y)
     fix_seed(0)
     job = workloads.make(workloads.sized("resnet"))
     yield "ResNet of the benchmark", job.model, lambda model: job.loss(*job.batch(0))
 
 
-def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor], policy: str) -> tuple[list[Tensor], int]:
+def gradients(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], policy: str, min_bytes: int = MIN_NBYTES
+) -> tuple[list[Tensor], int]:
     """Those of all parameters, and the bytes that the store held for them."""
-    store = ActivationStore(model, policy)
+    store = ActivationStore(model, policy, min_bytes=min_bytes)
     for _ in range(STEPS):
         model.zero_grad()
         with store:
@@ -86,6 +106,62 @@ def errors() -> str:
     return "\n".join(table(["network", *CODECS], rows))
 
 
+def recomputed() -> str:
+    rows = []
+    for name, model, loss in subjects():
+        exact, _ = gradients(model, loss, "keep")
+        row = [name]
+        for codec in INPUTS:
+            (anew, less), (kept, held) = (
+                gradients(model, loss, f"recompute({codec}{rule})") for rule in (", decisions=anew", "")
+            )
+            row.append(f"{error(anew, exact):.2%} -> {error(kept, exact):.2%}, bytes {held / less:.3f}")
+        rows.append(row)
+    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUTS)], rows))
+
+
+class Mixture:
+    """A mixture of experts with one batch, which remembers the experts of each token in each run."""
+
+    def __init__(self, every: bool) -> None:
+        task = TASKS["moe"]
+        fix_seed(0)
+        self.model = MixtureGPT(task.work, every)
+        self.batch = task.data(task.work).draw(0, 0)
+        self.chosen: dict[nn.Module, list[Tensor]] = {}
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(self._see)
+        self.exact = self.gradients("keep")
+
+    def _see(self, router: nn.Module, _: object, out: tuple[Tensor, Tensor]) -> None:
+        self.chosen.setdefault(router, []).append(out[1])
+
+    def gradients(self, policy: str) -> list[Tensor]:
+        self.chosen.clear()
+        return gradients(self.model, lambda model: model(*self.batch), policy, min_bytes=0)[0]
+
+    def under(self, policy: str) -> str:
+        """The error, and where blocks ran twice in the last step the tokens that took other experts then."""
+        try:
+            said = f"{error(self.gradients(policy), self.exact):.2%}"
+        except StateError:
+            return "StateError"
+        runs = [seen[-2:] for seen in self.chosen.values() if len(seen) == 2 * STEPS]
+        moved = sum(int((first != second).any(-1).sum()) for first, second in runs)
+        return f"{said}, {moved} of {sum(len(first) for first, _ in runs)} tokens" if runs else said
+
+
+def routed() -> str:
+    rows = []
+    for name, every in (("the tokens that chose it", False), ("all tokens", True)):
+        mixture = Mixture(every)
+        for codec in INPUTS:
+            policies = codec, f"recompute({codec}, decisions=anew)", f"recompute({codec})"
+            rows.append([name, codec, *map(mixture.under, policies)])
+    return "\n".join(table(["each expert computes", "codec", "not recomputed", "anew", "repeated"], rows))
+
+
 def speed(pairs: int) -> str:
     x = torch.randn(2 << 20).relu().view(1024, 2048)
     rows = []
@@ -112,8 +188,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=50, help="of encodings that are timed")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(errors(), end="\n\n")
-    print(speed(given.pairs))
+    for made in (errors, recomputed, routed, lambda: speed(given.pairs)):
+        print(made(), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from benchmarks import machine
 from benchmarks.evidence import plot as evidence_plot
-from benchmarks.evidence.tasks import PLAIN, TASKS
+from benchmarks.evidence.tasks import CHANGED, PLAIN, TASKS
 from benchmarks.markdown import table
 
 CONFIDENCE = 0.95
@@ -30,7 +30,8 @@ Each row starts from plain's seeds, so differences are taken seed by seed: mean 
 * **diverged**: with some seed a loss was not finite, or training ended no lower than its first steps.
 
 The final loss is the mean of the last tenth of the steps. *Bytes held* are those at the end of forward, by plain's;
-what is never lossy is in them."""
+what is never lossy is in them. A dash stands for what is not measured. ‡ marks what was measured before stores
+changed what they do with the row."""
 
 
 class Interval(NamedTuple):
@@ -54,12 +55,14 @@ class Judged(NamedTuple):
     plain : the mean of plain over the same seeds, whose interval shows how far seeds alone move it
     seeds : pairs
     verdict : within | unclear | lower | worse | diverged
+    old : whether stores have changed what they do with the row since some of its cells were run
     """
 
     off: Interval
     plain: Interval
     seeds: int
     verdict: str
+    old: bool
 
 
 def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") -> Judged | None:
@@ -76,8 +79,9 @@ def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") ->
         return None
     normal = Interval.of([plain[seed][measure] for seed in seeds])
     cells = [mine[seed] for seed in seeds]
+    old = any(cell["date"] < CHANGED.get(row, "") for cell in cells)
     if any(cell[measure] is None or cell["final"] is None or cell["final"] >= cell["curve"][0] for cell in cells):
-        return Judged(Interval(inf, inf), normal, len(seeds), "diverged")
+        return Judged(Interval(inf, inf), normal, len(seeds), "diverged", old)
     off = Interval.of([mine[seed][measure] - plain[seed][measure] for seed in seeds])
     if abs(off.mean) <= normal.half:
         verdict = "within"
@@ -85,7 +89,7 @@ def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") ->
         verdict = "unclear"
     else:
         verdict = "worse" if off.mean > 0 else "lower"
-    return Judged(off, normal, len(seeds), verdict)
+    return Judged(off, normal, len(seeds), verdict, old)
 
 
 def _trained(found: dict[str, Any], task: str, row: str) -> list[dict[str, Any]]:
@@ -123,36 +127,56 @@ def _tasks(found: dict[str, Any]) -> list[str]:
         for what in ("first", *MEASURES):
             values = [cell[what] for cell in _trained(found, name, PLAIN) if cell[what] is not None]
             losses.append(f"{fmean(values):.3f}" if values else "-")
-        cells.append([name, TASKS[name].title, size, str(sizes["steps"]), *losses])
-    return table(["task", "what", "layers x width", "steps", "first loss", "final", "held out"], cells)
+        cells.append([name, TASKS[name].title, size, str(sizes["steps"]), *losses, _dates(found, name)])
+    return table(["task", "what", "layers x width", "steps", "first loss", "final", "held out", "measured"], cells)
+
+
+def _dates(found: dict[str, Any], task: str) -> str:
+    """The first and the last day on which a cell of the task was run."""
+    days = sorted({cell["date"] for cell in found["cells"] if cell["task"] == task})
+    return " to ".join(sorted({days[0], days[-1]})) if days else "-"
 
 
 def _verdicts(found: dict[str, Any]) -> list[str]:
-    header = ["row", "policy", "bytes held", *(title.lower() for title in MEASURES.values())]
+    header = ["row", "policy", "tasks", "bytes held", *(title.lower() for title in MEASURES.values())]
     return table(header, [_counted(found, row) for row in found["rows"] if row != PLAIN])
 
 
 def _counted(found: dict[str, Any], row: str) -> list[str]:
-    """The row's verdicts over all tasks."""
-    held = [100 * cell["held"] for cell in found["cells"] if cell["row"] == row and cell.get("held")]
+    """The row's verdicts over the tasks that have it."""
+    tasks = [task for task in found["tasks"] if judge(found, task, row)]
+    held = [100 * cell["held"] for task in tasks for cell in _trained(found, task, row) if cell["held"]]
     (_, codec), *options = found["rows"][row].items()
     policy = ", ".join([f"`{codec}`", *(f"{name}={value}" for name, value in options)])
-    said = [row, policy, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
+    names = [task + "‡" * one.old for task in tasks if (one := judge(found, task, row))]
+    many = "all" if names == [*found["tasks"]] else ", ".join(names) or "-"
+    said = [row, policy, many, f"{min(held):.0f} to {max(held):.0f} %" if held else "-"]
     for measure in MEASURES:
-        judged = [one for task in found["tasks"] if (one := judge(found, task, row, measure))]
+        judged = [one for task in tasks if (one := judge(found, task, row, measure))]
         counts = sorted(Counter(one.verdict for one in judged).items(), reverse=True)
-        said.append(", ".join(f"{count} {word}" for word, count in counts))
+        said.append(", ".join(f"{count} {word}" for word, count in counts) or "-")
     return said
 
 
 def _differences(found: dict[str, Any], measure: str) -> list[str]:
-    cells = [[row, *(_cell(judge(found, task, row, measure), row) for task in found["tasks"])] for row in found["rows"]]
+    seeds = len({cell["seed"] for cell in found["cells"]})
+
+    def judged(row: str, task: str) -> str:
+        return _cell(judge(found, task, row, measure), row, seeds)
+
+    cells = [[row, *(judged(row, task) for task in found["tasks"])] for row in found["rows"]]
     return table(["row", *found["tasks"]], cells)
 
 
-def _cell(judged: Judged | None, row: str) -> str:
+def _cell(judged: Judged | None, row: str, seeds: int) -> str:
+    """The row's words in a task, a mark where it is old, and the number of its seeds where other cells have more."""
     if judged is None:
         return "-"
+    said = _said(judged, row) + ("‡" if judged.old else "")
+    return f"{said} ({judged.seeds} seeds)" if judged.seeds < seeds else said
+
+
+def _said(judged: Judged, row: str) -> str:
     if row == PLAIN:
         return f"{judged.plain.mean:.4f} ± {judged.plain.half:.4f}"
     if judged.verdict == "diverged":
@@ -177,13 +201,14 @@ def _runs(found: dict[str, Any]) -> list[str]:
     seeds = sorted({cell["seed"] for cell in found["cells"]})
     said = [
         f"{len(found['cells'])} runs, seeds {seeds[0] if seeds else '-'} to {seeds[-1] if seeds else '-'}, one thread "
-        f"each; {env['processor']}, no GPU; Python {env['python']}, torch {env['torch']}, from {env['time'][:10]} on."
+        f"each; {env['processor']}, no GPU; Python {env['python']}, torch {env['torch']}."
     ]
-    runs = Counter((cell["task"], cell["row"]) for cell in found["cells"] if "failed" not in cell)
-    least = {task: min(runs[task, row] for row in found["rows"]) for task in found["tasks"]}
-    few = [f"{task} {count}" for task, count in least.items() if count < len(seeds)]
-    if few:
-        said += ["", f"Fewer seeds of some rows: {', '.join(few)}."]
+    for task in found["tasks"]:
+        runs = {row: len(_trained(found, task, row)) for row in found["rows"]}
+        none = [row for row, count in runs.items() if not count]
+        few = [f"{row} ({count})" for row, count in runs.items() if 0 < count < len(seeds)]
+        said += ["", f"Not measured of {task}: {'; '.join(none)}."] if none else []
+        said += ["", f"Fewer seeds of {task}: {'; '.join(few)}."] if few else []
     failed = [cell for cell in found["cells"] if "failed" in cell]
     said += ["", *(f"- {cell['task']}, {cell['row']}, seed {cell['seed']} failed: {cell['failed']}" for cell in failed)]
     return said

@@ -18,7 +18,7 @@ CURVES = {  # rows whose losses are drawn
     "int8": look.BLUE,
     "int4, dither": look.GREEN,
     "int2, dither": look.ORANGE,
-    "int2 as ActNN's": look.VERMILION,
+    "recompute(int4)": look.VERMILION,
     "topk, a quarter": look.PURPLE,
 }
 HEADING, LINE = 0.75, 0.15  # inches, of a task, and of each of its rows
@@ -42,8 +42,9 @@ def draw(found: dict[str, Any], offs: Offs) -> Figure:
         _differences(right, [row for row in found["rows"] if row != PLAIN and (task, row) in offs], task, offs)
     figure.axes[-2].set_xlabel("step")
     figure.axes[-1].set_xlabel("final loss less plain's\n(a scale that is logarithmic but near 0)")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=7, frameon=False, fontsize=look.NORMAL)
+    named = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes[::2]]
+    handles = {label: handle for pairs in named for handle, label in pairs}  # a task may lack rows
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=7, frameon=False, fontsize=look.NORMAL)
     return figure
 
 
@@ -84,7 +85,7 @@ def _differences(axes: Axes, rows: list[str], task: str, offs: Offs) -> None:
         else:
             axes.errorbar(mean, place, xerr=half, color=color, marker="o", markersize=4, linewidth=1.3, capsize=2)
     axes.set_xscale("symlog", linthresh=band / 10)
-    decades = [10.0**power for power in range(ceil(log10(band / 3)), 2)]  # those nearer to 0 have no room for figures
+    decades = [10.0**power for power in range(ceil(log10(band / 5)), 2)]  # those nearer to 0 have no room for figures
     axes.set_xticks([*(-size for size in decades), 0, *decades], minor=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()

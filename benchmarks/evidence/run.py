@@ -1,11 +1,11 @@
-"""Do models learn as well under lossy stores? ``python -m benchmarks.evidence.run``; by estimate an hour on two cores.
+"""Do models learn as well under lossy stores? ``python -m benchmarks.evidence.run``; by estimate two hours on 2 cores.
 
-Five small models (`evidence_tasks.TASKS`) are trained through each store (`evidence_tasks.ROWS`) from the same seeds,
-which give the weights, the order of batches and the random bits of the store. So each row is compared with plain
-training seed by seed. Cells, one for each task, row and seed, run in processes with one thread each; what is done is
-written to ``results/<machine>/evidence.json`` as it ends and not run again, unless the sizes of its task or the
-arguments of its row have changed. The page ``evidence.md`` and the picture beside that file are made at the end;
-``--seeds 0`` makes only these.
+Small models (`benchmarks.evidence.tasks.TASKS`) are trained through each store (`ROWS`) from the same seeds, which give
+the weights, the order of batches and the random bits of the store. So each row is compared with plain training seed by
+seed. Cells, one for each task, row and seed, run in processes with one thread each; what is done is written to
+``results/<machine>/evidence.json`` as it ends and not run again, unless the sizes of its task, the arguments of its row
+or what stores do to them (`Task.stores`, `CHANGED`) have changed. The page ``evidence.md`` and the picture beside that
+file are made at the end; ``--seeds 0`` makes only these, ``--tasks 'cnn; moe'`` and ``--rows 'plain; int8'`` run some.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import UTC, datetime
 from functools import partial
 from math import isfinite
 from multiprocessing import get_context
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from actstore.bench.environment import environment
 from benchmarks import machine
 from benchmarks.evidence import page as evidence_page
-from benchmarks.evidence.tasks import ROWS, TASKS, Task, train
+from benchmarks.evidence.tasks import CHANGED, ROWS, TASKS, Task, train
 from benchmarks.suite.convergence import smooth
 
 END = 0.1  # share of the steps at the end whose mean loss is the final one
@@ -38,6 +39,11 @@ class Cell(NamedTuple):
     task: str
     row: str
     seed: int
+
+
+def name_of(cell: Mapping[str, Any]) -> Cell:
+    """The name of a result."""
+    return Cell(cell["task"], cell["row"], cell["seed"])
 
 
 def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,18 +100,24 @@ def run(
     tasks: Mapping[str, Task] = TASKS,
     rows: Mapping[str, Mapping[str, Any]] = ROWS,
     done: Callable[[dict[str, Any]], object] = lambda cell: None,
+    some: Callable[[Cell], bool] = lambda cell: True,
 ) -> dict[str, Any]:
     """Run the cells that `path` does not have yet, seed by seed, and write it after each.
 
+    Parameters
+    ----------
+    some : which of them to run
+
     Returns
     -------
-    dict : environment, tasks, rows, cells
+    dict : environment, tasks, rows, cells (what `run_cell` gives, and the date in UTC)
     """
     found = opened(path, tasks, rows)
-    ready = {Cell(cell["task"], cell["row"], cell["seed"]) for cell in found["cells"]}
-    missing = [cell for seed in seeds for task in tasks for row in rows if (cell := Cell(task, row, seed)) not in ready]
-    for new in _trained(missing, workers, tasks, rows):
-        found["cells"].append(new)
+    ready = {name_of(cell) for cell in found["cells"] if cell["date"] >= CHANGED.get(cell["row"], "")}
+    cells = [Cell(task, row, seed) for seed in seeds for task in tasks for row in rows]
+    for new in _trained([cell for cell in cells if cell not in ready and some(cell)], workers, tasks, rows):
+        new["date"] = datetime.now(UTC).date().isoformat()
+        found["cells"] = [*(cell for cell in found["cells"] if name_of(cell) != name_of(new)), new]
         machine.write(path, found)
         done(new)
     return found
@@ -133,14 +145,29 @@ def main() -> int:
     """Run what is missing, and make the page. Exit code 1 where a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ... up to so many")
+    parser.add_argument("--tasks", type=_names(TASKS), default=set(TASKS), help="only these; names with ; between them")
+    parser.add_argument("--rows", type=_names(ROWS), default=set(ROWS), help="only these")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, help="of the results instead of benchmarks/results/<machine>")
     given = parser.parse_args()
     folder = given.folder or machine.RESULTS / machine.name_of(environment())
     folder.mkdir(parents=True, exist_ok=True)
-    found = run(folder / "evidence.json", range(given.seeds), given.workers, done=_say)
+    some = lambda cell: cell.task in given.tasks and cell.row in given.rows  # noqa: E731
+    found = run(folder / "evidence.json", range(given.seeds), given.workers, done=_say, some=some)
     print(evidence_page.write(folder))
     return int(any("failed" in cell for cell in found["cells"]))
+
+
+def _names(known: Mapping[str, object]) -> Callable[[str], set[str]]:
+    """A reader of names with ; between them."""
+
+    def read(given: str) -> set[str]:
+        names = {name.strip() for name in given.split(";")}
+        if unknown := names - known.keys():
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)}: no such names. Take some of {'; '.join(known)}.")
+        return names
+
+    return read
 
 
 def _say(cell: dict[str, Any]) -> None:

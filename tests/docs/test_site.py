@@ -15,8 +15,12 @@ pytest.importorskip("material")  # mkdocs-material
 pytest.importorskip("mkdocstrings")
 pytest.importorskip("typer")
 
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
 import actstore
 from actstore import codecs, tiers
+from docs import site as builder
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +111,20 @@ def test_a_page_owns_its_text(page):
 
 def test_the_site_takes_nothing_from_readme():
     assert re.findall(r"(?<!benchmarks/)README", (ROOT / "docs" / "site.py").read_text(encoding="utf-8")) == []
+
+
+def test_evidence_of_several_machines_stands_below_their_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "ROOT", tmp_path)
+    monkeypatch.setattr(builder, "EVIDENCE", "*/evidence.md")
+    for name, figure in (("one", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "evidence.md").write_text(f"# A\n\n## Tasks\n\n![x](x.png) {figure}\n\n## Results\n\n3\n")
+        (tmp_path / name / "x.png").touch()
+    files = Files([File(f"{name}/x.png", tmp_path, tmp_path, use_directory_urls=False) for name in ("one", "other")])
+    found = builder._evidence("Tasks", "page.md", files)
+    assert found == "**one**\n\n![x](one/x.png) 1\n\n**other**\n\n![x](other/x.png) 2"
+    with pytest.raises(PluginError, match="must have the heading"):
+        builder._evidence("Runs", "page.md", files)
 
 
 def test_navigation_is_short():
