@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore
+from actstore.errors import PolicyError
 from actstore.model.generators import Generators
 from actstore.model.weights import Weights
 from actstore.recompute import replay

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from actstore import Raw
+from actstore.codecs import Raw
 from actstore.devices import Cpu
 from actstore.tiers import DiskTier
 from actstore.trace import Event, Trace

@@ -9,21 +9,9 @@ import torch
 from torch import nn
 
 import actstore
-from actstore import (
-    ActivationStore,
-    CapacityError,
-    ChainError,
-    ConfigError,
-    Encode,
-    Int8,
-    Keep,
-    Offload,
-    PolicyError,
-    Raw,
-    Recompute,
-    Rules,
-    UnknownCodecError,
-)
+from actstore import ActivationStore, Disk, Encode, Host, Keep, Offload, Recompute, Rules
+from actstore.codecs import Int8, Raw
+from actstore.errors import CapacityError, ChainError, ConfigError, PolicyError, UnknownCodecError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 
@@ -109,13 +97,13 @@ def test_a_disk_path_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(ConfigError, match=r"disk_path='.*file' cannot hold the disk tier"):
-        ActivationStore(policy="raw @ disk", disk_path=path)
+        ActivationStore(policy="raw @ disk", tiers=[Disk(path)])
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write")
 def test_a_disk_path_that_cannot_be_written():
     with pytest.raises(ConfigError, match=r"disk_path='/proc' cannot hold the disk tier.*that you may write") as info:
-        ActivationStore(policy="raw @ disk", disk_path="/proc")
+        ActivationStore(policy="raw @ disk", tiers=[Disk("/proc")])
     assert info.value.folder == "/proc"
 
 
@@ -125,15 +113,15 @@ def test_a_disk_path_without_permission(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match="Permission denied"):
-        ActivationStore(policy="raw @ disk", disk_path=tmp_path)
+        ActivationStore(policy="raw @ disk", tiers=[Disk(tmp_path)])
 
 
 def test_a_disk_path_is_not_asked_for_where_no_rule_needs_it():
-    ActivationStore(policy="raw @ host", disk_path="/no/such/folder")
+    ActivationStore(policy="raw @ host", tiers=[Disk("/no/such/folder")])
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):
-    store = ActivationStore(policy="raw @ disk", disk_path=tmp_path, min_bytes=0)
+    store = ActivationStore(policy="raw @ disk", tiers=[Disk(tmp_path)], min_bytes=0)
     x, y = step(store)
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.detach().cos() * y.detach())
@@ -224,7 +212,7 @@ def test_what_does_not_fit_is_kept(tier, budget, stored):
 
 
 def test_what_does_not_fit_goes_to_the_next_tier():
-    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, host_budget=500)
+    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, tiers=[Host(500)])
     x, y = step(store)
     tiers = {name: tier for place in store._store._places.values() for name, tier in place._open.items()}
     assert tiers["host"]._used_nbytes == 400
@@ -236,7 +224,7 @@ def test_what_does_not_fit_goes_to_the_next_tier():
 @pytest.mark.parametrize("grad", [True, False], ids=["at_the_save", "when_it_settles"])
 @pytest.mark.parametrize("tiers", ["host", "disk", "host > disk"])
 def test_strict_makes_it_an_error(tiers, grad):
-    store = ActivationStore(policy=f"raw @ {tiers}", min_bytes=0, host_budget=0, disk_budget=0, strict=True)
+    store = ActivationStore(policy=f"raw @ {tiers}", min_bytes=0, tiers=[Host(0), Disk(budget=0)], strict=True)
     x, c, kept = torch.randn(100, requires_grad=True), torch.randn(100), []
     message = r"while saving \(top\)\[0\].*no room for 400 B in .*strict=False"
     with pytest.raises(CapacityError, match=message) as info, store:
@@ -251,7 +239,7 @@ def test_strict_makes_it_an_error(tiers, grad):
 
 
 def test_a_budget_is_given_back_by_backward():
-    store = ActivationStore(policy="raw @ host", min_bytes=0, host_budget=800, strict=True)
+    store = ActivationStore(policy="raw @ host", min_bytes=0, tiers=[Host(800)], strict=True)
     for _ in range(3):
         x, y = step(store)
         assert gradient_is_right(x, y)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
 from actstore.session import process
 from actstore.session.process import ProcessMemory
 
@@ -42,7 +42,7 @@ def test_the_parts_add_up_to_what_is_resident(model: nn.Module) -> None:
 
 
 def test_activations_are_those_that_are_held_now(model: nn.Module) -> None:
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=0)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=0)])
     with store:
         loss = model(torch.randn(256, 512)).square().mean()
     held = store.report().process

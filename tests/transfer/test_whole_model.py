@@ -9,7 +9,8 @@ import torch._dynamo  # else the first operator under a mode imports it, which l
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore, Disk, Window
+from actstore.errors import PolicyError
 from tests.autograd import random_models
 from tests.autograd.checks import Step, check_drained, check_same, train_step
 from tests.autograd.models import build
@@ -59,7 +60,7 @@ def test_two_graphs_at_once(seed):
     model, batch = build("transformer")
     wanted = train_step(model, batch)
     with simulation(seed) as device, TraceOperators(device):
-        store = ActivationStore(model, "raw @ host", min_bytes=0, window=2 * PAGE)
+        store = ActivationStore(model, "raw @ host", min_bytes=0, tiers=[Window(2 * PAGE)])
         losses = []
         for _ in range(2):
             torch.manual_seed(1)
@@ -114,7 +115,7 @@ def test_random_models(
     with simulation(seed) as device, TraceOperators(device):
         device.scheduler.host_may_wait = "disk" in policy or "verify" in options
         try:
-            store = ActivationStore(model, policy, disk_path=disk_folder, **options)
+            store = ActivationStore(model, policy, tiers=[Disk(disk_folder)], **options)
         except PolicyError:
             reject()
         check_same(train(model, store, way, torch.float32, autocast), wanted)
