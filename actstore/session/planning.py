@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from actstore.errors import ConfigError, StateError
+from actstore.errors import StateError
 from actstore.plan.build import chain_of, limits_of
 from actstore.plan.outcome import plan_of
 from actstore.plan.plan import Plan
@@ -32,7 +32,7 @@ MOST = 96  # steps in all; plans that go on changing are returned as they are by
 def make_plan(
     model: Module,
     step: Callable[..., Any],
-    policy: Auto | str,
+    budget: Auto | int | str,
     *,
     tiers: Iterable[Host | Disk | PluginTier | Window] = (),
     min_bytes: int | str = MIN_NBYTES,
@@ -46,7 +46,7 @@ def make_plan(
     model : whose modules the plan names
     step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. With
         one argument it is given the store and enters it itself
-    policy : ``Auto("20GiB")``, or its text
+    budget : most bytes of activations on the compute device, such as ``"20GiB"``; or `Auto`, or its text
     tiers, min_bytes : as of ActivationStore
     stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
         Optimizers are found by themselves
@@ -70,7 +70,7 @@ def make_plan(
     refuse(unknown, "make_plan")
     if is_active():
         raise StateError("make_plan was called inside a store's context; call it outside, it enters a store of its own")
-    store = ActivationStore(model, _read_auto(policy), tiers=tiers, min_bytes=min_bytes)
+    store = ActivationStore(model, _read_auto(budget), tiers=tiers, min_bytes=min_bytes)
     run = _Run(model, step)
     with closing(store):
         require_initialized(model)
@@ -97,11 +97,9 @@ def replan(profile: Profile, policy: Auto, tiers: Iterable[Host | Disk | PluginT
     return plan_of(profile, chain, solve(chain, limits), wish, 0.0, ())
 
 
-def _read_auto(policy: Any) -> Auto:
-    chooser = parse_chooser(policy) if isinstance(policy, str) else policy
-    if isinstance(chooser, Auto):
-        return chooser
-    raise ConfigError(f"policy={policy!r}: must be Auto(...) or its text. Write make_plan(model, step, Auto('20GiB'))")
+def _read_auto(budget: Any) -> Auto:
+    chooser = parse_chooser(budget) if isinstance(budget, str) else budget
+    return chooser if isinstance(chooser, Auto) else Auto(budget)
 
 
 def _settled(store: ActivationStore, run: _Run) -> Plan:

@@ -69,7 +69,7 @@ def chosen():
 
 def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
     store, choice = chosen.store, chosen.store.plan
-    noise = store._auto.noise
+    noise = store._controller.noise
     assert 0 < choice.variance <= 0.02 * noise
     assert choice.gap <= chooser.GAP
     assert choice.bits < 12
@@ -128,7 +128,7 @@ def test_least_disturbance_within_a_budget(chosen):
 def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeypatch):
     monkeypatch.setattr(chooser, "AGAIN", 1)
     training = Training(budget=1000)
-    with pytest.raises(CapacityError, match=r"budget=1000 B is too small: .* are held beside") as refused:
+    with pytest.raises(CapacityError, match=r"Bits\(budget=1000 B\) is too small: .* are held beside") as refused:
         training.until_chosen()
     assert training.store.plan is None
     training = Training(budget=int(1.01 * refused.value.facts["least"]))

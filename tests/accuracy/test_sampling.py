@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Encode, Host, Keep, SampleErrors, Trace
+from actstore import ActivationStore, Encode, Host, Keep, SampleErrors, Trace, Verify
 from actstore.accuracy import Sampler
 from actstore.base.ledger import Ledger
 from actstore.base.spec import Site
@@ -33,10 +33,8 @@ def inputs(step=0):
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
 
 
-def make_store(policy="int4", model=None, sample_errors=200, **options):
-    return ActivationStore(
-        model or make_model(), policy, min_bytes=0, observe=[SampleErrors(every=sample_errors)], **options
-    )
+def make_store(policy="int4", model=None, **options):
+    return ActivationStore(model or make_model(), policy, min_bytes=0, **options)
 
 
 def run(store, step=0):
@@ -143,9 +141,13 @@ def test_a_module_that_runs_twice_adds_up():
         "topk(fraction=0.5)",
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"trace": True}], ids=str)
-def test_gradients_are_those_of_steps_that_are_not_sampled(policy, options):
-    with_, without = (make_store(policy, observe=[SampleErrors(every=every)], seed=3, **options) for every in (1, 0))
+@pytest.mark.parametrize("observer", [None, Verify, Trace])
+def test_gradients_are_those_of_steps_that_are_not_sampled(policy, observer):
+    others = [observer] if observer is not None else []
+    with_, without = (
+        make_store(policy, observe=[SampleErrors(every=every), *(other() for other in others)], seed=3)
+        for every in (1, 0)
+    )
     state = torch.get_rng_state()
     for step in range(3):
         check_same(run(with_, step), run(without, step))
@@ -286,7 +288,9 @@ def test_a_faulty_codec_is_warned_of_once(fault, words):
 def test_a_site_with_too_large_an_error_is_warned_of_once():
     store = make_store("1 : int4; 3 : int8; * : keep", observe=[SampleErrors(every=1, warn=0.05)])
     run(store)
-    with pytest.warns(RuntimeWarning, match=r"step 1: 1\[0\] \(int4\) .* more than warn_error=0.05.*1 : e5m6") as found:
+    with pytest.warns(
+        RuntimeWarning, match=r"step 1: 1\[0\] \(int4\) .* more than SampleErrors\(warn=0.05\).*1 : e5m6"
+    ) as found:
         store.report()
     assert len(found) == 1
     run(store, 1)
@@ -318,15 +322,15 @@ def test_what_nobody_asked_for_is_said_when_the_store_is_closed():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sample_errors": -1}, {"sample_errors": 0.5}, {"sample_errors": True}, {"warn_error": -0.1},
-        {"warn_error": "5%"}, {"fail_error": float("nan")}, {"fail_error": 0.1, "sample_errors": 0},
+        {"every": -1}, {"every": 0.5}, {"every": True}, {"warn": -0.1}, {"warn": "5%"}, {"fail": float("nan")},
+        {"fail": 0.1, "every": 0},
     ],
     ids=str,
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused(options):
     (name, value), *_ = options.items()
     with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-        make_store(**options)
+        SampleErrors(**options)
 
 
 # -- where it is told -----------------------------------------------------------------------------------------------

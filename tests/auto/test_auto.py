@@ -42,7 +42,7 @@ def train(make_store=None, steps=MOST, work=WORK, look=lambda store: None):
         optimizer.step()
         del loss
         look(store)
-        planned += store is not None and store._auto is not None and store.plan is not None
+        planned += store is not None and store._controller is not None and store.plan is not None
         if planned == AFTER:
             break
     return [parameter.detach().clone() for parameter in model.parameters()], store, step + 1

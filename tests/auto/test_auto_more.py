@@ -182,7 +182,7 @@ def test_a_budget_that_is_just_enough_is_never_refused():
     store = auto(model, int(0.7 * least))  # too little, but parts might hold less: it is measured
     with pytest.raises(CapacityError, match="at least") as refused:
         run(model, store, 45)
-    assert store._auto.probes.steps > 3
+    assert store._controller.probes.steps > 3
     assert max(run(model, auto(model, int(1.001 * refused.value.facts["least"])), 45)) > 0
 
 

@@ -22,7 +22,7 @@ from actstore.model.weights import Weights
 from actstore.recompute import replay
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.autograd.random_models import Tree, build, trees
-from tests.autograd.random_training import WAYS, policies, train
+from tests.autograd.random_training import WAYS, arguments_of, policies, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -40,7 +40,7 @@ def check(
     model = build(forest, dtype)
     policy = data.draw(policies(model))
     try:
-        store = ActivationStore(model, policy, **options)
+        store = ActivationStore(model, policy, **arguments_of(options))
     except PolicyError:
         reject()
     with gc_off():

@@ -140,8 +140,8 @@ def test_budgets_and_errors_reach_the_planner(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["planned.py", "--budget", "few"], "budget='few' does not parse"),
-        (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "max_noise=-2.0 is no fraction"),
+        (["planned.py", "--budget", "few"], "Auto(budget)='few' does not parse"),
+        (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "Auto(max_noise)=-2.0: must be a fraction"),
         (["planned.py", "--budget", "1MiB", "--plot", "plan.txt"], "--plot plan.txt: give a file that ends in"),
         (["planned.py", "--budget", "1MiB", "--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
         (["planned.py", "--budget", "1MiB", "--against", "profile.json"], "its format is 'actstore profile 1'"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Disk, Encode, Offload, Window
+from actstore import ActivationStore, Disk, Encode, Offload, SampleErrors, Window
 from actstore.base.ticket import Ticket
 from actstore.codecs import Expack, Raw
 from actstore.policy import Keep, Rules, may_be_lossy, parse_decision
@@ -146,9 +146,9 @@ def test_choosers_are_not_told_rules() -> None:
 def test_a_roomy_plan_is_told_of_its_budget() -> None:
     store, report = steps("auto(1GiB)", rows=2048, count=8)
     assert store.plan is not None
-    assert any("because the plan for budget=1.0 GiB has room for them" in text for text in report.advice)
+    assert any("because the plan for a budget of 1.0 GiB has room for them" in text for text in report.advice)
     _, report = steps(store.plan, rows=2048)
-    assert any("because the plan for budget=1.0 GiB has room for them" in text for text in report.advice)
+    assert any("because the plan for a budget of 1.0 GiB has room for them" in text for text in report.advice)
 
 
 def test_a_function_is_told_what_to_return() -> None:
@@ -279,7 +279,7 @@ def test_misses_blame_a_changed_order_only_where_it_changed(change: str, words: 
 def test_a_sampled_step_names_what_its_peak_comes_from() -> None:
     sampled = [text for text in steps("int8", rows=2048, count=1)[1].advice if "at the peak of the step" in text]
     assert all("to measure errors" in text for text in sampled)
-    for count, options in ((2, {}), (1, {"sample_errors": 0})):
+    for count, options in ((2, {}), (1, {"observe": [SampleErrors(every=0)]})):
         _, report = steps("int8", rows=2048, count=count, **options)
         assert not any("at the peak of the step" in text for text in report.advice)
 

@@ -156,7 +156,7 @@ def test_advice_says_that_something_else_holds_what_was_stored():
     [
         ("raw @ host", {}, "here is the compute device's own"),
         ("raw @ disk", {"min_bytes": "1MiB"}, "below min_bytes=1.0 MiB"),
-        ("raw @ disk", {"disk_budget": 0}, "found no room in disk"),
+        ("raw @ disk", {"tiers": [Disk(budget=0)]}, "found no room in disk"),
         ("0 : raw", {}, "which holds where no other rule matches"),
     ],
 )

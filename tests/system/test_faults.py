@@ -214,7 +214,7 @@ def test_a_folder_that_vanishes(make, disk_folder):
     loss.backward()
     check_same([parameter.grad for parameter in model.parameters()], list(wanted.grads.values()))
     check_same(train_step(model, batch, store), wanted)  # the file needs no name
-    with pytest.raises(ConfigError, match=r"disk_path=.* cannot hold the disk tier: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"Disk\(path=.*\) cannot hold the disk tier: No such file or directory"):
         make(model)
     disk_folder.mkdir()
 
@@ -233,7 +233,7 @@ def test_writes_that_fail_in_the_middle_of_training(make, monkeypatch, code, win
             train_several(model, batch, store, wanted)
         assert len(told) == 1
         assert os.strerror(code) in str(told[0].message)
-        assert "disk_path=" in str(told[0].message)
+        assert "Disk(path)" in str(told[0].message)
         with store:
             loss = model(*batch).square().mean()
         await_writes(store)

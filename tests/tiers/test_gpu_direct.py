@@ -171,7 +171,7 @@ def test_errors_of_kvikio(tier, kvikio):
 def test_altered_and_missing_bytes(tier, kvikio):
     slot, fd = store(tier, pattern(5000, 1)), kvikio.CuFile.files[0].fd
     os.pwrite(fd, b"\0\1\2", slot.place.start + 4500)
-    with pytest.raises(PayloadError, match=r"5000 bytes came back .* another checksum .*disk_path="):
+    with pytest.raises(PayloadError, match=r"5000 bytes came back .* another checksum .*Disk\(path\)"):
         load(tier, slot)
     os.ftruncate(fd, 3000)
     with pytest.raises(PayloadError, match="ends after 3000 of 5000 bytes"):
@@ -288,7 +288,7 @@ def test_a_file_that_kvikio_cannot_open(disk_folder, device, kvikio, monkeypatch
         raise RuntimeError("Unable to open file.")
 
     monkeypatch.setattr(kvikio, "CuFile", refuse)
-    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.; give disk_path="):
+    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.; give Disk\(path\)"):
         DiskTier(disk_folder, device, gpu_direct=True)
 
 
