@@ -336,7 +336,7 @@ STALLS = {
         MISSES | {"chooser": "auto"},
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
         "of the step before: fetches ahead take no more than Window(32.0 MiB); give a larger Window, or give a larger "
-        "budget=.",
+        "budget.",
         [{"chooser": ""}],
     ),
     "late": Case(
