@@ -51,7 +51,8 @@ from actstore.session.report import Report
 from actstore.session.step_policy import StepPolicy
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.tiers import Disk, Host, PluginTier, TierOptions, Window, read_tiers
+from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers.options import TierOptions, read_tiers
 from actstore.trace import Trace
 
 if TYPE_CHECKING:

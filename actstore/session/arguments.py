@@ -27,7 +27,8 @@ from actstore.policy import (
     parse_chooser,
 )  # fmt: skip
 from actstore.policy.aliases import expand
-from actstore.tiers import TierOptions, Window
+from actstore.tiers import Window
+from actstore.tiers.options import TierOptions
 
 
 def read_model(model: Any) -> Module | None:

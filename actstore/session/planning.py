@@ -23,7 +23,8 @@ from actstore.session.activation_store import MIN_NBYTES, ActivationStore
 from actstore.session.arguments import wish_of
 from actstore.session.entries import is_active
 from actstore.session.former import refuse
-from actstore.tiers import Disk, Host, PluginTier, Window, read_tiers
+from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers.options import read_tiers
 
 LOOKS = 4  # measured steps of one plan that are enough
 MOST = 96  # steps in all; plans that go on changing are returned as they are by then

@@ -15,7 +15,8 @@ from actstore.base.units import format_nbytes
 from actstore.devices import Device
 from actstore.errors import CapacityError
 from actstore.kernels.base import LENGTH_NBYTES
-from actstore.tiers import BufferPool, DeviceTier, HostMemoryTier, Slot, Tier, TierOptions, Window, open_tier
+from actstore.tiers import BufferPool, DeviceTier, HostMemoryTier, Slot, Tier, Window
+from actstore.tiers.options import TierOptions, open_tier
 from actstore.trace import Trace
 from actstore.transfer import Cell, Cells, Engine
 

@@ -7,7 +7,7 @@ from actstore.tiers.device import DeviceTier, too_late
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.host import HostMemoryTier, HostTier
 from actstore.tiers.limited import Limited
-from actstore.tiers.options import Disk, Host, PluginTier, TierOptions, Window, open_tier, read_tiers
+from actstore.tiers.options import Disk, Host, PluginTier, Window
 from actstore.tiers.pool import BufferPool
 
 __all__ = [
@@ -26,9 +26,6 @@ __all__ = [
     "Slot",
     "Ticket",
     "Tier",
-    "TierOptions",
     "Window",
-    "open_tier",
-    "read_tiers",
     "too_late",
 ]

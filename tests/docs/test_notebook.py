@@ -171,7 +171,7 @@ with store:
 for draws in (store, replan(profile(4), Auto(600 * MIB))):
     try:
         draws.plot()
-    except actstore.ConfigError as error:
+    except actstore.errors.ConfigError as error:
         print(error)
 """
     command = [sys.executable, "-c", code]

@@ -173,7 +173,7 @@ WRONG = {
     "missing": ("", "thing", "AttributeError: .*no attribute 'thing'"),
     "instance": ("thing = 3", "thing", "3 is no subclass of actstore.codecs.base.Codec"),
     "half": (
-        "from actstore import Codec\nclass thing(Codec): name = 'odd'",
+        "from actstore.codecs import Codec\nclass thing(Codec): name = 'odd'",
         "thing",
         "does not define .*decode, encode",
     ),

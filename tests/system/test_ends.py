@@ -19,7 +19,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the disk tier's folder", RuntimeWarning)
 import torch
 from torch import nn
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Window
 from tests.autograd.checks import check_drained, check_same, train_step
 
 torch.set_num_threads(1)
