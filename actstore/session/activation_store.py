@@ -46,7 +46,7 @@ from actstore.session.entries import Entry, entries, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
-from actstore.session.process import ProcessMemory
+from actstore.session.process import Optimizers, ProcessMemory
 from actstore.session.report import Report
 from actstore.session.step_policy import StepPolicy
 from actstore.store.store import Store
@@ -145,6 +145,7 @@ class ActivationStore:
         self._fitted = self._fit(read_policy("keep" if chooser is not None else policy, model))
         self._sampler = Sampler(ledger, *vars(observers.sample).values())
         self._influence = Influence(model, ledger, self._sampler.relative) if model is not None else None
+        self._optimizers = None if model is None else Optimizers(model)
         self._controller = self._make_controller(chooser, options, sets_window=window.nbytes is None)
         if observers.trace is not None:
             observers.trace.claim()
@@ -384,7 +385,10 @@ class ActivationStore:
         store.poll()
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
-        process = ProcessMemory.now(self._model, self._ledger.held) if circumstances.on_host else None
+        process = None
+        if circumstances.on_host:
+            optimizers = [] if self._optimizers is None else self._optimizers.find()
+            process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
         return Report.of(self._ledger, circumstances, errors, gradients, self._request(), process)
 
     def _request(self) -> Request:
