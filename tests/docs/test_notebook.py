@@ -168,7 +168,7 @@ model = torch.nn.Linear(8, 8)
 store = actstore.ActivationStore(model, "int8", min_bytes=0)
 with store:
     loss = model(torch.ones(4, 8)).sum()
-for draws in (store, replan(profile(4), Auto(600 * MIB))):
+for draws in (store, replan(profile(4), actstore.Auto(600 * MIB))):
     try:
         draws.plot()
     except actstore.errors.ConfigError as error:

@@ -222,7 +222,7 @@ def test_a_failed_training_leaves_the_model_as_it_was_and_may_start_again(plain,
     trainer = make_trainer(tmp_path, [callback], kind=Failing)
     with pytest.raises(RuntimeError, match="planted"):
         trainer.train()
-    assert not actstore.session.activation_store.is_active()
+    assert not actstore.session.entries.is_active()
     assert set(vars(trainer.model)) == set(vars(plain.model))
     assert same_weights(fail_and_start_again(tmp_path, [callback]), fail_and_start_again(tmp_path, []))
 

@@ -127,7 +127,7 @@ class Checking(pl.Callback):
         pickle.dumps(pl_module.net)
 
     def on_validation_batch_end(self, trainer, pl_module, *others):
-        assert not actstore.session.activation_store.is_active()
+        assert not actstore.session.entries.is_active()
 
 
 def test_the_model_is_never_touched(tmp_path):
@@ -138,7 +138,7 @@ def test_a_failed_training_leaves_nothing_behind(plain, tmp_path):
     callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
     with pytest.raises(RuntimeError, match="planted"):
         fit(tmp_path, Small(fails_at=2), [callback])
-    assert not actstore.session.activation_store.is_active()
+    assert not actstore.session.entries.is_active()
     assert callback.store.report().live_bytes == 0
     model = Small()
     fit(tmp_path, model, [callback])
