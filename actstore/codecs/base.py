@@ -84,6 +84,11 @@ class Codec(ABC):
         return False
 
     @property
+    def plain(self) -> Codec:
+        """The codec that makes the same bytes and does nothing else; another one where encoding is observed."""
+        return self
+
+    @property
     def keeping_signs(self) -> Codec | None:
         """This codec so that zeros, positive and negative elements come back as such, or as its options say.
 

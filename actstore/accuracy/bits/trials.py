@@ -213,6 +213,10 @@ class Trial(Codec):
         return self.waits.keyed
 
     @property
+    def plain(self) -> Codec:
+        return self.waits
+
+    @property
     def keeping_signs(self) -> Trial:
         return self if self.keep else type(self)(self.trials, self.site, keep=True)
 
