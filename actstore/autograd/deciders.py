@@ -69,8 +69,7 @@ _BY_VALUE = frozenset(
         "remainder", "fmod", "%", "%=", "mod", "imod", "corrcoef",
         # Their slope has no bound: a small error crosses a pole.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
-        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "logcumsumexp", "logsumexp",
-        "linalg_matrix_norm", "matrix_norm",
+        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "logcumsumexp",
     }
 )  # fmt: skip
 
@@ -134,8 +133,7 @@ _BY_ARGUMENTS: dict[str, Callable[[Argument, Tensor], Need]] = {
     "clamp_min": lambda of, _: _clamp(of(1, "min", UNKNOWN), None),
     "clamp_max": lambda of, _: _clamp(None, of(1, "max", UNKNOWN)),
     **dict.fromkeys(("pow", "float_power", "**", "**="), _power),
-    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm"), _norm),
-    "linalg_norm": lambda of, tensor: _norm(of, tensor) if of(1, "ord", None) is None else EXACT,  # maxima of matrices
+    **dict.fromkeys(("norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), _norm),
     "cdist": _distance,
 }
 

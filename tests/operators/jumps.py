@@ -4,7 +4,7 @@ Let v be the floats that a call saves, and v' what a store gives for them. Where
 at v + t (v' - v) change without a break while t goes from 0 to 1: between two values of t they differ by no more than
 the operator's own sensitivity times their distance, and half of the distance halves the difference. A backward that
 compares what it reads takes another branch somewhere, and there the difference stays, however close the two are. So a
-difference is followed through `HALVINGS` of its distance, to 2**-52 of the way. What an operator of finite sensitivity
+difference is followed through `HALVINGS` of its distance, to 2**-47 of the way. What an operator of finite sensitivity
 leaves of it is that fraction; what is above `BOUND` of the largest gradient on the way is a decision that the store has
 changed.
 
@@ -28,7 +28,7 @@ from actstore.session import activation_store
 from tests.operators.calls import Call, sampled
 
 POINTS = 8  # of the way that are looked at first
-HALVINGS = 49  # of the distance of two of them
+HALVINGS = 44  # of the distance of two of them
 WIDEST = 2  # differences that are followed, and the first one: elements that lie on a kink leave it at once
 BOUND = 1e-3  # of the largest gradient on the way
 POLE = 8.0  # growth of a difference while its distance was halved
