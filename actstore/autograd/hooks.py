@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from actstore.autograd.census import Census
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
-from actstore.autograd.deciders import instruction, keep_decisions
+from actstore.autograd.deciders import READERS, keep_decisions
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import (
@@ -333,7 +333,7 @@ class Scope:
         self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
     ) -> Kept | Stored | None:
         """The same as `_place` for a tensor that is like the last one of its site; None where more must be asked."""
-        target, producer, shape, stride, dtype, device, known_nbytes, empty, route, called = precedent
+        target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
         if (
             tensor.is_nested
             or nbytes != known_nbytes
@@ -350,9 +350,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MOST_NODES
             or _current_graph_task_id() != -1
-            or (
-                called is not None and ((caller := _getframe(2)).f_code is not called[0] or caller.f_lasti != called[1])
-            )
+            or _getframe(2).f_code in READERS
         ):
             return None
         node: Any = tensor.grad_fn
@@ -378,12 +376,9 @@ class Scope:
     ) -> None:
         """Let the next tensor of a site follow the one that was encoded just now."""
         is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
-        if not is_plain or (not target[0].lossless and "Norm" in producer):
-            return
-        called = None if target[0].lossless else instruction()
-        if called is not None or target[0].lossless:
+        if is_plain and (target[0].lossless or "Norm" not in producer):
             handle.account.precedent = Precedent(
-                target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, called
+                target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
             )
 
     def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:

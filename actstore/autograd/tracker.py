@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, an
 class Precedent(NamedTuple):
     """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
 
-    The next one like it goes the same way, where the same instruction saves it.
+    The next one like it goes the same way.
     """
 
     target: Target
@@ -54,7 +53,6 @@ class Precedent(NamedTuple):
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Route
-    called: tuple[CodeType, int] | None  # the instruction that saved it, and its offset; None where any may
 
 
 class Deriving(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
-
 import pytest
 import torch
 from torch import nn
@@ -27,42 +25,6 @@ CASES = {
     "relu_": lambda x: F.relu(x, inplace=True),
     "torch.relu": torch.relu,
     "a view of relu": lambda x: torch.relu(x).view(-1),
-}
-CALLS = {  # by a model itself, in every way that Python has
-    "x.clamp": lambda x: x.clamp(0),
-    "x.clamp of two": lambda x: x.clamp(-0.5, max=0.3),
-    "x.clamp_min": lambda x: x.clamp_min(0.1),
-    "torch.clamp": lambda x: torch.clamp(x, max=1.0),
-    "torch.clamp of a variable": lambda x: [torch.clamp(x, low) for low in (-0.5, 0.3)][1],
-    "clamp of what is computed": lambda x: x.clamp(0.1 * len(x.shape), 3),
-    "clamp of either": lambda x: x.clamp(0.1 if len(x) else 0.3),
-    "clamp of tensors": lambda x: x.clamp(torch.zeros_like(x), torch.ones_like(x)),
-    "x.clamp_": lambda x: x.clone().clamp_(0),
-    "x.abs": lambda x: x.abs(),
-    "abs": abs,
-    "abs of it": lambda x: abs(x),  # noqa: PLW0108  (an instruction of its own)
-    "torch.abs": torch.abs,
-    "x.relu_": lambda x: x.relu_(),
-    "F.relu in place of a clone": lambda x: F.relu_(x.clone()),
-    "aten.abs": lambda x: torch.ops.aten.abs(x),  # noqa: PLW0108
-    "aten.abs.default": torch.ops.aten.abs.default,
-    "aten.hardtanh": lambda x: torch.ops.aten.hardtanh(x, -0.5, 0.3),
-    "torch.hardshrink": lambda x: torch.hardshrink(x, 0.5),
-    "torch.threshold": lambda x: torch.threshold(x, 0.3, 0.1),
-    "a partial": partial(torch.clamp, min=0.3),
-    "map": lambda x: next(map(torch.abs, [x])),
-    "sum of map": lambda x: sum(map(torch.abs, [x])),
-    "a list of map": lambda x: [*map(torch.abs, [x])][0],  # noqa: RUF015
-    "reduce": lambda x: reduce(torch.maximum, [x, x.flip(0)]),
-    "a variable": lambda x: next(f(x) for f in (torch.abs,)),
-    "PReLU": nn.PReLU(init=0.1),
-    "maximum": lambda x: torch.maximum(x, x.flip(0)),
-    "amax": lambda x: x.view(-1, 2).amax(1),
-    "x.max": lambda x: x.max(),
-    "max of dim": lambda x: x.view(-1, 2).max(1).values,
-    "norm of order 1": lambda x: x.view(-1, 5).norm(1, dim=1),
-    "norm of order inf": lambda x: x.view(-1, 5).norm(torch.inf, dim=1),
-    "copysign": lambda x: torch.copysign(x, x),
 }
 ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
 KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
@@ -113,59 +75,6 @@ def test_gradients_of_kinks_are_exact(name, policy, dtype):
     expected, _ = gradient(CASES[name], x, "keep")
     found, _ = gradient(CASES[name], x, policy)
     assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
-
-
-@pytest.mark.parametrize("policy", ["int8", "int4"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_model_calls_an_operator_itself(name, policy):
-    x = values(torch.float32)
-    x = x[x.isfinite()][:5000]
-    expected, _ = gradient(CALLS[name], x, "keep")
-    found, _ = gradient(CALLS[name], x, policy)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.gelu(F.linear(x.view(-1, 50), torch.ones(50, 50))),
-        lambda x: torch.sin(x) @ x,
-        lambda x: x.pow(2) * x.sigmoid() / 2,
-        partial(lambda x, activation: activation(x), activation=F.gelu),
-        lambda x: F.layer_norm(x.view(-1, 50), (50,)).exp(),
-        nn.Sequential(nn.Unflatten(0, (-1, 50)), nn.Linear(50, 50), nn.GELU(), nn.LayerNorm(50), nn.SiLU()),
-        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.TransformerEncoderLayer(50, 5, 50, activation=F.gelu)),
-        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Mish()),
-    ],
-)
-def test_nothing_else_costs_bytes(function):
-    x = values(torch.float32)
-    _, report = gradient(function, x[x.isfinite()][:5000], "int8")
-    assert report.lossy
-    assert not [site for site in report.sites if "compare" in site.note or "decides" in site.note]
-
-
-def test_a_caller_that_cannot_be_told_is_exact_with_a_reason():
-    x = values(torch.float32)
-    x = x[x.isfinite()][:5000]
-    _, report = gradient(lambda x: next(map(torch.sin, [x])), x, "int8")
-    assert "what saves it cannot be told, and may compare it" in str(report)
-
-
-def test_an_autograd_function_is_up_to_its_author():
-    class Mine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * (ctx.saved_tensors[0] > 0.3)
-
-    x = values(torch.float32)
-    _, report = gradient(Mine.apply, x[x.isfinite()][:5000], "int8")
-    assert report.lossy
 
 
 def test_the_options_of_a_codec_win():
