@@ -84,7 +84,7 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
 
 
 def caller() -> FrameType | None:
-    """The innermost frame outside of this package."""
+    """Find the innermost frame outside of this package."""
     frame: FrameType | None = _getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         frame = frame.f_back
@@ -92,7 +92,7 @@ def caller() -> FrameType | None:
 
 
 def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec | None, str]:
-    """What a lossy payload of `tensor`, the output of `producer`, goes through so that backward decides as without it.
+    """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as plain.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
 
 
 def _reader(tensor: Tensor) -> tuple[str, Need]:
-    """The operator that saves `tensor` now, and what it needs of it; empty where that is not known, or its result."""
+    """Find the operator that saves `tensor` now, and its need; empty if unknown, or if `tensor` is its result."""
     frame = caller()
     find = None if frame is None else READERS.get(frame.f_code)
     if find is None or frame is None or _is_result(tensor):
@@ -124,13 +124,13 @@ def _reader(tensor: Tensor) -> tuple[str, Need]:
 
 
 def _is_result(tensor: Tensor) -> bool:
-    """Whether `tensor` is what the operator gives that saves it: others save it too, and share the payload."""
+    """Return whether `tensor` is the result of the operator that saves it; later ones share the payload."""
     node: Any = tensor.grad_fn
     return node is not None and node._sequence_nr() == _get_sequence_nr() - 1
 
 
 def _by_result(tensor: Tensor, producer: str) -> str:
-    """The node that decides by the sign of its result, `tensor`; empty where none is known to.
+    """Find the node that decides by the sign of its result, `tensor`; empty for no such node.
 
     A tensor without a known producer may be the result of any: it counts as one that is decided by.
     """

@@ -66,7 +66,7 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
 
 
 def source_at(tensor: Tensor, region: Region | None, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor | None:
-    """What a payload of `region` would be encoded from now; None where the storage has become smaller than that.
+    """Return the source of a payload of `region` as it is now; None where the storage has become too small.
 
     Parameters
     ----------

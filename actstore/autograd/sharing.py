@@ -6,7 +6,7 @@ tell: a write through ``x.data`` leaves it as it is. So the bytes are compared w
 graph saves both, with no code of Python in between:
 
 * where the payload lies in host memory, at once. Where it differs, the tensor gets a payload of its own;
-* where an accelerator has it, by the accelerator, for which nobody waits. Where it differs, backward raises an error;
+* where an accelerator has it, by the accelerator; the host does not wait. Where it differs, backward raises an error;
 * where it has left for another tier, when backward reads it, by a fingerprint of the bytes at the second save.
 
 No payload of before a backward serves a save after it: between the two an optimizer may well write.
@@ -53,7 +53,7 @@ class Sharing:
         self._since = _get_sequence_nr()
 
     def find(self, owners: Iterable[ref[Stored]], handle: Stored, tensor: Tensor, codec: Codec) -> Stored | None:
-        """One of `owners`, all of the same storage, whose payload has the bytes of `tensor` as it is saved now.
+        """Find one of `owners`, all of the same storage, whose payload has the bytes of `tensor` as it is saved now.
 
         Where it is known later only whether it has, `handle` gets the `proof` to ask then.
         """

@@ -1,4 +1,4 @@
-"""Whether two pieces of memory hold the same bytes."""
+"""Comparison of two pieces of memory, byte by byte or by fingerprints."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _compare.argtypes, _compare.restype = [c_void_p, c_void_p, c_size_t], c_int
 
 
 def same_on_host(a: int, b: int, nbytes: int) -> bool:
-    """Whether `nbytes` at two addresses of host memory are equal."""
+    """Return whether `nbytes` at two addresses of host memory are equal."""
     return not _compare(a, b, nbytes)
 
 
 def difference_on_device(a: Tensor, b: Tensor) -> Tensor:
-    """Whether two tensors, 1-d uint8 of one size, differ: a 0-d bool tensor on their device. Nobody waits for it."""
+    """Compare two tensors, 1-d uint8 of one size, without a wait. Return a 0-d bool tensor on their device."""
     found = torch.zeros((), dtype=torch.bool, device=a.device)
     whole = a.numel() & -8
     if whole and a.data_ptr() % 8 == b.data_ptr() % 8 == 0:
@@ -44,7 +44,7 @@ def difference_on_device(a: Tensor, b: Tensor) -> Tensor:
 
 
 def fingerprint(memory: Tensor) -> bytes | Tensor:
-    """What differs for other bytes, but for a chance of 2**-64 at most.
+    """Compute a value that differs for other bytes, but for a chance of 2**-64 at most.
 
     Parameters
     ----------
@@ -52,13 +52,13 @@ def fingerprint(memory: Tensor) -> bytes | Tensor:
 
     Returns
     -------
-    bytes of host memory; elsewhere a 0-d int64 tensor on the device, for which nobody waits
+    bytes of host memory; elsewhere a 0-d int64 tensor on the device, without a wait
     """
     return digest(memory.numpy().data) if memory.is_cpu else mixed(memory)
 
 
 def mixed(memory: Tensor) -> Tensor:
-    """`fingerprint` of operations that every device has: each word is mixed with its place, and the words are added.
+    """Compute a fingerprint by operations of any device: each word is mixed with its place, and the words are added.
 
     A plain weighted sum would not do: it misses a change of all signs.
     """

@@ -98,7 +98,7 @@ class Codec(ABC):
         return self if self.lossless else None
 
     def replaced_by(self, side: Codec) -> Codec:
-        """The codec for a tensor of which backward reads no more than `side` holds, where this one was asked for."""
+        """Return the codec for a tensor of which backward reads no more than `side` holds, in place of this one."""
         return side
 
     @property

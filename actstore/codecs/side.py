@@ -20,7 +20,7 @@ BITS = Bit1()
 
 @dataclass(frozen=True)
 class Side(Codec):
-    """Whether an element is between two bounds, for operators whose backward compares with them and no more.
+    """One bit an element, set between two bounds, for operators whose backward compares with them and reads no more.
 
     Parameters
     ----------

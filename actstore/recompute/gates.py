@@ -1,4 +1,4 @@
-"""What ReLU lets pass: recorded as one bit an element, and given to the values of a later run."""
+"""Gates of ReLU: recorded as one bit an element, and given to the values of a later run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 
 class SharedGate:
-    """What a ReLU lets pass, as the stored input of a later call says.
+    """Gate of a ReLU, as the stored input of a later call tells it.
 
     Parameters
     ----------

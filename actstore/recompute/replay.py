@@ -189,7 +189,7 @@ class Call:
             return self.forward(*args, **kwargs)
 
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
-        """What runs forward on equal inputs, the storages among them that are booked as held, and the mode of that run.
+        """Prepare a run on equal inputs: its function, the storages of these that are booked as held, and its mode.
 
         The caller has the rest rewound. Repeatable, and safe from any thread.
         """
@@ -206,7 +206,7 @@ class Call:
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
-        """As of `again`, on these values of its carries."""
+        """Return what `again` does, on these values of its carries."""
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
         for i, (carry, handle, requires_grad, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]

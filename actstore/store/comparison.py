@@ -1,4 +1,4 @@
-"""Whether a tensor that is saved once more is still what a payload was made of."""
+"""Comparison of a payload with a tensor of the same memory that is saved once more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Comparison:
         self._end = end
 
     def differs(self, memory: Tensor) -> bool:
-        """Whether they differ. The host waits where the device has not come so far; `memory` is not looked at."""
+        """Return whether they differ. The host waits if the device has not come so far; `memory` is ignored."""
         self._end.result()
         return bool(self._differs)
 
@@ -40,7 +40,7 @@ class Seal:
         self._expected = fingerprint(memory)
 
     def differs(self, memory: Tensor) -> bool:
-        """Whether `memory`, the decoded payload as 1-d uint8, has other bytes. On an accelerator the host waits."""
+        """Return whether `memory`, the decoded payload as 1-d uint8, differs. On an accelerator the host waits."""
         found = fingerprint(memory)
         if isinstance(found, bytes):
             return found != self._expected
@@ -57,7 +57,7 @@ def compare(store: Store, entry: Entry, src: Tensor) -> bool | Comparison | Seal
     Returns
     -------
     bool : whether they are the same, where the payload lies in host memory
-    Comparison : of a payload in the memory of an accelerator, which nobody waits for
+    Comparison : of a payload in the memory of an accelerator; the host does not wait
     Seal : of a payload that has left for another tier: to be compared when it is decoded
 
     Notes
@@ -73,18 +73,18 @@ def compare(store: Store, entry: Entry, src: Tensor) -> bool | Comparison | Seal
         if memory is not None and as_bytes:
             return _compare(memory, _payload(bound, src, entry.key), place)
         values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
-        if memory is not None:  # whose length nobody knows yet
+        if memory is not None:  # its length is not known on the host yet
             return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place)
     return Seal(bytes_of(values))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in storage order, as 1-d uint8."""
+    """Return the elements of a dense tensor in storage order, as 1-d uint8."""
     return storage_slice(tensor, 0, tensor.numel()).view(torch.uint8)
 
 
 def _payload(bound: Bound, src: Tensor, key: int) -> Tensor:
-    """What is written of `src`."""
+    """Encode `src`."""
     if bound.as_is:
         return bytes_of(src)
     out = torch.empty(bound.nbytes, dtype=torch.uint8, device=src.device)
@@ -110,7 +110,7 @@ def _compare(memory: Tensor, payload: Tensor, place: TierSet) -> bool | Comparis
 
 @contextmanager
 def _at_hand(entry: Entry, place: TierSet) -> Iterator[Tensor | None]:
-    """The payload in the memory of the compute device, for work on the current stream; None where it has left."""
+    """Give the payload in the memory of the compute device, for work on the current stream; None where it has left."""
     berth = entry.berth
     if entry.memory is not None:
         yield entry.memory

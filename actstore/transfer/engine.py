@@ -175,7 +175,7 @@ class Engine:
                 self._traffic.dispatch(parcel)
 
     def peek(self, berth: Berth) -> torch.Tensor | None:
-        """The bytes of a payload where they were encoded, for work on the same stream; None where they have left.
+        """Lend the bytes of a payload where they were encoded, to work on the same stream; None where they have left.
 
         Call `peeked` after that work. Nothing moves, and no order is learned of it.
         """
@@ -188,7 +188,7 @@ class Engine:
             return berth.memory
 
     def peeked(self, berth: Berth) -> None:
-        """The work on what `peek` gave is queued."""
+        """Note that the work on what `peek` gave is queued."""
         read = self._device.record(self._device.current())
         with self._lock:
             berth.parcel.reads.append(read)

@@ -13,58 +13,22 @@ from torch.utils.checkpoint import checkpoint
 from actstore import ActivationStore, StateError
 from actstore.recompute.recording import Recording
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
-
-KEPT, ANEW = "int4", "int4, decisions=anew"
-
-
-class Region(nn.Module):
-    """``model(x)`` runs `function` on what a layer has made of x; int4 moves that by up to 7 %."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.inner = Inner(function)
-        for name, part in parts.items():
-            setattr(self.inner, name, part)
-
-    def forward(self, x):
-        return self.inner(x * 1)
-
-
-class Inner(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-def store_of(model, inputs, **options):
-    return ActivationStore(model, f"inner : recompute({inputs})", min_bytes=0, **options)
-
-
-def gradients(model, x, store=None, weigh=None):
-    """The gradients of x and of all parameters; the loss weighs each output with a fixed random number."""
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    model.zero_grad()
-    if store is None:
-        y = model(x)
-    else:
-        with store:
-            y = model(x)
-    torch.manual_seed(5)
-    y.backward(torch.randn(y.shape).to(y.dtype) if weigh is None else weigh(y))
-    return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def batch(dtype=torch.float32, seed=0, shape=(4, 6, 8, 8)):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def rounded(x):
-    """Some elements equal each other and the points at which operators decide."""
-    return (2 * x).round() / 2 + torch.where(x.abs() > 2, 0.01 * x, 0)
-
+from tests.recompute.regions import (
+    ANEW,
+    KEPT,
+    Deep,
+    Inner,
+    Mixture,
+    Region,
+    batch,
+    error_of,
+    gradients,
+    notes,
+    of_masks,
+    rerouted,
+    rounded,
+    store_of,
+)
 
 LINEAR = {  # gradients depend on decisions, and on nothing else of the input
     "relu": lambda m, x: F.relu(x),
@@ -202,27 +166,6 @@ def test_rrelu_draws_for_the_same_elements():
     check_same(gradients(model, x, store_of(model, KEPT)), wanted)
 
 
-class Deep(nn.Module):
-    """Blocks of linear layers and ReLU: the gradients of x and of biases depend on masks and weights alone."""
-
-    def __init__(self, blocks=5, inplace=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace), nn.Linear(32, 16), nn.ReLU(inplace))
-            for _ in range(blocks)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def of_masks(model, found):
-    return [found[0], *(g for (name, _), g in zip(model.named_parameters(), found[1:], strict=True) if "bias" in name)]
-
-
 @pytest.mark.parametrize(
     "options", ["", ", segment=2", ", segment=3", ", schedule=sqrt", ", schedule=revolve, slots=2"]
 )
@@ -293,124 +236,28 @@ def test_max_pooling_keeps_places_in_windows(name):
         assert f" keep {bits * x.numel() / 8:,.0f} bytes" in note
 
 
-def notes(store):
-    return [site.note for site in store.report().sites if "decisions" in (site.note or "")]
-
-
-class Stacked(nn.Module):
-    """Blocks of a linear layer and ReLU, with a `change` of what one puts out before the next one takes it."""
-
-    def __init__(self, change=None, inplace=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace)) for _ in range(3))
-        self.change = change
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-            if self.change is not None:
-                x = self.change(x)
-        return x
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "fp8", "nf4", "raw, decisions=kept"])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_bits_are_read_from_the_next_input(inplace, codec):
-    model, x = Stacked(inplace=inplace), batch(shape=(64, 32))
-    wanted = of_masks(model, gradients(model, x))
-    store = ActivationStore(model, f"blocks.* : recompute({codec})", min_bytes=0)
-    anew = ActivationStore(model, f"blocks.* : recompute({codec.partition(',')[0]}, decisions=anew)", min_bytes=0)
-    with gc_off():
-        for _ in range(2):
-            check_same(of_masks(model, gradients(model, x, store)), wanted)
-            check_drained(store)
-            gradients(model, x, anew)
-    assert store.report().held_bytes - anew.report().held_bytes == x.numel() // 8  # of the last block
-    assert [note.rpartition(" keep ")[2] for note in notes(store)] == [
-        "0 bytes, and one is read from the next input",
-        "0 bytes, and one is read from the next input",
-        f"{x.numel() // 8} bytes",
-    ]
-
-
-CHANGES = {
-    "in place": lambda x: x.add_(1),
-    "in place of a view": lambda x: x.view(-1).add_(1).view_as(x),
-    "another tensor": lambda x: x + 1,
-    "a view": lambda x: x.flip(0),
-    "a slice": lambda x: x[:32],
-}
-
-
-@pytest.mark.parametrize("inputs", [KEPT, "raw, decisions=kept"])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
-def test_bits_are_not_read_from_an_input_that_is_something_else(name, inside, inputs):
-    change = CHANGES[name]
-    if inside and name.startswith("in place"):
-        model = Stacked()  # ReLU's own result, which it saves, must not change
-        for block in model.blocks:
-            block.append(Inner(lambda m, x: change(x.clone())))
-    else:
-        model = Stacked(change)
-    x = batch(shape=(64, 32))
-    if name.startswith("in place") and not inside:
-        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0, allow_mutation=True)
-        wanted = of_masks(model, gradients(Stacked(lambda x: x + 1), x))
-    else:
-        store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0)
-        wanted = of_masks(model, gradients(model, x))
-    check_same(of_masks(model, gradients(model, x, store)), wanted)
-    assert not any("next input" in note for note in notes(store))
-
-
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_bits_are_read_whatever_backward_comes_first(first):
-    model, x = Stacked(), batch(shape=(64, 32)).requires_grad_()
-    outputs, found = [], []
-    for store in (None, ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0)):
-        with store or gc_off():
-            made = [x]
-            for block in model.blocks:
-                made.append(block(made[-1]))
-        outputs.append(made[1:])
-    with gc_off():
-        for made in outputs:
-            grads = [torch.autograd.grad(made[first].sum(), x, retain_graph=True)[0]]
-            grads += [torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each in made]
-            found.append(grads)
-        check_same(found[1], found[0])
-        del made, outputs
-        check_drained(store)
-
-
-def test_bits_outlive_a_later_block_that_is_dropped():
-    model, x = Stacked(), batch(shape=(64, 32)).requires_grad_()
-    (wanted,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
-    store = ActivationStore(model, f"blocks.* : recompute({KEPT})", min_bytes=0)
-    with gc_off():
-        with store:
-            y = model.blocks[0](x)
-            model.blocks[1](y)
-        check_same(torch.autograd.grad(y.sum(), x), [wanted])
-        del y
-        check_drained(store)
+def recorded(monkeypatch):
+    """Return a list that gets an element for each first run that is recorded."""
+    records, enter = [], Recording.__enter__
+    monkeypatch.setattr(Recording, "__enter__", lambda self: records.append(self) or enter(self))
+    return records
 
 
 @pytest.mark.parametrize("inputs", ["keep", "raw", "raw @ disk", "int8, decisions=anew"])
 def test_nothing_is_recorded_where_nothing_can_change(inputs, monkeypatch):
-    monkeypatch.setattr(Recording, "__enter__", lambda self: pytest.fail("recorded"))
-    model, x = Deep(), batch(shape=(64, 16))
+    model, x, records = Deep(), batch(shape=(64, 16)), recorded(monkeypatch)
     gradients(model, x, ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0))
+    assert not records
+    gradients(model, x, ActivationStore(model, "blocks.* : recompute(int8)", min_bytes=0))
+    assert len(records) == len(model.blocks)
 
 
 def test_nothing_is_recorded_where_inputs_may_not_be_lossy(monkeypatch):
-    monkeypatch.setattr(Recording, "__enter__", lambda self: pytest.fail("recorded"))
-    model = Deep(blocks=1)
+    model, records = Deep(blocks=1), recorded(monkeypatch)
     with ActivationStore(model, "blocks.* : recompute(int8)", min_bytes=0):
         y = model(batch(shape=(64, 16)))  # requires no gradient, and stays exact
     y.sum().backward()
+    assert not records
 
 
 def test_exact_inputs_with_decisions_kept_equal_plain():
@@ -419,76 +266,6 @@ def test_exact_inputs_with_decisions_kept_equal_plain():
     for inputs in ("decisions=kept", "raw, decisions=kept", "raw @ disk, segment=2, decisions=kept"):
         store = ActivationStore(model, f"blocks.* : recompute({inputs})", min_bytes=0)
         check_same(gradients(model, x, store), wanted)
-
-
-class Routed(nn.Module):
-    """A mixture of experts. `by_index` gathers the tokens of each expert, and otherwise all experts see all tokens."""
-
-    def __init__(self, by_index, noise=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.gate = nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(8))
-        self.by_index, self.noise, self.chosen = by_index, noise, []
-
-    def forward(self, x):
-        h = self.norm(x)
-        logits = self.gate(h)
-        if self.noise is not None:
-            logits = logits + torch.randn(logits.shape, generator=self.noise[0])
-        weights, chosen = logits.softmax(-1).topk(2)
-        self.chosen.append(chosen.clone())
-        if not self.by_index:
-            share = (F.one_hot(chosen, 8) * weights[..., None]).sum(1)
-            return x + torch.einsum("te,etd->td", share, torch.stack([expert(h) for expert in self.experts]))
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == e)
-            out.index_add_(0, token, expert(h[token]) * weights[token, slot, None])
-        return x + out
-
-
-class Mixture(nn.Module):
-    def __init__(self, *args):
-        super().__init__()
-        self.blocks = nn.ModuleList(Routed(*args) for _ in range(3))
-
-    def forward(self, x):
-        x = x * 1
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def error_of(found, wanted):
-    squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(found, wanted, strict=True)]
-    return (sum(a for a, _ in squares) / sum(b for _, b in squares)).sqrt().item()
-
-
-def rerouted(model):
-    """Tokens whose experts differ between the two runs."""
-    return sum((first != second).any(-1).sum().item() for first, second in (block.chosen for block in model.blocks))
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("by_index", [False, True], ids=["all tokens", "by index"])
-def test_no_token_takes_another_expert(by_index, codec):
-    x = batch(shape=(512, 16))
-    model = Mixture(by_index)
-    wanted = gradients(model, x)
-    found = {}
-    for policy in (codec, f"blocks.* : recompute({codec})", f"blocks.* : recompute({codec}, decisions=anew)"):
-        for block in model.blocks:
-            block.chosen.clear()
-        try:
-            found[policy] = error_of(gradients(model, x, ActivationStore(model, policy, min_bytes=0)), wanted)
-        except StateError:
-            continue
-        if policy != codec:
-            assert (rerouted(model) > 0) == ("anew" in policy)
-    plain, kept, *anew = found.values()
-    assert kept < 1.5 * plain
-    assert len(anew) == (not by_index)
 
 
 def test_an_option_repeats_draws_that_no_generator_replays():

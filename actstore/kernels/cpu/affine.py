@@ -126,7 +126,7 @@ def _range(source: Any, start: Any, group: Any, kind: Any, inf: Any, bits: Any) 
 
 @inline
 def _code_from_zero(value: Any, factor: Any, noise: Any, i: Any, bits: Any, noisy: Any) -> Any:
-    """The code of an element, at least 1 where it is not zero; `factor` is 1 / scale, of two bits 4 / scale."""
+    """Return the code of an element, at least 1 where it is not zero; `factor` is 1 / scale, of two bits 4 / scale."""
     steps = value * QUARTER * factor if bits == 2 else value * factor
     if noisy:
         steps = steps + offset(noise, i)
@@ -207,7 +207,7 @@ def _scales(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, level
 
 @inline
 def _scales_from_zero(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any) -> None:
-    """What `_scales` does, for a tile whose groups all start at zero."""
+    """Do what `_scales` does, for a tile whose groups all start at zero."""
     _lows, highs, _finites, _quarters, reciprocals, _zeros = stacks
     for index in range(groups):
         scale, reciprocal = scale_from_zero(_value(get(i32_at(highs), index), kind), levels)
@@ -252,7 +252,7 @@ def _codes(
 def _codes_from_zero(
     elements: Any, codes: Any, stacks: Any, noise: Any, groups: Any, group: Any, kind: Any, bits: Any, noisy: Any
 ) -> None:
-    """What `_codes` does, for a tile whose groups all start at zero."""
+    """Do what `_codes` does, for a tile whose groups all start at zero."""
     _lows, _highs, _finites, _quarters, reciprocals, _zeros = stacks
     for index in range(groups):
         factor = as_f32(get(u32_at(reciprocals), index))

@@ -18,7 +18,7 @@ _i32 = np.int32
 
 @inline
 def _bf16_down(value: Any) -> Any:
-    """The bits of the next bfloat16 number below, the lowest one below that; 0 for tiny values."""
+    """Return the bits of the next bfloat16 number below, the lowest one below that; 0 for tiny values."""
     word = as_u32(value)
     magnitude = u32(word & u32(0x7FFFFFFF))
     above = u32(min(u32(magnitude + u32(0xFFFF)), u32(0x7F7F0000)))
@@ -28,7 +28,7 @@ def _bf16_down(value: Any) -> Any:
 
 @inline
 def scale_of(low: Any, high: Any, levels: Any) -> Any:
-    """The bits of the scale and of the minimum, a quarter of the minimum, and 4 / scale, or 0 in place of Inf."""
+    """Return the bits of scale and minimum, a quarter of the minimum, and 4 / scale, or 0 in place of Inf."""
     minimum = _bf16_down(low)
     quarter = as_f32(u32(minimum << u32(16))) * QUARTER
     spread = high * QUARTER - quarter
@@ -41,13 +41,13 @@ def scale_of(low: Any, high: Any, levels: Any) -> Any:
 
 @inline
 def _up(value: Any) -> Any:
-    """A finite float32 number of at least 0, rounded up to bfloat16."""
+    """Round a finite float32 number of at least 0 up to bfloat16."""
     return as_f32(u32(u32(as_u32(value) + u32(0xFFFF)) & u32(0xFFFF0000)))
 
 
 @inline
 def scale_from_zero(high: Any, levels: Any) -> Any:
-    """The bits of the scale of a group from 0 to `high`, and 4 / scale; both 0 where all is zero."""
+    """Return the bits of the scale of a group from 0 to `high`, and 4 / scale; both 0 where all is zero."""
     most = high * QUARTER
     step = SMALLEST_QUARTER if most < SMALLEST_QUARTER else _up(most / f32(levels))
     empty = _i32(as_u32(high)) <= _i32(0)  # of floats, LLVM would take a denormal for a zero where the processor does
@@ -63,7 +63,7 @@ def away_from_zero(low: Any) -> Any:
 
 @inline
 def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """A quarter of the smallest step with which a power of two is the code of zero, and that code, of quarters."""
+    """Find a quarter of the smallest step with which a power of two is the code of zero, and that code, of quarters."""
     low = max(low, -LARGEST_QUARTER)
     step, zero = f32(np.inf), _i32(1)
     for power in range(bits):
@@ -76,7 +76,7 @@ def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
 
 @inline
 def keeping_scale_of(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """What `scale_of` gives, where signs are kept, and the code of zero; -1 where zero is below all elements."""
+    """Return what `scale_of` does, with signs kept, and the code of zero; -1 where zero is below all elements."""
     scale, minimum, quarter, reciprocal = scale_of(low, high, levels)
     word = as_u32(low)
     if word > u32(0x80000000):

@@ -79,7 +79,7 @@ def _code_of_f32(bits: Any, keep: Any, unsigned: Any) -> Any:
 
 @inline
 def _code(source: Any, i: Any, kind: Any, keep: Any, unsigned: Any = False) -> Any:
-    """The code of an element. `unsigned` says that it is below 2^16 and has no sign, not even as a zero."""
+    """Return the code of an element. `unsigned` says that it is below 2^16 and has no sign, not even as a zero."""
     if kind == F16:
         return _code_of_f16(u16(get(u16_at(source), i)), keep, unsigned)
     return _code_of_f32(as_u32(load(source, i, kind)), keep, unsigned)
@@ -102,7 +102,7 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 @inline
 def _is_unsigned(source: Any, start: Any, kind: Any) -> Any:
-    """Whether no element of a block has a sign, and all are below 2^16, as behind ReLU."""
+    """Return whether no element of a block has a sign, and all are below 2^16, as behind ReLU."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + BLOCK):
         bits = load_bits(source, i, kind)

@@ -58,7 +58,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
 def _code(
     source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
 ) -> Any:
-    """The code of a finite element. `unsigned` says that no element has a sign, not even a zero.
+    """Return the code of a finite element. `unsigned` says that no element has a sign, not even a zero.
 
     Bits are compared as integers in a way that LLVM does not take for a comparison of floats: for those, denormals can
     be zeros.

@@ -1,4 +1,4 @@
-"""What ReLU lets pass, as bits, on the CPU: from its results, and onto other values. The bytes are those of bit1.
+"""Kernels for gates of ReLU on the CPU: bits of its results, given to other values. The bytes are those of bit1.
 
 Elements are looked at as integers: a float is 0 where all bits below its sign are.
 """

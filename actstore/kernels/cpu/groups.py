@@ -11,7 +11,7 @@ LANES = 32  # elements of a vector, which LLVM cuts to what the processor has: e
 
 @constant_intrinsic
 def largest_of(_typing: Any, _address: Any, group: Any, kind: Any, signs: Any) -> Any:
-    """The largest of `group` elements, as bits of their width: finite < Inf < NaN < all with a sign.
+    """Find the largest of `group` elements, as bits of their width: finite < Inf < NaN < all with a sign.
 
     Without `signs` elements have none. A loop over so few elements would be unrolled to scalar instructions. `group`,
     `kind` and `signs` are constants of a kernel.

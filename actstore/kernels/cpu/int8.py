@@ -60,7 +60,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 @inline
 def code_of(value: Any, steps: Any, keep: Any, unsigned: Any) -> Any:
-    """The code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one.
+    """Return the code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one.
 
     `unsigned` says that no value has a sign, not even a zero. Bits are compared as integers in a way that LLVM does not
     take for a comparison of floats: for those, denormals can be zeros.
@@ -89,7 +89,7 @@ def _code(
 
 @inline
 def _top(source: Any, start: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """The largest magnitude, NaN and Inf too, and whether no element has a sign; False where nobody asks."""
+    """Find the largest magnitude, NaN and Inf too, and whether no element has a sign (False if signs are lost)."""
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     top: Any = u32(0) if kind == F32 else u16(0)
     if keep:  # behind ReLU, half the work

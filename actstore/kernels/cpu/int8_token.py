@@ -121,7 +121,7 @@ def _bits(source: Any, i: Any, kind: Any, signs: Any) -> Any:
 
 @inline
 def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, signs: Any) -> Any:
-    """The largest bits of each column, with their signs or without; the largest of all."""
+    """Find the largest bits of each column, with their signs or without; return the largest of all."""
     _clear(tops, count, kind)
     unrolled = rows - rows % UNROLLED
     for row in range(0, unrolled, UNROLLED):
@@ -142,7 +142,7 @@ def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, coun
 
 @inline
 def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """The largest finite magnitude of each column; whether all elements are finite, and none has a sign.
+    """Find the largest finite magnitude of each column; return whether all are finite, and none has a sign.
 
     Nobody asks for the second where signs are not kept: it is False then.
     """

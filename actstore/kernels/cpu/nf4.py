@@ -78,7 +78,7 @@ def _code(t: Any, bounds: Any) -> Any:
 
 @inline
 def _code_above(t: Any, bounds: Any) -> Any:
-    """What `_code` gives for a number above zero, but the code of zero."""
+    """Return what `_code` does for a number above zero, but the code of zero."""
     c = t > bounds[11]
     b = t > (bounds[13] if c else bounds[9])
     upper, lower = (bounds[14] if b else bounds[12]), (bounds[10] if b else bounds[8])
@@ -89,7 +89,7 @@ def _code_above(t: Any, bounds: Any) -> Any:
 
 @inline
 def _kept(code: Any, value: Any, keep: Any) -> Any:
-    """The code of an element; where signs are kept, only zero has the code of zero."""
+    """Return the code of an element; where signs are kept, only zero has the code of zero."""
     if keep:
         word = as_u32(value)  # of floats, LLVM would take a denormal for a zero where the processor does
         above = max(code, np.uint8(ZERO + 1)) if np.int32(word) > np.int32(0) else code
@@ -119,7 +119,7 @@ def _as_f32_bits(top: Any, kind: Any) -> Any:
 
 @inline
 def _least(top: Any, keep: Any) -> Any:
-    """The bits of the absmax of a group that is too small."""
+    """Return the bits of the absmax of a group that is too small."""
     return u32(FLUSH >> 16) if keep and top != u32(0) else u32(0)
 
 
@@ -138,9 +138,9 @@ def _scale(top: Any, bnb: Any, keep: Any) -> Any:
 
 @inline
 def _find_tops(source: Any, tops: Any, group: Any, kind: Any, keep: Any) -> Any:
-    """The largest magnitude of each group, NaN and Inf too; whether all are finite, and none has a sign.
+    """Find the largest magnitude of each group, NaN and Inf too; return whether all are finite, and none has a sign.
 
-    Nobody asks for the second where signs are not kept: it is False then.
+    Where signs are not kept it is False: there the answer is not needed.
     """
     nbytes = group * (4 if kind == F32 else 2)
     if keep:

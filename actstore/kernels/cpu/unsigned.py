@@ -62,7 +62,7 @@ def _spread(builder: Any, number: Any, count: int) -> Any:
 
 
 def _values(builder: Any, bits: Any, kind: int) -> Any:
-    """Elements as float32, as `language.load` has them."""
+    """Convert elements to float32, as `language.load` does."""
     wide, floats = llvm.VectorType(_U32, bits.type.count), llvm.VectorType(_F32, bits.type.count)
     if kind == F32:
         return builder.bitcast(bits, floats)

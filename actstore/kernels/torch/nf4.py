@@ -59,7 +59,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, k
 
 
 def _scale(groups: torch.Tensor, tops: torch.Tensor, least: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements in units of the absmax of their group, and its bits, `least` where they are too small.
+    """Return elements in units of the absmax of their group, and its bits, `least` where they are too small.
 
     `tops` are the bits of the largest magnitudes.
     """
