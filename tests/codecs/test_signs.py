@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore import encode
 from actstore.base.spec import Spec
 from actstore.codecs import E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Topk, Zmask, Zstd
 from actstore.codecs.signs import SignedCodec
@@ -88,6 +89,19 @@ def test_the_bias_of_unbiased_roundings(codec, top, round):  # noqa: A002
     found = torch.stack([back[(x == step) & (x != top)].mean() for step in steps])
     expected = torch.where((steps > 0) & (steps < 1), 1, steps)
     assert (found - expected).abs().max() < 0.03
+
+
+def test_the_bias_of_fp8():
+    """Elements below the least code come back as that, others as they are in the mean."""
+    codec = Fp8(32, round="stochastic", signs="keep")
+    least = 2.0**-9  # at a scale of 1, which a largest magnitude of 448 has
+    steps = torch.tensor([0, 0.01, 0.3, 0.99, 1, 1.3, 2.5])
+    x = steps.repeat_interleave(8192).view(-1, 32) * least
+    x[:, 0] = 448
+    back = encode(x, codec).decode()
+    found = torch.stack([back[x == step * least].mean() for step in steps])
+    expected = torch.where((steps > 0) & (steps < 1), 1, steps) * least
+    assert (found - expected).abs().max() < 0.03 * least
 
 
 @pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
