@@ -30,7 +30,7 @@ from actstore.base.reaper import Last
 from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 from actstore.errors import ActstoreError, MutationError
-from actstore.store.comparison import Comparison, Seal, bytes_of
+from actstore.store.comparison import Comparison
 from actstore.store.payload import Entry
 
 Small = tuple[Tensor, int, Frame]
@@ -94,7 +94,7 @@ class Stored(Entry):
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
         self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
         self.owner: Stored | None = None  # who holds the payload, when it is another one's
-        self.proof: Comparison | Seal | None = None  # whether the owner's bytes are those of this tensor
+        self.proof: Comparison | None = None  # whether the owner's bytes are those of this tensor
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
         self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
 
@@ -145,12 +145,11 @@ class Stored(Entry):
             tensor = spec.empty()
             tensor.as_strided(*region.compact).copy_(dense)
         elif region.numel == spec.numel and layout_of(spec.shape, spec.stride).dense:
-            dense = tensor = owner._read(spec.shape, spec.stride)
+            tensor = owner._read(spec.shape, spec.stride)
         else:
-            dense = self._share(owner, region.numel)
-            tensor = dense.as_strided(spec.shape, spec.stride, self.offset - region.start)
+            tensor = self._share(owner, region.numel).as_strided(spec.shape, spec.stride, self.offset - region.start)
         if self.proof is not None:
-            self._prove(owner, dense)
+            self._prove(self.proof, owner)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
@@ -158,16 +157,15 @@ class Stored(Entry):
         spec.check(tensor)
         return tensor
 
-    def _prove(self, owner: Stored, dense: Tensor) -> None:
-        """Look whether what `owner` gave, as it lies in memory, is what this tensor was.
+    def _prove(self, proof: Comparison, owner: Stored) -> None:
+        """Look whether the payload of `owner` is what this tensor was when it was saved.
 
         Raises
         ------
-        MutationError : it is not
+        MutationError : it is not; where the device has not compared them yet, the next entry of the store raises it
         """
-        assert self.proof is not None
-        if self.proof.differs(bytes_of(dense)):
-            raise MutationError(
+        proof.refuse(
+            MutationError(
                 f"site={self.account.site}: what is saved twice in one forward must not be written to in between "
                 f"without a trace. {owner.account.site} had saved the same memory, then came a write that no version "
                 "counter tells of (through .data, or by code that PyTorch does not see), and only the first bytes were "
@@ -176,7 +174,7 @@ class Stored(Entry):
                 expected=self.version,
                 found=self.version,
             )
-        self.proof = None
+        )
 
     def _share(self, owner: Stored, numel: int) -> Tensor:
         """The decoded region, in memory that the views of one backward node share as their originals did.

@@ -6,8 +6,10 @@ tell: a write through ``x.data`` leaves it as it is. So the bytes are compared w
 graph saves both, with no code of Python in between:
 
 * where the payload lies in host memory, at once. Where it differs, the tensor gets a payload of its own;
-* where an accelerator has it, by the accelerator; the host does not wait. Where it differs, backward raises an error;
-* where it has left for another tier, when backward reads it, by a fingerprint of the bytes at the second save.
+* where an accelerator has it, and both saves are of the same elements, by the accelerator; the host does not wait.
+  Where it differs, backward raises an error, or the next entry of the store if backward was faster than the device.
+
+Where the payload has left for another tier, the tensor gets one of its own.
 
 No payload of before a backward serves a save after it: between the two an optimizer may well write.
 """
@@ -75,7 +77,10 @@ class Sharing:
         if owner.born == handle.born and not _in_function():
             return True
         source = source_at(tensor, owner.region, owner.shape, owner.stride)
-        found = source is not None and compare(self._store, owner, source)
+        place = self._store.place(tensor.device)
+        if source is not None and source.numel() != tensor.numel() and not place.device.on_host:
+            return False  # the others may be written to, by views with version counters of their own
+        found = source is not None and compare(owner, source, place, self._store.unproved)
         if found is False:
             owner.born = _NEVER  # its storage has gone on
             return False

@@ -4,78 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from actstore.base.sameness import difference_on_device, fingerprint, same_on_host
+from actstore.base.sameness import difference_on_device, same_on_host
 from actstore.base.ticket import Ticket
 from actstore.codecs.base import Bound
+from actstore.errors import ActstoreError
 from actstore.kernels.base import storage_slice
 from actstore.store.payload import Entry
 from actstore.store.tierset import TierSet
 
-if TYPE_CHECKING:
-    from actstore.store.store import Store
-
 
 class Comparison:
-    """Of a payload and a tensor, by the device; what it finds is on its way to the host."""
+    """Comparison of a payload and a tensor by the device, whose result is on its way to the host.
 
-    def __init__(self, differs: Tensor, end: Ticket) -> None:
+    Parameters
+    ----------
+    differs : Tensor, 0-d bool in host memory, once `end` is complete
+    later : errors of comparisons that were asked about before they were complete
+    """
+
+    def __init__(self, differs: Tensor, end: Ticket, later: Later) -> None:
         self._differs = differs
         self._end = end
+        self._later = later
 
-    def differs(self, memory: Tensor) -> bool:
-        """Return whether they differ. The host waits if the device has not come so far; `memory` is ignored."""
+    def refuse(self, error: ActstoreError) -> None:
+        """Raise `error` if the two differ. The host does not wait: an error that is not known yet comes later."""
+        if not self._end.ready():
+            self._later.append((self, error))
+        elif self._differs:
+            raise error
+
+    def wait(self) -> None:
+        """Have the host wait for the result."""
         self._end.result()
-        return bool(self._differs)
 
 
-class Seal:
-    """A fingerprint of what a payload must decode to, where its bytes were out of reach when they were asked about."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._expected = fingerprint(memory)
-
-    def differs(self, memory: Tensor) -> bool:
-        """Return whether `memory`, the decoded payload as 1-d uint8, differs. On an accelerator the host waits."""
-        found = fingerprint(memory)
-        if isinstance(found, bytes):
-            return found != self._expected
-        return bool(found != self._expected)
+Later = list[tuple[Comparison, ActstoreError]]
 
 
-def compare(store: Store, entry: Entry, src: Tensor) -> bool | Comparison | Seal:
+def compare(entry: Entry, src: Tensor, place: TierSet, later: Later) -> bool | Comparison:
     """Compare a payload with the one that `src` would have now.
 
     Parameters
     ----------
     src : Tensor, from the same memory, with the shape and strides that the payload was encoded from
+    place : the tiers of its device
+    later : gets errors that are not known when backward reads
 
     Returns
     -------
-    bool : whether they are the same, where the payload lies in host memory
+    bool : whether they are the same, where the payload lies in host memory; False where it has left for another tier
     Comparison : of a payload in the memory of an accelerator; the host does not wait
-    Seal : of a payload that has left for another tier: to be compared when it is decoded
 
     Notes
     -----
     Stream: current. A lossy payload is compared with another one of the same random bits.
     """
-    place = store.place(src.device)
     bound = entry.codec.plain.bind(src)
     if not bound.nbytes:
         return True
     as_bytes = bound.exact or place.device.on_host
     with nullcontext() if as_bytes else place.late_lock, _at_hand(entry, place) as memory:
         if memory is not None and as_bytes:
-            return _compare(memory, _payload(bound, src, entry.key), place)
-        values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
+            return _compare(memory, _payload(bound, src, entry.key), place, later)
         if memory is not None:  # its length is not known on the host yet
-            return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place)
-    return Seal(bytes_of(values))
+            values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
+            return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place, later)
+    return False
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -98,14 +97,14 @@ def _decoded(bound: Bound, payload: Tensor, like: Tensor, key: int) -> Tensor:
     return out
 
 
-def _compare(memory: Tensor, payload: Tensor, place: TierSet) -> bool | Comparison:
+def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> bool | Comparison:
     nbytes = payload.numel()
     if memory.numel() < nbytes:  # of variable size, and longer than the one that is there
         return False
     if place.device.on_host:
         return same_on_host(memory.data_ptr(), payload.data_ptr(), nbytes)
     differs = difference_on_device(memory[:nbytes], payload).to("cpu", non_blocking=True)
-    return Comparison(differs, place.device.record(place.device.current()))
+    return Comparison(differs, place.device.record(place.device.current()), later)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.errors import CapacityError, StateError
 from actstore.kernels.base import ALIGN
+from actstore.store.comparison import Later
 from actstore.store.payload import Entry, Forward, Route
 from actstore.store.tierset import StoreOptions, TierSet
 from actstore.store.verified import verified
@@ -70,6 +71,7 @@ class Store:
     ) -> None:
         self.options = options
         self.ledger = ledger or Ledger()
+        self.unproved: Later = []  # read before the device had compared them
         self.ledger.relieve = _relieving(ref(self))
         self.trace: Trace | None = None
         self.gauge: Gauge | None = None
@@ -272,7 +274,9 @@ class Store:
         Raises
         ------
         AccuracyError : the last payloads that were sampled lost more than is allowed; no step has begun
+        MutationError : backward has read a payload that was not what its tensor had been; no step has begun
         """
+        self._prove()
         self.sampling = self._sampler if self._sampler is not None and self._sampler.start(self._steps + 1) else None
         observers = self.options.verify, self.options.trace, self.gauge, self.sampling
         self._watched = any(observer not in (None, False) for observer in observers)
@@ -284,6 +288,14 @@ class Store:
         self.ledger.start()
         for place in list(self._places.values()):
             place.start(self._steps)
+
+    def _prove(self, *, wait: bool = False) -> None:
+        """Ask again about payloads that backward has read before the device had compared them."""
+        for _ in range(len(self.unproved)):
+            comparison, error = self.unproved.pop(0)
+            if wait:
+                comparison.wait()
+            comparison.refuse(error)
 
     def remember(self, entries: Iterable[ref[Any]]) -> None:
         """Know these entries, so that `close` can free those that are still alive."""
@@ -341,6 +353,7 @@ class Store:
         for account in self.ledger.accounts():
             account.route = account.precedent = None
         with ExitStack() as stack:
+            stack.callback(self._prove, wait=True)
             if self._sampler is not None:
                 stack.callback(self._sampler.close)
             for place in places.values():

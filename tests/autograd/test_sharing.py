@@ -12,7 +12,6 @@ from actstore.autograd import sharing
 from actstore.base import sameness
 from actstore.base.spec import Spec
 from actstore.policy.options import codec_text
-from actstore.store import comparison
 from actstore.transfer.engine import Engine
 from tests.autograd.checks import check_same, gc_off, settle
 from tests.codecs.test_contract import CODECS, dtype_for
@@ -272,39 +271,32 @@ def out_of_reach(monkeypatch):
 
 
 @pytest.mark.usefixtures("out_of_reach")
+@pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("policy", ["raw @ disk", "expack @ disk", "int8 @ disk"])
-def test_a_payload_that_has_left_is_compared_when_it_comes_back(policy):
+def test_a_payload_that_has_left_serves_no_other_save(policy, write):
     x = torch.randn(64, 64, requires_grad=True)
     h = x * 1
-
-    def run(write):
-        store = store_of(policy)
-        with store:
-            first, settled = h.sin(), store._store._places
-            for place in settled.values():
-                settle(place.engine)
-            if write:
-                h.data.neg_()
-            second = h.cos() * h[:, ::2].sum()
-        grads = torch.autograd.grad(first.sum(), h, retain_graph=True)
-        (found,) = torch.autograd.grad(second.sum(), h, retain_graph=True)
-        return grads, found, store.report().stored_bytes
-
-    (first,), second, nbytes = run(False)
-    if "int8" not in policy:
-        check_same((first,), (h.detach().cos(),))
-    assert nbytes < 2.5 * h.nbytes  # h, and the cosines
-    with pytest.raises(MutationError, match="saved twice in one forward") as info:
-        run(True)
-    assert "site=" in str(info.value)
-    assert info.value.site.name == ""
-    del second
+    old = h.detach().clone()
+    store = store_of(policy)
+    with store:
+        first = h.sin()
+        for place in store._store._places.values():
+            settle(place.engine)
+        if write:
+            h.data.neg_()
+        second = h.cos()
+    found = [torch.autograd.grad(each.sum(), h)[0] for each in (first, second)]
+    wanted = old.cos(), -h.detach().sin()
+    if "int8" in policy:
+        assert all((a - b).abs().max() < 0.05 for a, b in zip(found, wanted, strict=True))
+    else:
+        check_same(found, wanted)
+        assert stored_bytes(store) > 1.5 * h.nbytes
 
 
 @pytest.mark.parametrize("policy", ["raw", "int8", "raw @ host", "expack", "zmask(int8)", "expack @ host"])
 def test_on_an_accelerator_the_device_compares(policy, monkeypatch):
     monkeypatch.setattr(devices, "open_device", lambda device: LateDevice())
-    monkeypatch.setattr(comparison, "Seal", None)  # for which the host would have to wait
     x = torch.randn(64, 64, requires_grad=True)
     h = x * 1
 
@@ -324,36 +316,68 @@ def test_on_an_accelerator_the_device_compares(policy, monkeypatch):
     if "int8" not in policy:
         check_same((first, second), (h.detach().cos(), -h.detach().sin()))
     assert nbytes <= 1.1 * h.nbytes
-    with pytest.raises(MutationError, match="saved twice in one forward"):
+    with pytest.raises(MutationError, match="saved twice in one forward") as info:
         run(True)
+    assert info.value.site.name == ""
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_the_host_never_waits_for_a_comparison(read, monkeypatch):
+    """Backward that comes before the device leaves the error to the next entry; what is never read is no error."""
+    device = LateDevice()
+    monkeypatch.setattr(devices, "open_device", lambda _: device)
+    h = torch.randn(64, 64, requires_grad=True) * 1
+    store = store_of("raw")
+    with store:
+        first = h.sin()
+        h.data.neg_()
+        second = h.cos()
+    if read:
+        torch.autograd.grad(second.sum(), h)
+    del first, second
+    with store:  # the device has still not come so far
+        pass
+    device.finish()
+    if not read:
+        store.close()
+        return
+    with pytest.raises(MutationError, match="saved twice in one forward"), store:
+        pytest.fail("entered")
+    with store:  # it is told once
+        pass
+    store.close()
+
+
+def test_closing_waits_for_comparisons(monkeypatch):
+    monkeypatch.setattr(devices, "open_device", lambda _: LateDevice())
+    h = torch.randn(64, 64, requires_grad=True) * 1
+    store = store_of("raw")
+    with store:
+        first = h.sin()
+        h.data.neg_()
+        second = h.cos()
+    torch.autograd.grad(second.sum(), h)
+    del first
+    with pytest.raises(MutationError, match="saved twice in one forward"):
+        store.close()
+    store.close()
+
+
+def test_a_part_is_not_compared_with_the_whole_on_an_accelerator(monkeypatch):
+    """Its other elements may change: an operator of PyTorch writes to chunks with version counters of their own."""
+    monkeypatch.setattr(devices, "open_device", lambda _: LateDevice())
+    h = torch.randn(64, 64, requires_grad=True) * 1
+    left, right = h.detach()[:, :32], h[:, 32:]
+    with store_of("raw"), comparisons() as compared:
+        whole = h.sin()
+        left.data.add_(1)
+        part = right.cos()
+    assert not compared
+    check_same(torch.autograd.grad(part.sum(), right), (-right.detach().sin(),))
+    del whole
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
-
-
-def changes(memory):
-    """The same memory with a change each: what sums of words miss among them."""
-    doubles = memory.view(torch.float64)
-    yield "all signs", (-doubles).view(torch.uint8)
-    yield "two signs", torch.cat([-doubles[:2], doubles[2:]]).view(torch.uint8)
-    yield "order", doubles.flip(0).view(torch.uint8)
-    yield "two words", torch.cat([doubles[1:2], doubles[:1], doubles[2:]]).view(torch.uint8)
-    yield "one bit", torch.cat([memory[:-1], memory[-1:] ^ 1])
-    yield "the highest bit", torch.cat([memory[:-1], memory[-1:] ^ 128])
-    yield "shorter", memory[:-1]
-    yield "longer", torch.cat([memory, memory.new_zeros(1)])
-
-
-@pytest.mark.parametrize("take", [sameness.fingerprint, sameness.mixed], ids=["host", "device"])
-def test_fingerprints_differ(take, monkeypatch):
-    monkeypatch.setattr(sameness, "WORDS", 16)
-    memory = torch.randn(64, dtype=torch.float64).view(torch.uint8)
-    assert take(memory) == take(memory.clone())
-    found = {"": take(memory)}
-    for name, changed in changes(memory):
-        fingerprint = take(changed)
-        assert all(fingerprint != other for other in found.values()), name
-        found[name] = fingerprint
 
 
 def test_differences_on_a_device(monkeypatch):
