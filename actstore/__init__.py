@@ -6,79 +6,43 @@
 >>> loss.backward()
 """
 
+from typing import Any as _Any
+
 from actstore._version import __version__
-from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
-from actstore.accuracy.bits.payloads import Choice
-from actstore.base.spec import Site, Spec
-from actstore.check import Difference, GradientCheck, GradientDeviation, check_gradients, measure_gradient_error
-from actstore.codecs import Codec, Int8, Raw
-from actstore.errors import (
-    AccuracyError,
-    ActstoreError,
-    CapacityError,
-    ChainError,
-    ConfigError,
-    KernelBuildError,
-    KernelError,
-    KernelUnavailable,
-    MutationError,
-    PayloadError,
-    PolicyError,
-    SpecError,
-    StateError,
-    TransferError,
-    UnknownCodecError,
-)
+from actstore.check import check_gradients, measure_gradient_error
+from actstore.errors import ActstoreError
 from actstore.plan.plan import Plan
-from actstore.plan.profile import Profile
-from actstore.policy import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, Rules
-from actstore.policy.encoded import Encoded, encode
-from actstore.session.activation_store import ActivationStore, tag
+from actstore.policy import Auto, Bits, Derive, Encode, Keep, Offload, Recompute, Rules
+from actstore.policy.encoded import encode
+from actstore.session import former as _former
+from actstore.session.activation_store import ActivationStore
+from actstore.session.entries import tag
+from actstore.session.observers import SampleErrors, Verify
 from actstore.session.planning import make_plan
-from actstore.session.report import Report, SiteReport
+from actstore.session.report import Report
+from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.trace import Trace
 
 __all__ = [
-    "AccuracyError",
     "ActivationStore",
     "ActstoreError",
-    "CapacityError",
-    "ChainError",
-    "Choice",
-    "Codec",
-    "ConfigError",
-    "Decision",
+    "Auto",
+    "Bits",
     "Derive",
-    "Difference",
+    "Disk",
     "Encode",
-    "Encoded",
-    "ErrorFigures",
-    "GradientCheck",
-    "GradientDeviation",
-    "GradientEffect",
-    "Int8",
+    "Host",
     "Keep",
-    "KernelBuildError",
-    "KernelError",
-    "KernelUnavailable",
-    "MutationError",
     "Offload",
-    "PayloadError",
     "Plan",
-    "Policy",
-    "PolicyError",
-    "Profile",
-    "Raw",
+    "PluginTier",
     "Recompute",
     "Report",
     "Rules",
-    "Site",
-    "SiteEffect",
-    "SiteReport",
-    "Spec",
-    "SpecError",
-    "StateError",
-    "TransferError",
-    "UnknownCodecError",
+    "SampleErrors",
+    "Trace",
+    "Verify",
+    "Window",
     "__version__",
     "check_gradients",
     "encode",
@@ -86,3 +50,7 @@ __all__ = [
     "measure_gradient_error",
     "tag",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    raise _former.missing(name)

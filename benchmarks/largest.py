@@ -35,8 +35,7 @@ from actstore.bench.trainer import Trainer
 from actstore.bench.workloads import sized
 from actstore.bench.workloads.workload import Workload
 from actstore.display import pictures as look
-from actstore.policy import parse
-from actstore.session.arguments import may_be_lossy
+from actstore.policy import may_be_lossy, parse
 from benchmarks.markdown import table
 
 ROWS = (

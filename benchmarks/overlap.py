@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Trace
 from actstore.bench.environment import environment
 from actstore.devices.cpu import map_pages
 from actstore.tiers.disk import WORKERS
@@ -118,7 +118,7 @@ class Training:
 def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str, Any]:
     """The figures of one shape."""
     training = Training(*shape)
-    stores = {name: ActivationStore(training.model, name, disk_path=folder) for name in ("raw", "raw @ disk")}
+    stores = {name: ActivationStore(training.model, name, tiers=[Disk(folder)]) for name in ("raw", "raw @ disk")}
     alone = DiskAlone(training.model, folder, 4 * shape[0] * shape[1])
     ways: dict[str, tuple[Any, Any]] = {"disk alone": (alone, alone.wait)}
     ways |= {name: (store, None) for name, store in stores.items()}
@@ -147,7 +147,7 @@ def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str
 def picture(folder: Path, path: Path) -> None:
     """The timeline of a step, of the shape that docs/guide/moving.md shows."""
     training = Training(*SHAPES[2])
-    store = ActivationStore(training.model, "raw @ disk", disk_path=folder, trace=True)
+    store = ActivationStore(training.model, "raw @ disk", tiers=[Disk(folder)], observe=[Trace()])
     for _ in range(4):
         training.step(store)
     timeline.save(store.trace, path)

@@ -6,14 +6,14 @@ What does not fit into the host's share goes to disk, and what does not fit ther
 from common import DEVICE, compare, start
 from ddp import train
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Host, Window
 
 
 def make_store(model):
-    budgets = {"host_budget": "160GiB/node", "disk_budget": "1TiB/node"}
+    tiers = [Host("160GiB/node"), Disk(budget="1TiB/node")]
     if DEVICE.type == "cpu":  # a small model, and a tier of host memory that saves nothing
-        budgets = {"host_budget": "8MiB/node", "disk_budget": "16MiB/node", "window": "1MiB"}
-    return ActivationStore(model, "raw @ host > disk", **budgets)
+        tiers = [Host("8MiB/node"), Disk(budget="16MiB/node"), Window("1MiB")]
+    return ActivationStore(model, "raw @ host > disk", tiers=tiers)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 from common import DEVICE, STEPS, Transformer, batch, compare, start
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Window
 
 
 def train(make_store):
@@ -26,4 +26,4 @@ def train(make_store):
 
 if __name__ == "__main__":
     start()
-    compare(train, lambda model: ActivationStore(model, "@blocks : raw @ disk", window="2MiB"))
+    compare(train, lambda model: ActivationStore(model, "@blocks : raw @ disk", tiers=[Window("2MiB")]))

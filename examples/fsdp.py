@@ -6,7 +6,7 @@ from common import DEVICE, STEPS, Transformer, batch, compare, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Window
 
 
 def train(make_store):
@@ -30,4 +30,4 @@ def train(make_store):
 
 if __name__ == "__main__":
     start()
-    compare(train, lambda model: ActivationStore(model, "@blocks : raw @ disk", window="2MiB"))
+    compare(train, lambda model: ActivationStore(model, "@blocks : raw @ disk", tiers=[Window("2MiB")]))

@@ -230,7 +230,7 @@ class Sampler:
             if self._fail is not None and found.relative > self._fail:
                 failed.append((account, found))
             elif self._warn is not None and found.relative > self._warn:
-                self._give_warning(account, found, f"that is more than warn_error={self._warn:g}")
+                self._give_warning(account, found, f"that is more than SampleErrors(warn={self._warn:g})")
             if found.lost:
                 self._give_warning(account, found, "what is lost came back as NaN, Inf or clipped, or was one of them")
             if found.shrunk:
@@ -238,7 +238,7 @@ class Sampler:
         if failed:
             account, found = max(failed, key=lambda pair: pair[1].relative)
             raise AccuracyError(
-                f"{_words(account, found)}: that is more than fail_error={self._fail:g}. {_advice(account)}",
+                f"{_words(account, found)}: that is more than SampleErrors(fail={self._fail:g}). {_advice(account)}",
                 site=account.site,
                 decision=found.decision,
                 figures=found,

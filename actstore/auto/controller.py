@@ -52,7 +52,7 @@ SHRUNK = 128  # steps in a row that save less than what is planned for: reason e
 GROWN = 1.1  # times what steps saved when they were measured: reason enough to measure again
 
 
-class Auto:
+class AutoController:
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
     Attributes
@@ -64,6 +64,8 @@ class Auto:
     switch : has a step that was just entered run other rules; whether it could
     sets_window : whether the engine's window is the plan's to set
     """
+
+    name = "auto"
 
     def __init__(
         self,
@@ -107,6 +109,11 @@ class Auto:
         self._guarded = False  # the step that runs needs more than its plan: it recomputes all instead
         self._small = 0  # steps in a row that are smaller than planned for,
         self._recent = 0  # and bytes of the largest of them
+
+    @property
+    def gauge(self) -> Profiler:
+        """The profiler that measures work of the store."""
+        return self.profiler
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
@@ -204,7 +211,7 @@ class Auto:
         self._why = f"memory ran out while activations held {format_nbytes(held)}"
         if not held or not self._give_up(int(TIGHTER * held), self._why):
             return False
-        warnings.warn(f"{self._history[-1]}; give a smaller budget= to begin with", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{self._history[-1]}; give a smaller budget to begin with", RuntimeWarning, stacklevel=5)
         return True
 
     def _give_up(self, budget: int, why: str) -> bool:
@@ -294,7 +301,7 @@ class Auto:
         self._make_plan(int(least * (1 + 1e-6)) + 1)
         self._news = (
             f"steps hold more than before: no plan keeps the budget of {format_nbytes(self._wish.device)} now. The one "
-            f"that needs least runs, with about {format_nbytes(least)}; give a larger budget= or smaller batches"
+            f"that needs least runs, with about {format_nbytes(least)}; give a larger budget or smaller batches"
         )
 
     def _solve(self, device: int) -> tuple[Profile, Chain, Limits, Solution]:

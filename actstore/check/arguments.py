@@ -9,7 +9,8 @@ from torch import Tensor
 
 from actstore.errors import ConfigError, StateError
 from actstore.rerun.state import require_initialized
-from actstore.session.activation_store import ActivationStore, is_active
+from actstore.session.activation_store import ActivationStore
+from actstore.session.entries import is_active
 
 Leaves = dict[str, Tensor]
 

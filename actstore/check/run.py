@@ -17,7 +17,8 @@ from actstore.model.names import named_modules
 from actstore.rerun.state import State
 from actstore.rerun.step import is_number, leaves_of, run_backward, takes_store
 from actstore.rerun.values import Error, compare, copies
-from actstore.session.activation_store import ActivationStore, is_active
+from actstore.session.activation_store import ActivationStore
+from actstore.session.entries import is_active
 
 Copies = dict[str, list[Tensor]]  # parts of tensors in host memory, by name
 

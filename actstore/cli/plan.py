@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from actstore import Plan, Profile, make_plan
+from actstore import Auto, Plan, make_plan
 from actstore.bench.files import check_plot, check_writable
+from actstore.cli.options import tiers_of
 from actstore.errors import ConfigError
 from actstore.rerun.target import load, users_code
+from actstore.results import Profile
 from actstore.session.activation_store import MIN_NBYTES
 from actstore.session.planning import replan
 
@@ -50,26 +52,16 @@ def plan(
     for path, option in ((output, "--output"), (profile, "--profile"), (plot, "--plot")):
         check_writable(path, option)
     check_plot(plot)
+    policy, tiers = Auto(budget, max_noise), tiers_of(host_budget, disk_budget, disk_path)
     old = None if against is None else Plan.read(against)
     if script.endswith(".json"):
         if arguments or disk_path is not None:
             raise ConfigError(f"{script} is a profile, and nothing is run: leave out arguments and --disk-path")
-        made = replan(
-            Profile.read(script), budget, max_noise=max_noise, host_budget=host_budget, disk_budget=disk_budget
-        )
+        made = replan(Profile.read(script), policy, tiers)
     else:
         with users_code(script, "there was a plan"):
             target = load(script, arguments or [])
-            made = make_plan(
-                target.model,
-                target.step,
-                budget,
-                max_noise=max_noise,
-                host_budget=host_budget,
-                disk_budget=disk_budget,
-                disk_path=disk_path,
-                min_bytes=min_bytes,
-            )
+            made = make_plan(target.model, target.step, policy, tiers=tiers, min_bytes=min_bytes)
     _print(made, old, against)
     if profile is not None:
         made.profile.write(profile)

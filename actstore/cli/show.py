@@ -12,12 +12,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from actstore import Plan, Profile
+from actstore import Plan
 from actstore.base.units import format_nbytes
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
 from actstore.errors import ConfigError
+from actstore.results import Profile
 from actstore.trace import Lane, Summary, Trace
 from actstore.trace.ndjson import is_trace
 from actstore.trace.summary import format_percent

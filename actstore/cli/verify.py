@@ -11,6 +11,7 @@ import typer
 
 from actstore import ActivationStore, check_gradients, measure_gradient_error
 from actstore.bench.files import check_writable
+from actstore.cli.options import tiers_of
 from actstore.errors import ConfigError
 from actstore.rerun.target import load, users_code
 
@@ -47,14 +48,8 @@ def verify(
         raise ConfigError("--each-site is for lossy policies; give --lossy, too")
     with users_code(script, "all was compared"):
         target = load(script, arguments or [])
-        store = ActivationStore(
-            target.model,
-            policy,
-            min_bytes=min_bytes,
-            host_budget=host_budget,
-            disk_budget=disk_budget,
-            disk_path=disk_path,
-        )
+        tiers = tiers_of(host_budget, disk_budget, disk_path)
+        store = ActivationStore(target.model, policy, tiers=tiers, min_bytes=min_bytes)
         with closing(store):
             if lossy:
                 error = measure_gradient_error(

@@ -13,7 +13,8 @@ from torch.nn import Module
 
 from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
-from actstore.session.activation_store import ActivationStore, is_active
+from actstore.session.activation_store import ActivationStore
+from actstore.session.entries import is_active
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from actstore.errors import StateError
 from actstore.integrations.around import around_loss, refuse_checkpointing
 from actstore.integrations.figures import figures
 from actstore.session.activation_store import ActivationStore
-from actstore.session.arguments import read_policy
+from actstore.session.arguments import check_policy
 
 try:
     from lightning.pytorch import Callback
@@ -37,8 +37,8 @@ class ActivationStoreCallback(Callback):
     Parameters
     ----------
     policy : as for ActivationStore: text over the names in the LightningModule (``net.blocks.*``); ``"recompute"`` or
-        ``"int8"`` for everything; ``"@mlp : recompute; @attention : int8"``; ``"auto"`` with `budget`; Rules, a Plan
-    options : of ActivationStore, such as ``host_budget="64GiB"``
+        ``"int8"`` for everything; ``"@mlp : recompute; @attention : int8"``; ``"auto(20GiB)"``; Rules, a Plan
+    options : of ActivationStore, such as ``tiers=[Host("64GiB")]``
 
     Attributes
     ----------
@@ -59,8 +59,7 @@ class ActivationStoreCallback(Callback):
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
-        if policy != "auto":
-            read_policy(policy)
+        check_policy(policy)
         self._policy = policy
         self._options = options
         self._logged = -1

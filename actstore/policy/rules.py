@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from actstore.base.spec import Site, Spec
 from actstore.errors import PolicyError
-from actstore.policy.decision import Decision, Derive, Keep, Policy, Recompute
+from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
 from actstore.policy.grammar import parse_rules
 from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
 from actstore.policy.roots import recompute_roots
@@ -77,6 +77,40 @@ class Rules:
     def __call__(self, site: Site, spec: Spec) -> Decision:
         return self.decide(site.name, site.tag)
 
+    def __add__(self, other: Rules) -> Rules:
+        """Return the rules of this policy, then those of `other`, whose default holds.
+
+        Raises
+        ------
+        PolicyError : the default of this policy is not keep, so that no rule of `other` could apply; or a rule of
+            `other` can never apply because earlier ones cover all that it does
+        """
+        if not isinstance(other, Rules):
+            return NotImplemented
+        own = self.rules if self.default == Keep() else (*self.rules, (str(EVERYTHING), self.default))
+        return Rules((*own, *other.rules), other.default)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions of the rules in their order, the default last."""
+        return tuple(decision for _, decision in self._ordered)
+
+    @property
+    def names_tags(self) -> bool:
+        """Whether a rule is about a tag."""
+        return any(pattern.tag for pattern, _ in self._ordered)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a rule recomputes."""
+        return any(isinstance(decision, Recompute) for decision in self.decisions)
+
+    @property
+    def tiers(self) -> set[str]:
+        """The tiers that rules name."""
+        ladders = [inner.tiers for inner in map(waits_as, self.decisions) if isinstance(inner, Offload)]
+        return {tier for ladder in ladders for tier in ladder}
+
     def decide(self, name: str, tag: str = "") -> Decision:
         """The decision for a tensor with this tag, saved in the module `name`; cached."""
         decision = self._decided.get((name, tag))
@@ -124,10 +158,16 @@ class Rules:
 
 
 def derives(policy: Policy) -> bool:
-    """Whether some tensor may be made again of others, as far as the policy tells."""
-    return not isinstance(policy, Rules) or any(
-        isinstance(decision, Derive) for decision in (policy.default, *(decision for _, decision in policy.rules))
-    )
+    """Return whether some tensor may be made again of others, as far as the policy tells."""
+    return not isinstance(policy, Rules) or any(isinstance(decision, Derive) for decision in policy.decisions)
+
+
+def may_be_lossy(policy: Policy) -> bool:
+    """Return whether some payload may be lossy, as far as the policy tells."""
+    if not isinstance(policy, Rules):
+        return True
+    inner = map(waits_as, policy.decisions)
+    return any(isinstance(wait, Encode | Offload) and not wait.codec.lossless for wait in inner)
 
 
 def _read_rules(rules: object) -> list[tuple[Pattern, Decision]]:

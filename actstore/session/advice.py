@@ -190,8 +190,8 @@ def _causes(f: Figures) -> list[tuple[int, float, str]]:
         (
             f.kept_window,
             LEAST_BYTES,
-            f"stayed on the device because {_bound(f)} was on its way, as when_full='keep' says; give "
-            f"{'' if _is_less(f) else 'a larger window=, or '}when_full='wait'.",
+            f"stayed on the device because {_bound(f)} was on its way, as Window(when_full='keep') says; give "
+            f"{'' if _is_less(f) else 'a larger Window, or '}when_full='wait'.",
         ),
         (
             f.compiled,
@@ -218,11 +218,13 @@ def _hidden(f: Figures) -> str:
 def _no_room(f: Figures) -> str:
     full = [tier for tier in ("host", "disk") if tier in f.tiers.split(" > ")]
     budgets = {"host": f.host_budget, "disk": f.disk_budget}
-    remedies = [f"raise {tier}_budget={format_nbytes(limit)}" for tier in full if (limit := budgets[tier]) is not None]
+    remedies = [
+        f"raise {tier.title()}(budget={format_nbytes(limit)})" for tier in full if (limit := budgets[tier]) is not None
+    ]
     if full == ["host"] and f.disk_budget != 0 and f.by_rules:
         remedies.append(f"end the ladder with disk: `{'@ host > disk' if f.lower == 'host' else '@ disk'}`")
     if "disk" in full and f.disk_budget is None:
-        remedies.append("give disk_path= a folder with more space")
+        remedies.append("give Disk(path) a folder with more space")
     return f"found no room in {f.tiers} and were kept; {', or '.join(remedies or ['recompute their modules'])}."
 
 
@@ -256,8 +258,8 @@ def _by_rule(f: Figures) -> str:
         return ""
     if f.chooser in PLANNED:
         return (
-            f"were kept, because the plan for budget={format_nbytes(f.budget)} has room for them; a smaller budget= "
-            "holds less."
+            f"were kept, because the plan for a budget of {format_nbytes(f.budget)} has room for them; a smaller "
+            "budget holds less."
         )
     if f.chooser == "bits":
         return 'were kept, because "bits" found no codec for them; "auto" recomputes, too.'
@@ -308,7 +310,7 @@ def _in_flight(f: Figures) -> str:
         )
     return (
         f"were on the device still when forward ended: {_bound(f)} may be on its way to {tiers} or stay for the begin "
-        f"of backward; give a window= smaller than {format_nbytes(f.in_flight)}."
+        f"of backward; give a Window smaller than {format_nbytes(f.in_flight)}."
     )
 
 
@@ -319,7 +321,7 @@ def _peak(f: Figures) -> str:
     part = f"{format_nbytes(f.peak_bytes)} of it"
     if f.peak_work == "sampling":
         at = f" at {f.peak_site}" if f.peak_site else " and their effect on gradients"
-        remedy = "" if f.chooser else "; sample_errors=0 leaves the measurement out"
+        remedy = "" if f.chooser else "; SampleErrors(every=0) leaves the measurement out"
         return f"{lead}, {part} to measure errors{at}: this step was sampled, and others need less{remedy}."
     if f.peak_work == "recomputation":
         return (
@@ -329,7 +331,7 @@ def _peak(f: Figures) -> str:
         verb = "derive" if f.peak_work == "derivation" else "decode"
         return f"{lead}, {part} to {verb} a tensor of {f.peak_site}; use smaller batches, which have smaller tensors."
     if f.moved:
-        return f"{lead}, by payloads on their way; give a window= smaller than {format_nbytes(f.window)}."
+        return f"{lead}, by payloads on their way; give a Window smaller than {format_nbytes(f.window)}."
     return (
         f"{lead}, by tensors that were saved and gone again within the step; look for checkpoints of the model's own, "
         "and for graphs that are not used."
@@ -338,8 +340,8 @@ def _peak(f: Figures) -> str:
 
 def _stall(f: Figures, part: float) -> str:
     lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
-    remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget="
-    wider = "" if _is_less(f) else "give a larger window=, or "
+    remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget"
+    wider = "" if _is_less(f) else "give a larger Window, or "
     if 2 * f.room_ms > f.stall_ms:
         return (
             f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin: {_bound(f)} may be on its "
@@ -376,7 +378,7 @@ def _stall(f: Figures, part: float) -> str:
 
 def _bound(f: Figures) -> str:
     """Return the words for the bound on payloads that a tier has, or gets, and that wait on the device."""
-    return format_nbytes(f.bound) if _is_less(f) else f"window={format_nbytes(f.window)}"
+    return format_nbytes(f.bound) if _is_less(f) else f"Window({format_nbytes(f.window)})"
 
 
 def _is_less(f: Figures) -> bool:

@@ -64,14 +64,14 @@ def _largest(accounts: list[Account]) -> list[str]:
 def _next(accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool) -> str:
     if not peak:
         return "a smaller batch: activations are not what fills memory"
-    budget = f'budget="{_written(int(TIGHTER * peak))}"'
+    chooser = f'the policy "auto({_written(int(TIGHTER * peak))})"'
     if has_budget:
-        return f"{budget}, or a smaller batch"
+        return f"{chooser}, or a smaller batch"
     stays = _stays_in_blocks(accounts, policy, model)
     text = next((text for text in _texts(model, stays=stays) if _fits(text, policy, model)), None)
     if text is None:
         return "a smaller batch"
-    chosen = f', or the policy "auto" with {budget}' if stays else ""
+    chosen = f", or {chooser}" if stays else ""
     return f'the policy "{text}"{chosen}; gradients are then exact'
 
 

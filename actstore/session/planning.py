@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from os import PathLike
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +16,15 @@ from actstore.plan.outcome import plan_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.plan.solver.solve import solve
-from actstore.plan.wish import Wish
+from actstore.policy import Auto, parse_chooser
 from actstore.rerun.state import State, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
-from actstore.session.activation_store import MIN_NBYTES, ActivationStore, is_active
+from actstore.session.activation_store import MIN_NBYTES, ActivationStore
+from actstore.session.arguments import wish_of
+from actstore.session.entries import is_active
+from actstore.session.former import refuse
+from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers.options import read_tiers
 
 LOOKS = 4  # measured steps of one plan that are enough
 MOST = 96  # steps in all; plans that go on changing are returned as they are by then
@@ -29,14 +33,12 @@ MOST = 96  # steps in all; plans that go on changing are returned as they are by
 def make_plan(
     model: Module,
     step: Callable[..., Any],
-    budget: int | str,
+    budget: Auto | int | str,
     *,
-    max_noise: float = 0.0,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    disk_path: str | PathLike[str] | None = None,
+    tiers: Iterable[Host | Disk | PluginTier | Window] = (),
     min_bytes: int | str = MIN_NBYTES,
     stateful: Iterable[Any] = (),
+    **unknown: Any,
 ) -> Plan:
     """Find the fastest policy under a budget, by running a training step some twenty to sixty times.
 
@@ -45,8 +47,8 @@ def make_plan(
     model : whose modules the plan names
     step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. With
         one argument it is given the store and enters it itself
-    budget : most bytes of activations on the compute device, as an int or text such as ``"20GiB"``
-    max_noise, host_budget, disk_budget, disk_path, min_bytes : as of ActivationStore with "auto"
+    budget : most bytes of activations on the compute device, such as ``"20GiB"``; or `Auto`, or its text
+    tiers, min_bytes : as of ActivationStore
     stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
         Optimizers are found by themselves
 
@@ -66,18 +68,10 @@ def make_plan(
     Afterwards the model, gradients, optimizers and random generators are as they were found; until then their copies
     are in host memory. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
     """
+    refuse(unknown, "make_plan")
     if is_active():
         raise StateError("make_plan was called inside a store's context; call it outside, it enters a store of its own")
-    store = ActivationStore(
-        model,
-        "auto",
-        budget=budget,
-        max_noise=max_noise,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        disk_path=disk_path,
-        min_bytes=min_bytes,
-    )
+    store = ActivationStore(model, _read_auto(budget), tiers=tiers, min_bytes=min_bytes)
     run = _Run(model, step)
     with closing(store):
         require_initialized(model)
@@ -85,30 +79,28 @@ def make_plan(
             return _settled(store, run)
 
 
-def replan(
-    profile: Profile,
-    budget: int | str,
-    *,
-    max_noise: float = 0.0,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-) -> Plan:
+def replan(profile: Profile, policy: Auto, tiers: Iterable[Host | Disk | PluginTier | Window] = ()) -> Plan:
     """Plan for another budget from what was measured before; nothing is run.
 
     Parameters
     ----------
-    budget, max_noise, host_budget, disk_budget : as of `make_plan`. What was not measured is no option: codecs that
-        lose something, and tiers, need a profile that was measured with such a limit
+    policy, tiers : as of `make_plan`. What was not measured is no option: codecs that lose something, and tiers, need a
+        profile that was measured with such a limit
 
     Raises
     ------
     CapacityError : no plan fits into the budget; it names the least that is possible
     ConfigError : an option that cannot be
     """
-    wish = Wish.read(budget, max_noise, host_budget, disk_budget)
+    wish = wish_of(policy, read_tiers(tiers)[0])
     chain = chain_of(profile, wish.max_noise)
     limits = limits_of(wish.device, wish.host, wish.disk, wish.max_noise)
     return plan_of(profile, chain, solve(chain, limits), wish, 0.0, ())
+
+
+def _read_auto(budget: Any) -> Auto:
+    chooser = parse_chooser(budget) if isinstance(budget, str) else budget
+    return chooser if isinstance(chooser, Auto) else Auto(budget)
 
 
 def _settled(store: ActivationStore, run: _Run) -> Plan:
@@ -116,17 +108,22 @@ def _settled(store: ActivationStore, run: _Run) -> Plan:
     looks = 0
     for _ in range(MOST):
         run(store)
-        plan = store.plan
+        plan = _plan_of(store)
         looks = looks + 1 if plan is not None and plan.measured is not None else 0  # a new plan is not yet measured
         if plan is not None and looks == LOOKS:
             return plan
-    if store.plan is None:
+    plan = _plan_of(store)
+    if plan is None:
         raise StateError(
             f"{MOST} steps ran, and none could be measured: no backward came through the model that was given. "
             "Give the model that the step calls, not one around or beside it",
             steps=MOST,
         )
-    return store.plan
+    return plan
+
+
+def _plan_of(store: ActivationStore) -> Plan | None:
+    return store.plan if isinstance(store.plan, Plan) else None
 
 
 class _Run:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from actstore.base.layout import nbytes_of
 from actstore.base.units import format_nbytes
 from actstore.devices import cpu_memory
+from actstore.rerun.optimizers import leaves_of, live_optimizers
 
 STATUS = Path("/proc/self/status")
 
@@ -26,8 +30,9 @@ class ProcessMemory:
     resident_bytes : resident memory now; it is the sum of those that follow
     activations_bytes : held by the store now
     weights_bytes, gradients_bytes : of the model's parameters and buffers
+    optimizer_bytes : states of the optimizers that have the model's parameters
     freed_bytes : freed and not returned to the system: idle pages of actstore's allocator, free blocks of the C heap
-    other_bytes : all else: optimizer states, Python, libraries, compiled kernels, data
+    other_bytes : all else: Python, libraries, compiled kernels, data
     allocator : of CPU tensors: ``pages``, ``threshold`` or ``system``, and why
     """
 
@@ -36,13 +41,16 @@ class ProcessMemory:
     activations_bytes: int
     weights_bytes: int
     gradients_bytes: int
+    optimizer_bytes: int
     freed_bytes: int
     other_bytes: int
     allocator: str
 
     @classmethod
-    def now(cls, model: Module | None, activations_bytes: int) -> ProcessMemory | None:
-        """The figures; None where the system does not tell them."""
+    def now(
+        cls, model: Module | None, activations_bytes: int, optimizers: Iterable[Optimizer] = ()
+    ) -> ProcessMemory | None:
+        """Return the figures; None where the system does not tell them."""
         status = status_bytes()
         peak, resident = status.get("VmHWM"), status.get("VmRSS")
         if peak is None or resident is None:
@@ -50,10 +58,12 @@ class ProcessMemory:
         parameters = [] if model is None else list(model.parameters())
         weights = _nbytes([*parameters, *([] if model is None else model.buffers())])
         gradients = _nbytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+        states = (tree_leaves(list(optimizer.state.values())) for optimizer in optimizers)
+        remembered = _nbytes(leaf for leaves in states for leaf in leaves if isinstance(leaf, Tensor))
         freed = cpu_memory.idle_bytes() + cpu_memory.heap()[1]
-        known = activations_bytes + weights + gradients + freed
+        known = activations_bytes + weights + gradients + remembered + freed
         return cls(
-            peak, resident, activations_bytes, weights, gradients, freed, max(0, resident - known),
+            peak, resident, activations_bytes, weights, gradients, remembered, freed, max(0, resident - known),
             str(cpu_memory.status() or "system"),
         )  # fmt: skip
 
@@ -63,11 +73,49 @@ class ProcessMemory:
             "activations": self.activations_bytes,
             "weights": self.weights_bytes,
             "gradients": self.gradients_bytes,
+            "optimizer": self.optimizer_bytes,
             "freed but not returned": self.freed_bytes,
-            "optimizer, Python, libraries and kernels": self.other_bytes,
+            "Python, libraries and kernels": self.other_bytes,
         }
         known = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
         return f"process: peak {format_nbytes(self.peak_bytes)}; now {format_nbytes(self.resident_bytes)}: {known}"
+
+
+class Optimizers:
+    """The optimizers of a model, found among all objects of the process.
+
+    That search takes some 50 ms. It is made where parameters have changed and no optimizer is known, and after a search
+    in vain again only when they have changed twice as often.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._known = WeakSet[Optimizer]()
+        self._version = self._versions()
+        self._changes, self._search_at = 0, 1
+
+    def find(self) -> list[Optimizer]:
+        """Return the optimizers that have a parameter of the model."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+
+        def serves(optimizer: Optimizer) -> bool:
+            return any(id(leaf) in own for leaf in leaves_of(optimizer))
+
+        found = [optimizer for optimizer in self._known if serves(optimizer)]
+        version = self._versions()
+        if found or version == self._version:
+            return found
+        self._version = version
+        self._changes += 1
+        if self._changes < self._search_at:
+            return []
+        self._search_at *= 2
+        found = [optimizer for optimizer in live_optimizers() if serves(optimizer)]
+        self._known.update(found)
+        return found
+
+    def _versions(self) -> int:
+        return sum(p._version for p in self._model.parameters() if not p.is_inference())
 
 
 def status_bytes() -> dict[str, int]:

@@ -67,14 +67,18 @@ class Store:
     """Encodes, places, fetches and decodes payloads, and keeps account of them. Thread-safe."""
 
     def __init__(
-        self, options: StoreOptions, ledger: Ledger | None = None, sampler: PayloadSampler | None = None
+        self,
+        options: StoreOptions,
+        ledger: Ledger | None = None,
+        sampler: PayloadSampler | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         self.options = options
         self.ledger = ledger or Ledger()
         self.unproved: Later = []  # read before the device had compared them
         self.ledger.relieve = _relieving(ref(self))
-        self.trace: Trace | None = None
-        self.gauge: Gauge | None = None
+        self.trace = options.trace
+        self.gauge = gauge
         self._sampler = sampler
         self.sampling: PayloadSampler | None = None  # in steps that are sampled
         self._watched = True  # whether somebody looks at the work of codecs in this step
@@ -326,11 +330,16 @@ class Store:
             overrun_ms=overrun / 1e6,
             window_nbytes=window,
             bound_nbytes=window if first else min(bounds, default=window),
-            keeps_when_full=options.when_full == "keep",
-            host_nbytes=options.host_budget_nbytes,
-            disk_nbytes=options.disk_budget_nbytes,
+            keeps_when_full=options.window.when_full == "keep",
+            host_nbytes=_budget_of(options, "host"),
+            disk_nbytes=_budget_of(options, "disk"),
             order=next((found for place in places if (found := place.engine.differed)), ""),
         )
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that have begun."""
+        return self._steps
 
     def events(self) -> Trace | None:
         """The trace, with all that is known by now."""
@@ -366,8 +375,8 @@ class Store:
                 raise StateError("this store is closed; make a new ActivationStore")
             place = self._places.get(device)
             if place is None:
-                if self.options.trace and self.trace is None:
-                    self.trace = Trace(device=str(device))
+                if self.trace is not None:
+                    self.trace.begin(str(device))
                 place = self._places[device] = TierSet(
                     devices.open_device(device), self.options, self.ledger, self.trace
                 )
@@ -461,7 +470,7 @@ class Store:
         self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: Forward
     ) -> tuple[Slot | None, Berth | None]:
         """Room on the device, or on the way to another tier; neither when no tier has any."""
-        when_full = self.options.when_full
+        when_full = self.options.window.when_full
         for name in tiers:
             tier = place.tier(name)
             if tier.on_device:
@@ -575,6 +584,11 @@ def _relieving(weak: ref[Store]) -> Callable[[int], None]:
             place.engine.make_room(nbytes)
 
     return relieve
+
+
+def _budget_of(options: StoreOptions, tier: str) -> int | None:
+    given = options.tiers.get(tier)
+    return None if given is None else given.budget_nbytes
 
 
 def _roomy(nbytes: int) -> int:

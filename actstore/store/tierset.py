@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from os import PathLike
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import ref
 
-from actstore.base import extensions
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
 from actstore.devices import Device
-from actstore.errors import ActstoreError, CapacityError, ConfigError
+from actstore.errors import CapacityError
 from actstore.kernels.base import LENGTH_NBYTES
-from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited, Slot, Tier
+from actstore.tiers import BufferPool, DeviceTier, HostMemoryTier, Slot, Tier, Window
+from actstore.tiers.options import TierOptions, open_tier
 from actstore.trace import Trace
 from actstore.transfer import Cell, Cells, Engine
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Where tiers live and how much they may hold; budgets in bytes, None for no limit."""
+    """Options of a store.
 
-    host_budget_nbytes: int | None = None
-    disk_budget_nbytes: int | None = None
-    disk_path: str | PathLike[str] | None = None
-    gpu_direct: bool = False  # to disk and back without host memory in between
-    window_nbytes: int | None = None  # on their way to one tier, and fetched ahead; None for a default
-    when_full: str = "wait"  # when that many are on their way: "wait", "keep" or "spill"
+    Attributes
+    ----------
+    tiers : options of each tier, by its name; a tier without any has its defaults
+    window : the bound on what waits on the device although a tier has it, or is about to
+    strict : whether a payload without room is an error
+    seed : of the random bits that codecs round with
+    trace : what writes down events
+    verify : whether every payload is checked against its checksum
+    """
+
+    tiers: Mapping[str, TierOptions] = field(default_factory=dict)
+    window: Window = field(default_factory=Window)
     strict: bool = False
-    seed: int = 0  # of the random bits that codecs round with
-    trace: bool = False  # write down what happens when
-    verify: bool = False  # check every payload against its checksum
+    seed: int = 0
+    trace: Trace | None = None
+    verify: bool = False
 
 
 class TierSet:
@@ -43,7 +48,7 @@ class TierSet:
 
     def __init__(self, device: Device, options: StoreOptions, ledger: Ledger, trace: Trace | None) -> None:
         self.device = device
-        self.engine = Engine(device, ledger, options.window_nbytes, trace, poison=options.verify)
+        self.engine = Engine(device, ledger, options.window.limit_nbytes, trace, poison=options.verify)
         self.lengths = Cells(device, LENGTH_NBYTES)
         self.late: deque[tuple[ref[Any], Cell, Sequence[str], Any]] = deque()  # whose lengths are on their way
         self.late_lock = Lock()
@@ -57,7 +62,7 @@ class TierSet:
             with self._lock:
                 tier = self._open.get(name)
                 if tier is None:
-                    tier = self._open[name] = self._make(name)
+                    tier = self._open[name] = open_tier(name, self.device, self._options.tiers)
         return tier
 
     def pool(self, name: str) -> BufferPool | None:
@@ -95,36 +100,3 @@ class TierSet:
             stack.callback(self.engine.close)
             for tier in self._open.values():
                 stack.callback(tier.close)
-
-    def _make(self, name: str) -> Tier:
-        options, device = self._options, self.device
-        if name == "device":
-            return DeviceTier(device)
-        if name == "disk":
-            tier = DiskTier(options.disk_path, device, gpu_direct=options.gpu_direct)
-            return _limited(tier, options.disk_budget_nbytes)
-        if name != "host":
-            return _foreign(name, device)
-        if device.on_host:
-            return _limited(HostMemoryTier(device), options.host_budget_nbytes)
-        return HostTier(device, options.host_budget_nbytes)
-
-
-def _foreign(name: str, device: Device) -> Tier:
-    """A tier of another package."""
-    kind = extensions.load(extensions.TIERS, name, Tier)
-    try:
-        tier: Tier = kind(device)
-    except ActstoreError:
-        raise
-    except Exception as error:  # whatever another package may raise
-        raise ConfigError(
-            f"the tier {name!r} cannot be opened: {type(error).__name__}: {error}; it is "
-            f"{extensions.source(extensions.TIERS, name)}",
-            tier=name,
-        ) from error
-    return tier
-
-
-def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
-    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)

@@ -7,6 +7,7 @@ from actstore.tiers.device import DeviceTier, too_late
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.host import HostMemoryTier, HostTier
 from actstore.tiers.limited import Limited
+from actstore.tiers.options import Disk, Host, PluginTier, Window
 from actstore.tiers.pool import BufferPool
 
 __all__ = [
@@ -15,12 +16,16 @@ __all__ = [
     "Cpu",
     "Device",
     "DeviceTier",
+    "Disk",
     "DiskTier",
+    "Host",
     "HostMemoryTier",
     "HostTier",
     "Limited",
+    "PluginTier",
     "Slot",
     "Ticket",
     "Tier",
+    "Window",
     "too_late",
 ]

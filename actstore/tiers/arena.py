@@ -181,7 +181,7 @@ class Arena:
             warnings.warn(
                 f"the system refused {format_nbytes(nbytes)} of pinned memory; pageable memory is used from now on: "
                 "copies no longer overlap with compute. Raise the limit of locked memory (ulimit -l) or give "
-                "host_budget= a smaller value.",
+                "Host(budget) a smaller value.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -143,7 +143,7 @@ class DiskTier(Tier):
         if self._open.file.pid != os.getpid():
             if self._gpu_direct:
                 raise StateError(
-                    "gpu_direct=True does not work in a forked child, as nothing of CUDA does: run forward and "
+                    "Disk(gpu_direct=True) does not work in a forked child, as nothing of CUDA does: run forward and "
                     "backward in the parent, or start the process by spawn"
                 )
             self._open = self._make_open()
@@ -154,8 +154,8 @@ class DiskTier(Tier):
             file = NamelessFile(self._folder)
         except OSError as error:
             raise ConfigError(
-                f"disk_path={str(self._folder)!r} cannot hold the disk tier: {error.strerror}; "
-                "give disk_path= an existing folder that you may write",
+                f"Disk(path={str(self._folder)!r}) cannot hold the disk tier: {error.strerror}; "
+                "give Disk(path) an existing folder that you may write",
                 folder=str(self._folder),
             ) from error
         mover = GpuDirect(self._device, self._streams, file) if self._gpu_direct else Mover(self._device, self._streams)

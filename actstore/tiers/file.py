@@ -85,7 +85,7 @@ class NamelessFile:
         if done < nbytes:
             raise TransferError(
                 f"writing {format_nbytes(nbytes)} to the disk tier failed after {done} bytes: "
-                f"{error or 'it takes no more'}; give disk_path= a folder on another disk, or send less to disk",
+                f"{error or 'it takes no more'}; give Disk(path) a folder on another disk, or send less to disk",
                 errno=error.errno if error else errno.EIO,
             ) from error
 
@@ -103,7 +103,7 @@ class NamelessFile:
         if error is not None:
             raise TransferError(
                 f"reading {format_nbytes(nbytes)} from the disk tier failed after {done} bytes: {error}; "
-                "give disk_path= a folder on another disk",
+                "give Disk(path) a folder on another disk",
                 errno=error.errno,
             ) from error
         self.check_end(done, nbytes)
@@ -120,7 +120,7 @@ class NamelessFile:
         if done < nbytes:
             raise PayloadError(
                 f"the disk tier's file ends after {done} of {nbytes} bytes: it was truncated from outside; "
-                "give disk_path= a folder that nothing else cleans",
+                "give Disk(path) a folder that nothing else cleans",
                 expected=nbytes,
                 found=done,
             )
@@ -157,7 +157,7 @@ class NamelessFile:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return False
             raise TransferError(
-                f"reserving {format_nbytes(nbytes)} on disk failed: {error}; give disk_path= a folder on another disk",
+                f"reserving {format_nbytes(nbytes)} on disk failed: {error}; give Disk(path) a folder on another disk",
                 errno=error.errno,
             ) from error
         self._nbytes = nbytes
@@ -203,7 +203,7 @@ class NamelessFile:
     def _suspect(self) -> str:
         if self.pid != os.getpid():
             return "the parent of this forked process has used their place again: run backward in the parent"
-        return "the disk or its driver is not to be trusted: use disk_path= on another one"
+        return "the disk or its driver is not to be trusted: use Disk(path) on another one"
 
 
 def file_system(folder: Path) -> str:
@@ -231,7 +231,7 @@ def warn_if_memory(folder: Path) -> None:
     if is_memory(file_system(folder)):
         warnings.warn(
             f"the disk tier's folder {str(folder)!r} lies in memory (tmpfs): what goes there still fills RAM. "
-            "Give disk_path= a folder on a real disk.",
+            "Give Disk(path) a folder on a real disk.",
             RuntimeWarning,
             stacklevel=3,
         )

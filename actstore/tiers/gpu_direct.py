@@ -90,7 +90,7 @@ class GpuDirect(Mover):
 
 def _failed(what: str, nbytes: int, why: str) -> TransferError:
     return TransferError(
-        f"{what} {format_nbytes(nbytes)} between the GPU and the disk tier with kvikio failed: {why}; give disk_path= "
+        f"{what} {format_nbytes(nbytes)} between the GPU and the disk tier with kvikio failed: {why}; give Disk(path) "
         f"a folder on an ext4 or xfs disk (`gdscheck -p` lists what GPUDirect Storage supports here), {WITHOUT}",
         errno=errno.EIO,
     )
@@ -100,7 +100,7 @@ def _open(device: Device, file: NamelessFile) -> Any:
     """kvikio's own way to the file."""
     if device.on_host:
         raise ConfigError(
-            f"gpu_direct=True moves payloads of a GPU, and the compute device is {device.torch_device}; "
+            f"Disk(gpu_direct=True) moves payloads of a GPU, and the compute device is {device.torch_device}; "
             f"move the model to the GPU before the store is made, {WITHOUT}"
         )
     try:
@@ -109,7 +109,7 @@ def _open(device: Device, file: NamelessFile) -> Any:
         import kvikio.defaults
     except (ImportError, OSError, RuntimeError) as error:  # the last where it finds no libcufile
         raise ConfigError(
-            f"gpu_direct=True needs the package kvikio, which cannot be imported ({error}); "
+            f"Disk(gpu_direct=True) needs the package kvikio, which cannot be imported ({error}); "
             f"pip install 'actstore[gds13]' (gds12 with CUDA 12), {WITHOUT}"
         ) from error
     try:
@@ -117,14 +117,14 @@ def _open(device: Device, file: NamelessFile) -> Any:
         direct = not kvikio.defaults.is_compat_mode_preferred() and kvikio.cufile_driver.get("is_gds_available")
     except (RuntimeError, OSError) as error:
         raise ConfigError(
-            f"gpu_direct=True: kvikio cannot open the disk tier's file: {error}; give disk_path= a folder on an ext4 "
-            f"or xfs disk, {WITHOUT}"
+            f"Disk(gpu_direct=True): kvikio cannot open the disk tier's file: {error}; give Disk(path) a folder on an "
+            f"ext4 or xfs disk, {WITHOUT}"
         ) from error
     if not direct:
         warnings.warn(
-            "gpu_direct=True, but kvikio finds no GPUDirect Storage here, and copies through host memory: load the "
-            "kernel module nvidia-fs and let the process read /run/udev (`gdscheck -p` tells what else is missing), "
-            f"{WITHOUT}.",
+            "Disk(gpu_direct=True), but kvikio finds no GPUDirect Storage here, and copies through host memory: load "
+            "the kernel module nvidia-fs and let the process read /run/udev (`gdscheck -p` tells what else is "
+            f"missing), {WITHOUT}.",
             RuntimeWarning,
             stacklevel=2,
         )

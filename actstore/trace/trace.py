@@ -29,12 +29,28 @@ class Trace:
 
     def __init__(self, limit: int = LIMIT, device: str = "") -> None:
         if limit < 1:
-            raise ConfigError(f"limit={limit} keeps no event; give 1 or more, or make no trace")
+            raise ConfigError(f"Trace(limit={limit}): must be 1 or more. Leave Trace() out to keep no event")
         self.limit = limit
         self.device = device
+        self._claimed = False
         self._lost_before = 0  # by the trace that this one was read from
         self._numbers = count(1)
         self._rows: deque[tuple[int, Kind, int, int, object, int, str, int, str]] = deque(maxlen=limit)
+
+    def claim(self) -> None:
+        """Let one store write here.
+
+        Raises
+        ------
+        ConfigError : another store writes here already
+        """
+        if self._claimed:
+            raise ConfigError("Trace(): is the trace of another store. Give each store its own: observe=[Trace()]")
+        self._claimed = True
+
+    def begin(self, device: str) -> None:
+        """Note the device that the events are about, unless one is noted already."""
+        self.device = self.device or device
 
     def add(
         self,

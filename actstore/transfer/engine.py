@@ -391,7 +391,7 @@ class Engine:
                 self._told = True
                 warnings.warn(
                     f"activations could not leave the device: {error}. They stay there, and gradients are right; but "
-                    "memory is not saved. Give disk_path= a folder on a disk that works, or leave the tier out.",
+                    "memory is not saved. Give Disk(path) a folder on a disk that works, or leave the tier out.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

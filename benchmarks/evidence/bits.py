@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
 from actstore.accuracy.bits.chooser import BASE, LEVELS
 from actstore.accuracy.bits.payloads import Choice, Payload, Sensitivity
 from actstore.accuracy.bits.solve import least_bytes, least_variance
@@ -101,7 +101,7 @@ def chosen(payloads: Sequence[Payload], decisions: Mapping[Site, str]) -> Choice
 
 def ours(subject: Subject) -> dict[str, Sensitivity]:
     """The sensitivities that one lossy step shows, for the variance of all weights together, as GACT has it."""
-    store = ActivationStore(subject.model, Encode(BASE), min_bytes=MIN_NBYTES, sample_errors=0)
+    store = ActivationStore(subject.model, Encode(BASE), min_bytes=MIN_NBYTES, observe=[SampleErrors(every=0)])
     influence = store._influence
     assert influence is not None
     store.sample_next()

@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actstore import ActivationStore, GradientDeviation, measure_gradient_error
+from actstore import ActivationStore, measure_gradient_error
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
+from actstore.results import GradientDeviation
 
 LAYERS = (2, 4)
 POLICIES = ("int4(round=stochastic)", "int8(affine, round=dither)")

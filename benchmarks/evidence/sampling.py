@@ -11,7 +11,7 @@ import argparse
 from statistics import median
 from time import process_time
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
 from actstore.bench import workloads
 from actstore.bench.trainer import fix_numerics
 from actstore.bench.workloads.job import Job, fix_seed
@@ -25,7 +25,7 @@ def measure(work: Workload, rounds: int) -> dict[str, float]:
     """Milliseconds of forward and backward of each kind of step."""
     fix_numerics(work)
     job = workloads.make(work)
-    store = ActivationStore(job.model, "int8", sample_errors=0)
+    store = ActivationStore(job.model, "int8", observe=[SampleErrors(every=0)])
     found: dict[str, list[float]] = {name: [] for name in ("sampled", "after", "calm", "plain")}
     for turn in range(-WARMUP, rounds):
         store.sample_next()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Bits
 from actstore.bench.workloads import digits, text
 from actstore.bench.workloads.gpt import GPT
 from actstore.bench.workloads.job import fix_seed
@@ -219,8 +219,8 @@ def train(task: Task, kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
     Parameters
     ----------
-    kwargs : of ActivationStore; without `min_bytes` tensors of any size go through the policy. With `budget_of` the
-        budget is what that policy holds in the first step
+    kwargs : of ActivationStore, or of `Bits` where its policy is "bits"; without `min_bytes` tensors of any size go
+        through the policy. With `budget_of` the budget is what that policy holds in the first step
     seed : of the weights, the order of batches and the store
 
     Returns
@@ -234,6 +234,8 @@ def train(task: Task, kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     options = {"min_bytes": 0, "seed": seed, **kwargs}
     if policy := options.pop("budget_of", None):
         options["budget"] = _held(task, work, data, {**options, "policy": policy})
+    if options["policy"] == "bits":
+        options["policy"] = Bits(options.pop("max_noise", None), options.pop("budget", None))
     fix_seed(seed)
     model = task.build(work)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], task.rate)

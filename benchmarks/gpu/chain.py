@@ -130,7 +130,7 @@ def _reported(store: ActivationStore) -> dict[str, float]:
 
 def traced(chain: Chain, policy: str, **options: Any) -> Trace:
     """The trace of one step, and of nothing else."""
-    store = ActivationStore(policy=policy, min_bytes=0, trace=True, **options)
+    store = ActivationStore(policy=policy, min_bytes=0, observe=[Trace()], **options)
     try:
         for _ in range(WARMUP):
             chain.step(store)

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from actstore import ActivationStore, CapacityError
+from actstore import ActivationStore
 from actstore.bench.trainer import relative_error
+from actstore.errors import CapacityError
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.device import ceilings
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic

@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Auto
 from benchmarks.gpu.llama_model import Job
 
 Enter = Callable[[], AbstractContextManager[object]]
@@ -81,7 +81,7 @@ def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tup
     if row.kind == "ours":
         if job.place.small:
             options["min_bytes"] = 0
-        store = ActivationStore(job.model, row.policy, budget=budget or None, **options)
+        store = ActivationStore(job.model, Auto(budget) if row.share else row.policy, **options)
         try:
             yield lambda: store, store
         finally:

@@ -24,12 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from actstore import ActivationStore, CapacityError
+from actstore import ActivationStore, Auto
 from actstore.base.units import format_nbytes
 from actstore.bench import workloads
 from actstore.bench.environment import environment
 from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
+from actstore.errors import CapacityError
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
 MOST = 80  # steps until a plan has to be there
@@ -141,7 +142,7 @@ def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
 
 def planned(case: Case, budget: int) -> tuple[ActivationStore, int]:
     """A store that runs its plan, and how many steps that took."""
-    store = ActivationStore(case.model, "auto", budget=budget, min_bytes=0)
+    store = ActivationStore(case.model, Auto(budget), min_bytes=0)
     for steps in range(1, MOST):
         case.step(store)
         if store.plan is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Trace
 from actstore.bench import workloads
 from actstore.bench.environment import environment
 from actstore.bench.result import subject
@@ -41,7 +41,7 @@ def measure(work: Workload, rounds: int, done: Callable[[dict[str, Any]], None])
     job = workloads.make(work)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in ("plain", *POLICIES)}
     with ExitStack() as stack:
-        stores = {policy: ActivationStore(job.model, policy, trace=True) for policy in POLICIES}
+        stores = {policy: ActivationStore(job.model, policy, observe=[Trace()]) for policy in POLICIES}
         for store in stores.values():
             stack.callback(store.close)
         for turn in range(-WARMUP, rounds):

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from actstore import ActivationStore, Encode, Int8, Keep, Raw, encode, tag
+from actstore import ActivationStore, Encode, Keep, SampleErrors, encode, tag
 from actstore.accuracy.bits import solve as bits
 from actstore.accuracy.bits.payloads import Candidate, Payload, Sensitivity
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED, Trials
 from actstore.base.spec import Site, Spec
+from actstore.codecs import Int8, Raw
 from actstore.errors import CapacityError, ConfigError, StateError
 from actstore.policy import Rules, parse_decision
 
@@ -227,7 +228,7 @@ def measured(one_thread):
     model = Model()
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     trials = Trials(CHEAP)
-    store = ActivationStore(model, trials, min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, trials, min_bytes=0, observe=[SampleErrors(every=200)])
     with store, trials.watching():
         loss = model(x)
     loss.backward()
@@ -248,7 +249,7 @@ def test_trials_measure_what_a_store_makes_of_it(measured):
     payloads = trials.payloads({name: linear(1.0) for name in sites_of(trials)})
     assert len(payloads) > 6
     for text in ("int4(group=64, round=dither)", "int8"):
-        store = ActivationStore(model, text, min_bytes=0, sample_errors=200)
+        store = ActivationStore(model, text, min_bytes=0, observe=[SampleErrors(every=200)])
         with store:
             model(x)
         report = store.report()
@@ -270,7 +271,7 @@ def test_readers_of_one_payload_are_decided_alike(measured):
     for per in ("module", "site"):
         found = least_variance(payloads, nbytes=nbytes, per=per)
         assert len(set(found.decisions.values())) > 1
-        store = ActivationStore(model, found.policy, min_bytes=0, sample_errors=200)
+        store = ActivationStore(model, found.policy, min_bytes=0, observe=[SampleErrors(every=200)])
         with store:
             model(x)
         kept = sum(

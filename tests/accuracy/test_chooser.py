@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 
-from actstore import ActivationStore, CapacityError, ConfigError, StateError, measure_gradient_error
+from actstore import ActivationStore, Bits, measure_gradient_error
 from actstore.accuracy.bits import chooser
 from actstore.accuracy.influence.pairs import PATIENCE
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
+from actstore.errors import CapacityError, ConfigError, StateError
 from actstore.policy import Rules
 
 WORK = Workload(layers=1, width=32, heads=2, context=64, batch=8, threads=1)
@@ -26,12 +27,12 @@ def few_candidates(monkeypatch):
 
 
 class Training:
-    def __init__(self, seed=0, **options):
+    def __init__(self, seed=0, **limit):
         torch.manual_seed(seed)
         self.job = workloads.make(WORK)
         self.model = self.job.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.store = ActivationStore(self.model, "bits", min_bytes=0, **options)
+        self.store = ActivationStore(self.model, Bits(**limit), min_bytes=0)
         self.steps = 0
 
     def step(self):
@@ -49,8 +50,8 @@ class Training:
     def until_chosen(self, before=None):
         for _ in range(MOST):
             self.step()
-            if self.store.choice is not before:
-                return self.store.choice
+            if self.store.plan is not before:
+                return self.store.plan
         raise AssertionError(f"no choice after {MOST} steps")
 
 
@@ -67,8 +68,8 @@ def chosen():
 
 
 def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
-    store, choice = chosen.store, chosen.store.choice
-    noise = store._auto.noise
+    store, choice = chosen.store, chosen.store.plan
+    noise = store._controller.noise
     assert 0 < choice.variance <= 0.02 * noise
     assert choice.gap <= chooser.GAP
     assert choice.bits < 12
@@ -90,16 +91,16 @@ def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
 def test_the_store_runs_the_choice(chosen):
     chosen.step()
     report = chosen.store.report()
-    decided = {str(site): text for site, text in chosen.store.choice.decisions.items()}
+    decided = {str(site): text for site, text in chosen.store.plan.decisions.items()}
     ran = {site.site: site.decision for site in report.sites if site.stored_bytes}
     assert ran
     assert all(decided[name] == text for name, text in ran.items())
-    assert report.stored_bytes == pytest.approx(chosen.store.choice.nbytes, rel=0.01)
+    assert report.stored_bytes == pytest.approx(chosen.store.plan.nbytes, rel=0.01)
 
 
 def test_more_noise_takes_fewer_bytes_and_none_takes_none(chosen):
     loose, exact = Training(max_noise=1.0).until_chosen(), Training(max_noise=0).until_chosen()
-    assert loose.nbytes < chosen.store.choice.nbytes < exact.nbytes
+    assert loose.nbytes < chosen.store.plan.nbytes < exact.nbytes
     assert exact.variance == 0
     assert set(exact.decisions.values()) == {"keep"}
 
@@ -107,14 +108,14 @@ def test_more_noise_takes_fewer_bytes_and_none_takes_none(chosen):
 def test_the_same_seed_chooses_the_same(chosen):
     again = Training(max_noise=0.02)
     again.until_chosen()
-    assert again.store.choice.decisions == chosen.store.choice.decisions
-    assert again.store.choice.variance == chosen.store.choice.variance
+    assert again.store.plan.decisions == chosen.store.plan.decisions
+    assert again.store.plan.variance == chosen.store.plan.variance
 
 
 def test_least_disturbance_within_a_budget(chosen):
     some = Training(budget="1GiB")
     some.until_chosen()
-    assert set(some.store.choice.decisions.values()) == {"keep"}
+    assert set(some.store.plan.decisions.values()) == {"keep"}
     some.step()
     everything = some.store.report().held_bytes
     budget = int(0.4 * everything)
@@ -127,15 +128,15 @@ def test_least_disturbance_within_a_budget(chosen):
 def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeypatch):
     monkeypatch.setattr(chooser, "AGAIN", 1)
     training = Training(budget=1000)
-    with pytest.raises(CapacityError, match=r"budget=1000 B is too small: .* are held beside") as refused:
+    with pytest.raises(CapacityError, match=r"Bits\(budget=1000 B\) is too small: .* are held beside") as refused:
         training.until_chosen()
-    assert training.store.choice is None
+    assert training.store.plan is None
     training = Training(budget=int(1.01 * refused.value.facts["least"]))
     choice = training.until_chosen()
-    training.store._auto._grant = chooser.Grant(None, 1000)
+    training.store._controller._limits = Bits(budget=1000)
     with pytest.warns(RuntimeWarning, match="Codecs stay as they are"):
         training.run(MOST)
-    assert training.store.choice is choice
+    assert training.store.plan is choice
 
 
 def test_chosen_again_after_some_steps(monkeypatch):
@@ -165,10 +166,10 @@ def test_evaluations_and_failures_in_between_change_nothing(chosen):
         hook.remove()
         training.step()
         training.step()
-        if training.store.choice is not None:
+        if training.store.plan is not None:
             break
-    assert training.store.choice is not None
-    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
+    assert training.store.plan is not None
+    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
 
 
 def test_steps_whose_backward_comes_late_are_refused():
@@ -192,10 +193,10 @@ def test_an_evaluation_after_each_step_changes_nothing(chosen):
         training.step()
         with torch.no_grad(), training.store:
             training.model(*training.job.batch(0))
-        if training.store.choice is not None:
+        if training.store.plan is not None:
             break
     assert training.steps < 5
-    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
+    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -206,7 +207,7 @@ def test_gradients_that_overflow_in_the_second_step_count_for_nothing(chosen, ba
         loss = training.model(*training.job.batch(1))
     (loss * bad).backward()
     training.until_chosen()
-    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
+    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
 
 
 def test_a_budget_holds_where_backward_runs_inside_the_context():
@@ -221,7 +222,7 @@ def test_a_budget_holds_where_backward_runs_inside_the_context():
                     loss.backward()
             if not inside:
                 loss.backward()
-        choices.append(training.store.choice)
+        choices.append(training.store.plan)
     outside, inside = choices
     assert set(outside.decisions.values()) != {"keep"}
     assert inside.nbytes == pytest.approx(outside.nbytes, rel=0.05)
@@ -240,7 +241,7 @@ def test_steps_that_show_nothing_later_are_warned_of_only(monkeypatch):
 
     with pytest.warns(RuntimeWarning, match="did not show .* Codecs stay as they are"):
         forwards()
-    assert training.store.choice is choice
+    assert training.store.plan is choice
 
 
 def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
@@ -248,7 +249,7 @@ def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     torch.nn.init.zeros_(model[2].weight)  # so that the layers before have no gradients yet, as with LoRA
-    store = ActivationStore(model, "bits", max_noise=0, min_bytes=0)
+    store = ActivationStore(model, Bits(max_noise=0), min_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     choices = []
     for _ in range(12):
@@ -258,7 +259,7 @@ def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        choices.append(store.choice)
+        choices.append(store.plan)
     decided = [{str(site): text for site, text in choice.decisions.items()} for choice in (choices[4], choices[-1])]
     assert decided[0]["1[0]"].startswith("int2")
     assert decided[1]["1[0]"] == "keep"
@@ -266,7 +267,7 @@ def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
 
 def test_a_model_without_payloads_is_kept():
     training = Training(max_noise=0.1)
-    training.store = ActivationStore(training.model, "bits", max_noise=0.1, min_bytes="1GiB")
+    training.store = ActivationStore(training.model, Bits(max_noise=0.1), min_bytes="1GiB")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training.run(2 * PATIENCE)
@@ -276,33 +277,31 @@ def test_a_model_without_payloads_is_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "for a model and one limit"),
-        ({"max_noise": 0.1, "budget": "1GiB"}, "for a model and one limit"),
-        ({"max_noise": -0.1}, "max_noise=-0.1 is no fraction"),
-        ({"max_noise": float("nan")}, "max_noise=nan is no fraction"),
-        ({"max_noise": "much"}, "max_noise='much' is no fraction"),
-        ({"budget": "much"}, "budget='much'"),
+        ({}, "exactly one must be given"),
+        ({"max_noise": 0.1, "budget": "1GiB"}, "exactly one must be given"),
+        ({"max_noise": -0.1}, r"Bits\(max_noise\)=-0.1: must be a fraction"),
+        ({"max_noise": float("nan")}, r"Bits\(max_noise\)=nan: must be a fraction"),
+        ({"max_noise": "much"}, r"Bits\(max_noise\)='much': must be a fraction"),
+        ({"budget": "much"}, r"Bits\(budget\)='much'"),
     ],
 )
 def test_limits_that_cannot_be(options, message):
     with pytest.raises(ConfigError, match=message):
-        ActivationStore(torch.nn.Linear(2, 2), "bits", **options)
+        Bits(**options)
 
 
-def test_a_model_is_needed_and_other_policies_have_no_noise():
-    with pytest.raises(ConfigError, match="for a model and one limit"):
-        ActivationStore(policy="bits", max_noise=0.1)
-    with pytest.raises(ConfigError, match='for "auto" and "bits"'):
-        ActivationStore(torch.nn.Linear(2, 2), "int8", max_noise=0.1)
+def test_a_model_is_needed():
+    with pytest.raises(ConfigError, match="needs a model"):
+        ActivationStore(policy=Bits(max_noise=0.1))
 
 
 def test_a_choice_by_site_is_told_as_rules_where_it_can_be(chosen):
-    sites = chosen.store.choice.decisions
+    sites = chosen.store.plan.decisions
     by_module = {}
     for site, text in sites.items():
         by_module.setdefault(site.name, set()).add(text)
     if all(len(texts) == 1 for texts in by_module.values()):
-        assert isinstance(chosen.store.choice.rules(), Rules)
+        assert isinstance(chosen.store.plan.rules(), Rules)
     else:
         with pytest.raises(ConfigError, match="decided differently"):
-            chosen.store.choice.rules()
+            chosen.store.plan.rules()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actstore import ActivationStore, Encode, Keep, Rules
+from actstore import ActivationStore, Encode, Keep, Rules, SampleErrors
 from actstore.accuracy.influence.graph import WEIGHT, Point, Walk
 from actstore.accuracy.influence.prediction import UNREACHED, Step
 from actstore.bench.workloads import gpt
@@ -41,7 +41,7 @@ def jittery(*names: str, size: float = 0.1) -> Rules:
 
 def predict(model, policy, *batch, backward=None, **options):
     """What one step predicts, by site."""
-    store = ActivationStore(model, policy, min_bytes=0, sample_errors=1, **options)
+    store = ActivationStore(model, policy, min_bytes=0, observe=[SampleErrors(every=1)], **options)
     with store:
         out = model(*batch)
     (backward or (lambda out: out.sum().backward()))(out)
@@ -139,7 +139,7 @@ def test_noise_that_comes_to_a_layer_reaches_its_weights(make):
     layer, x = make()
     x += 0.4 * x.std()  # so that the gradients of all rows pull the same way, as noise does not
     model = nn.Sequential(layer, nn.Tanhshrink())  # which saves its own input's tanh
-    store = ActivationStore(model, jittery("1"), min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, jittery("1"), min_bytes=0, observe=[SampleErrors(every=200)])
     found = measure_gradient_error(lambda: model(x).sum(), store, draws=16)
     assert found.predicted is not None
     assert found.deviation > 1e-3
@@ -150,7 +150,7 @@ def test_a_product_that_is_scaled():
     torch.manual_seed(1)
     layer, x = fused()
     model = nn.Sequential(layer)
-    store = ActivationStore(model, jittery("0"), min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, jittery("0"), min_bytes=0, observe=[SampleErrors(every=200)])
     found = measure_gradient_error(lambda: model(x).sum(), store, draws=12)
     assert found.predicted is not None
     assert found.predicted.variance == pytest.approx(found.deviation**2, rel=0.3)
@@ -162,7 +162,7 @@ def test_what_a_second_run_takes_is_booked():
     model, x = nn.Sequential(Of(torch.mul, 2048), pool, nn.Tanh()), torch.randn(256, 2048)
     peaks, taken = [], []
     for sample_errors, asked in (0, False), (1, False), (0, True):
-        store = ActivationStore(model, jittery("2"), min_bytes=0, sample_errors=sample_errors)
+        store = ActivationStore(model, jittery("2"), min_bytes=0, observe=[SampleErrors(every=sample_errors)])
         if asked:
             store.sample_next()
         with store:
@@ -206,7 +206,7 @@ def trained():
 @pytest.mark.parametrize("policy", ["int4(round=stochastic)", "int8(round=stochastic) @ host"])
 def test_the_sites_of_a_transformer(trained, policy):
     model, batch = trained
-    store = ActivationStore(model, policy, min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, policy, min_bytes=0, observe=[SampleErrors(every=200)])
     result = measure_gradient_error(lambda: model(*batch), store, draws=4, each_site=True)
     assert len(result.sites) == 18
     for site in result.sites:
@@ -223,7 +223,7 @@ def test_the_sites_of_a_transformer(trained, policy):
 def test_gradients_are_those_of_a_step_that_is_not_looked_at(name, policy):
     def gradients(sample_errors):
         model, batch = build(name)
-        store = ActivationStore(model, policy, min_bytes=0, sample_errors=sample_errors, warn_error=None)
+        store = ActivationStore(model, policy, min_bytes=0, observe=[SampleErrors(every=sample_errors, warn=None)])
         found = []
         for _ in range(2):
             torch.manual_seed(3)
@@ -241,7 +241,7 @@ def test_gradients_are_those_of_a_step_that_is_not_looked_at(name, policy):
 
 def test_it_is_shown_in_the_report(trained):
     model, batch = trained
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=200)])
     with store:
         loss = model(*batch)
     assert store.report().gradients is None  # no backward yet
@@ -269,7 +269,7 @@ def test_it_is_shown_in_the_report(trained):
 def test_backward_inside_of_the_context(chain):
     model, x, c = chain
     outside = predict(model, jittery("second"), x, backward=lambda out: (out * c).sum().backward())
-    store = ActivationStore(model, jittery("second"), min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, jittery("second"), min_bytes=0, observe=[SampleErrors(every=200)])
     with store:
         (model(x) * c).sum().backward()
     assert variances(store.report().gradients) == pytest.approx(variances(outside), rel=1e-3)
@@ -279,7 +279,7 @@ def test_gradients_that_were_there_before_do_not_count(chain):
     model, x, c = chain
     alone = predict(model, jittery("second"), x, backward=lambda out: (out * c).sum().backward())
     (100 * model(x)).sum().backward()
-    store = ActivationStore(model, jittery("second"), min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, jittery("second"), min_bytes=0, observe=[SampleErrors(every=200)])
     with store:
         out = model(x)
     (out * c).sum().backward()
@@ -368,7 +368,7 @@ def test_a_graph_that_is_run_twice_is_read_once(chain):
 
 def test_without_a_backward_nothing_is_left(chain):
     model, x, _ = chain
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=1)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=1)])
     with store:
         out = model(x)
     assert store.report().live_bytes
@@ -382,7 +382,7 @@ def test_without_a_backward_nothing_is_left(chain):
 
 def test_after_a_backward_no_tensor_is_left(chain):
     model, x, c = chain
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=1)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=1)])
     for _ in range(2):
         with store:
             out = model(x)
@@ -407,7 +407,7 @@ def test_backward_asks_for_payloads_in_the_same_order(monkeypatch):
             return ask(self, serial)
 
         model, batch = build("transformer")
-        store = ActivationStore(model, "int8 @ disk", min_bytes=0, sample_errors=sample_errors)
+        store = ActivationStore(model, "int8 @ disk", min_bytes=0, observe=[SampleErrors(every=sample_errors)])
         with monkeypatch.context() as patch:
             patch.setattr(Run, "ask", noting)
             for _ in range(3):
@@ -421,7 +421,7 @@ def test_backward_asks_for_payloads_in_the_same_order(monkeypatch):
 
 def test_a_lossless_store_is_left_alone():
     model, batch = build("mlp")
-    store = ActivationStore(model, "raw @ host", min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, "raw @ host", min_bytes=0, observe=[SampleErrors(every=200)])
     with store:
         out = model(*batch)
     gc.collect()
@@ -442,7 +442,7 @@ def tensors_after(steps, sample_errors):
     """Tensors that are there, and bytes that are held, after so many steps and the begin of another."""
     torch.manual_seed(0)
     model = Chain(nn.Sigmoid())
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=sample_errors)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=sample_errors)])
     for _ in range(steps):
         with store:
             out = model(torch.randn(ROWS, WIDTH))
@@ -467,7 +467,7 @@ def test_of_a_sampled_step_only_figures_stay():
 def test_its_own_memory_is_booked_until_the_next_steps():
     torch.manual_seed(0)
     model = Chain(nn.Sigmoid())
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=200)])
     held = []
     for _ in range(3):
         with store:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
 from actstore.accuracy.influence.graph import BUILT_IN
 from tests.autograd.checks import same_bits
 
@@ -52,7 +52,7 @@ def test_gradients_that_cannot_be_looked_at(name: str) -> None:
         torch.manual_seed(0)
         model = make()
         x = torch.randn(64, 32)
-        store = ActivationStore(model, "int8", min_bytes=0, sample_errors=every)
+        store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=every)])
         with store:
             loss = model(x).square().mean()
         loss.backward()
@@ -67,7 +67,7 @@ def test_gradients_that_cannot_be_looked_at(name: str) -> None:
 def test_two_forwards_and_one_backward() -> None:
     torch.manual_seed(0)
     model = Through(torch.relu)
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=200)])
     losses = []
     for _ in range(2):
         with store:
@@ -89,6 +89,6 @@ def test_only_operators_of_pytorch_run_twice() -> None:
 def test_a_compiled_function_around_the_model_stays_whole() -> None:
     torch.manual_seed(0)
     model = Through(torch.relu)
-    with ActivationStore(model, "int8", min_bytes=0, sample_errors=200):
+    with ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=200)]):
         out = torch.compile(lambda x: model(x) * 2, fullgraph=True, backend="eager")(torch.randn(64, 32))
     assert torch.isfinite(out).all()

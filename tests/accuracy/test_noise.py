@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Encode, Int8
+from actstore import ActivationStore, Encode, SampleErrors
 from actstore.accuracy.influence.batch_noise import MOST, Minibatch, sample
 from actstore.base.ledger import Ledger
+from actstore.codecs import Int8
 from tests.system.interrupts import Moments, in_package
 
 
@@ -203,7 +204,7 @@ def test_there_are_no_samples_where_the_next_step_has_no_room_for_them():
 
 def test_a_store_has_it_after_the_step_that_follows():
     model, x, c = linear()
-    store = ActivationStore(model, Encode(Int8(), protected=False), min_bytes=0, sample_errors=200)
+    store = ActivationStore(model, Encode(Int8(), protected=False), min_bytes=0, observe=[SampleErrors(every=200)])
     for i in range(2):
         with store:
             out = model(x[i])
@@ -218,7 +219,7 @@ def test_a_store_has_it_after_the_step_that_follows():
 
 def test_a_store_that_samples_each_step_has_it_from_the_second_on():
     model, x, c = linear()
-    store = ActivationStore(model, Encode(Int8(), protected=False), min_bytes=0, sample_errors=1)
+    store = ActivationStore(model, Encode(Int8(), protected=False), min_bytes=0, observe=[SampleErrors(every=1)])
     for i in range(3):
         with store:
             out = model(x[i])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore, tag
+from actstore import ActivationStore, Disk, SampleErrors, tag
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
 
@@ -31,7 +31,7 @@ class Mixture(nn.Module):
 
 
 def peaks(model: nn.Module, batch: tuple[Tensor, ...], policy: str, folder: str, loss) -> list[int]:
-    store = ActivationStore(model, policy, sample_errors=4, disk_path=folder)
+    store = ActivationStore(model, policy, observe=[SampleErrors(every=4)], tiers=[Disk(folder)])
     found = []
     for _ in range(5):
         with store:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import AccuracyError, ActivationStore, ConfigError, Encode, Int8, Keep, Raw
+from actstore import ActivationStore, Encode, Host, Keep, SampleErrors, Trace, Verify
 from actstore.accuracy import Sampler
 from actstore.base.ledger import Ledger
 from actstore.base.spec import Site
-from actstore.codecs import Topk
+from actstore.codecs import Int8, Raw, Topk
+from actstore.errors import AccuracyError, ConfigError
 from actstore.integrations.figures import figures
 from tests.autograd.checks import check_same
 from tests.contracts.clean import all_freed
@@ -32,8 +33,8 @@ def inputs(step=0):
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
 
 
-def make_store(policy="int4", model=None, sample_errors=200, **options):
-    return ActivationStore(model or make_model(), policy, min_bytes=0, sample_errors=sample_errors, **options)
+def make_store(policy="int4", model=None, **options):
+    return ActivationStore(model or make_model(), policy, min_bytes=0, **options)
 
 
 def run(store, step=0):
@@ -61,13 +62,13 @@ def steps_measured(store, count):
 
 
 def test_the_first_step_is_sampled_and_then_every_nth():
-    assert steps_measured(make_store(sample_errors=3), 8) == [1, 1, 1, 4, 4, 4, 7, 7]
-    assert steps_measured(make_store(sample_errors=1), 3) == [1, 2, 3]
+    assert steps_measured(make_store(observe=[SampleErrors(every=3)]), 8) == [1, 1, 1, 4, 4, 4, 7, 7]
+    assert steps_measured(make_store(observe=[SampleErrors(every=1)]), 3) == [1, 2, 3]
     assert steps_measured(make_store(), 3) == [1, 1, 1]
 
 
 def test_none_is_sampled_without():
-    store = make_store(sample_errors=0)
+    store = make_store(observe=[SampleErrors(every=0)])
     assert steps_measured(store, 2) == [0, 0]
     assert "error" not in str(store.report())
 
@@ -76,7 +77,9 @@ def test_the_first_step_with_a_lossy_payload_is_the_first():
     lossy = []
     model = make_model()
     store = make_store(
-        lambda site, spec: Encode(Int8()) if lossy and site.name == "1" else Keep(), model, sample_errors=2
+        lambda site, spec: Encode(Int8()) if lossy and site.name == "1" else Keep(),
+        model,
+        observe=[SampleErrors(every=2)],
     )
     run(store)
     run(store)
@@ -102,7 +105,7 @@ def test_what_is_lossless_has_no_error(policy):
     ],
 )
 def test_each_lossy_payload_is_measured_once(policy, sites):
-    store = make_store(policy, host_budget="1MiB")
+    store = make_store(policy, tiers=[Host("1MiB")])
     run(store)
     found = errors(store)
     assert set(found) == sites
@@ -138,9 +141,13 @@ def test_a_module_that_runs_twice_adds_up():
         "topk(fraction=0.5)",
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"trace": True}], ids=str)
-def test_gradients_are_those_of_steps_that_are_not_sampled(policy, options):
-    with_, without = (make_store(policy, sample_errors=every, seed=3, **options) for every in (1, 0))
+@pytest.mark.parametrize("observer", [None, Verify, Trace])
+def test_gradients_are_those_of_steps_that_are_not_sampled(policy, observer):
+    others = [observer] if observer is not None else []
+    with_, without = (
+        make_store(policy, observe=[SampleErrors(every=every), *(other() for other in others)], seed=3)
+        for every in (1, 0)
+    )
     state = torch.get_rng_state()
     for step in range(3):
         check_same(run(with_, step), run(without, step))
@@ -151,7 +158,7 @@ def test_gradients_are_those_of_steps_that_are_not_sampled(policy, options):
 
 
 def test_nothing_is_left():
-    store = make_store(sample_errors=1)
+    store = make_store(observe=[SampleErrors(every=1)])
     for step in range(3):
         run(store, step)
     report = store.report()
@@ -171,7 +178,7 @@ def test_nothing_is_left():
 def test_the_memory_that_it_takes_is_booked():
     peaks = []
     for every in (0, 1):
-        store = make_store("1 : int4; * : keep", sample_errors=every)
+        store = make_store("1 : int4; * : keep", observe=[SampleErrors(every=every)])
         with store:
             loss = store.model(inputs()).square().mean()
         (site,) = (site for site in store.report().sites if site.site == "1[0]")
@@ -264,7 +271,9 @@ class Faulty(Int8):
 )
 def test_a_faulty_codec_is_warned_of_once(fault, words):
     codec = Faulty(fault=fault)
-    store = make_store(lambda site, spec: Encode(codec) if site.name == "1" else Keep(), sample_errors=1)
+    store = make_store(
+        lambda site, spec: Encode(codec) if site.name == "1" else Keep(), observe=[SampleErrors(every=1)]
+    )
     run(store)
     with pytest.warns(RuntimeWarning, match=words) as found:
         run(store, 1)
@@ -277,9 +286,11 @@ def test_a_faulty_codec_is_warned_of_once(fault, words):
 
 
 def test_a_site_with_too_large_an_error_is_warned_of_once():
-    store = make_store("1 : int4; 3 : int8; * : keep", warn_error=0.05, sample_errors=1)
+    store = make_store("1 : int4; 3 : int8; * : keep", observe=[SampleErrors(every=1, warn=0.05)])
     run(store)
-    with pytest.warns(RuntimeWarning, match=r"step 1: 1\[0\] \(int4\) .* more than warn_error=0.05.*1 : e5m6") as found:
+    with pytest.warns(
+        RuntimeWarning, match=r"step 1: 1\[0\] \(int4\) .* more than SampleErrors\(warn=0.05\).*1 : e5m6"
+    ) as found:
         store.report()
     assert len(found) == 1
     run(store, 1)
@@ -287,7 +298,7 @@ def test_a_site_with_too_large_an_error_is_warned_of_once():
 
 
 def test_a_site_with_too_large_an_error_fails_once_at_the_next_entry():
-    store = make_store("1 : int4; 3 : int8; * : keep", fail_error=0.05, sample_errors=2)
+    store = make_store("1 : int4; 3 : int8; * : keep", observe=[SampleErrors(every=2, fail=0.05)])
     run(store)
     with pytest.raises(AccuracyError, match=r"step 1: 1\[0\] \(int4\)") as caught:
         run(store, 1)
@@ -301,7 +312,7 @@ def test_a_site_with_too_large_an_error_fails_once_at_the_next_entry():
 
 
 def test_what_nobody_asked_for_is_said_when_the_store_is_closed():
-    store = make_store("int4", fail_error=0.01)
+    store = make_store("int4", observe=[SampleErrors(fail=0.01)])
     run(store)
     with pytest.raises(AccuracyError):
         store.close()
@@ -311,15 +322,15 @@ def test_what_nobody_asked_for_is_said_when_the_store_is_closed():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sample_errors": -1}, {"sample_errors": 0.5}, {"sample_errors": True}, {"warn_error": -0.1},
-        {"warn_error": "5%"}, {"fail_error": float("nan")}, {"fail_error": 0.1, "sample_errors": 0},
+        {"every": -1}, {"every": 0.5}, {"every": True}, {"warn": -0.1}, {"warn": "5%"}, {"fail": float("nan")},
+        {"fail": 0.1, "every": 0},
     ],
     ids=str,
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused(options):
     (name, value), *_ = options.items()
     with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-        make_store(**options)
+        SampleErrors(**options)
 
 
 # -- where it is told -----------------------------------------------------------------------------------------------
@@ -362,7 +373,7 @@ def test_json_has_null_for_what_is_no_number():
 
 
 def test_the_trace_tells_of_each_payload(tmp_path):
-    store = make_store("1 : int4; 3 : int8; * : keep", trace=True, sample_errors=2)
+    store = make_store("1 : int4; 3 : int8; * : keep", observe=[SampleErrors(every=2), Trace()])
     for step in range(3):
         run(store, step)
     found = [event for event in store.trace.events() if event.kind == "measure"]

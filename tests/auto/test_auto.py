@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, CapacityError, ConfigError, Plan
+from actstore import ActivationStore, Auto, Disk, Plan
 from actstore.auto.probes import LOSSY
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
+from actstore.errors import CapacityError, ConfigError
 
 WORK = Workload(layers=3, width=64, context=64, batch=8, threads=1)
 MIB = 2**20
@@ -41,14 +42,14 @@ def train(make_store=None, steps=MOST, work=WORK, look=lambda store: None):
         optimizer.step()
         del loss
         look(store)
-        planned += store is not None and store._auto is not None and store.plan is not None
+        planned += store is not None and store._controller is not None and store.plan is not None
         if planned == AFTER:
             break
     return [parameter.detach().clone() for parameter in model.parameters()], store, step + 1
 
 
-def auto(budget, **options):
-    return lambda model: ActivationStore(model, "auto", budget=budget, min_bytes=0, **options)
+def auto(budget, max_noise=0.0, tiers=()):
+    return lambda model: ActivationStore(model, Auto(budget, max_noise), min_bytes=0, tiers=tiers)
 
 
 def saved_bytes(work=WORK):
@@ -90,7 +91,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_possible()
 def test_a_disk_is_used_where_it_is_granted(tmp_path):
     budget, peaks = int(0.35 * saved_bytes()), []
     found, store, steps = train(
-        auto(budget, disk_budget="1GiB", disk_path=tmp_path),
+        auto(budget, tiers=[Disk(tmp_path, "1GiB")]),
         look=lambda store: peaks.append(store.report().peak_held_bytes),
     )
     wanted, _, _ = train(steps=steps)
@@ -122,7 +123,7 @@ def test_evaluation_and_failures_in_between():
     job = workloads.make(WORK)
     model, batches = job.model, job.batch
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    store = ActivationStore(model, "auto", budget=int(0.6 * saved_bytes()), min_bytes=0)
+    store = ActivationStore(model, Auto(int(0.6 * saved_bytes())), min_bytes=0)
     for step in range(MOST):
         optimizer.zero_grad()
         with torch.no_grad(), store:
@@ -170,7 +171,7 @@ def test_a_recurrent_cell_is_recomputed_in_part():
 
     wanted, _, peaks = run(lambda model: ActivationStore(model, "keep", min_bytes=0))
     budget = int(0.7 * max(peaks))
-    found, store, peaks = run(lambda model: ActivationStore(model, "auto", budget=budget, min_bytes=0))
+    found, store, peaks = run(lambda model: ActivationStore(model, Auto(budget), min_bytes=0))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     [cell] = [row for row in store.plan.rows if row.unit == "cell"]
     assert "recompute" in cell.decision
@@ -203,11 +204,11 @@ def test_a_plan_is_kept_and_run_again(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "auto"}, "budget="),
-        ({"policy": "int8", "budget": "1GiB"}, 'for "auto" and "bits"'),
-        ({"policy": "int8", "max_noise": 0.1}, 'for "auto" and "bits"'),
-        ({"policy": "auto", "budget": "1GiB", "max_noise": -0.5}, "max_noise=-0.5"),
-        ({"policy": "auto", "budget": "much"}, "budget='much'"),
+        ({"policy": "auto"}, "a budget must be given"),
+        ({"policy": "int8", "budget": "1GiB"}, r'Write policy=Auto\(budget="20GiB"\)'),
+        ({"policy": "int8", "max_noise": 0.1}, r"policy=Bits\(max_noise=0.1\)"),
+        ({"policy": "auto(1GiB, max_noise=-0.5)"}, r"Auto\(max_noise\)=-0.5"),
+        ({"policy": "auto(much)"}, r"Auto\(budget\)='much'"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -216,8 +217,8 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_auto_needs_a_model():
-    with pytest.raises(ConfigError, match="a model and a budget"):
-        ActivationStore(policy="auto", budget="1GiB")
+    with pytest.raises(ConfigError, match="needs a model"):
+        ActivationStore(policy=Auto("1GiB"))
 
 
 class Fails(nn.Module):
@@ -255,7 +256,7 @@ def run_failing(calls, error, make):
 
 
 def make_auto(model):
-    return ActivationStore(model, "auto", budget="1MiB", min_bytes=0)
+    return ActivationStore(model, Auto("1MiB"), min_bytes=0)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as optimizers
 
-from actstore import ActivationStore, CapacityError
+from actstore import ActivationStore, Auto
 from actstore.auto import controller as automatic
 from actstore.auto import probes
 from actstore.auto.attempt import Attempt
+from actstore.errors import CapacityError
 from actstore.model.units import shapes_of
 from actstore.plan.build import chain_of
 from actstore.plan.profile import Figures, Memory, Part, Profile, Unit
@@ -65,7 +66,7 @@ class Conv(nn.Module):
 
 
 def auto(model, budget, **options):
-    return ActivationStore(model, "auto", budget=budget, min_bytes=0, **options)
+    return ActivationStore(model, Auto(budget), min_bytes=0, **options)
 
 
 def run(model, store, steps, rows=256):
@@ -88,10 +89,10 @@ def full(rows=256):
 
 @pytest.mark.parametrize("share", [0.65, 0.8])
 def test_modules_that_write_to_their_inputs_are_not_recomputed(share):
-    def train(policy, budget=None):
+    def train(policy):
         torch.manual_seed(0)
         model = Conv()
-        store = ActivationStore(model, policy, budget=budget, min_bytes=0)
+        store = ActivationStore(model, policy, min_bytes=0)
         for _ in range(30):
             with store:
                 loss = model(torch.randn(8, 3, 16, 16))
@@ -99,7 +100,7 @@ def test_modules_that_write_to_their_inputs_are_not_recomputed(share):
         return [*(p.grad for p in model.parameters()), *model.buffers()], store, store.report().peak_held_bytes
 
     wanted, _, peak = train("keep")
-    found, store, _ = train("auto", int(share * peak))
+    found, store, _ = train(Auto(int(share * peak)))
     assert store.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -181,7 +182,7 @@ def test_a_budget_that_is_just_enough_is_never_refused():
     store = auto(model, int(0.7 * least))  # too little, but parts might hold less: it is measured
     with pytest.raises(CapacityError, match="at least") as refused:
         run(model, store, 45)
-    assert store._auto.probes.steps > 3
+    assert store._controller.probes.steps > 3
     assert max(run(model, auto(model, int(1.001 * refused.value.facts["least"])), 45)) > 0
 
 

@@ -8,12 +8,14 @@ from math import inf
 import pytest
 import torch
 
-from actstore import PayloadError, Profile
+from actstore import Disk
 from actstore.auto.links import measure_links, share_kept
 from actstore.base.ledger import Ledger
 from actstore.devices import open_device
+from actstore.errors import PayloadError
 from actstore.plan.profile import write_json
 from actstore.plan.solver.solve import solve
+from actstore.results import Profile
 from actstore.store.tierset import StoreOptions, TierSet
 from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.simulate import simulate
@@ -23,7 +25,7 @@ from tests.plan.profiles import profile
 
 
 def test_both_directions_are_measured_alone_and_together(tmp_path):
-    place = TierSet(open_device(torch.device("cpu")), StoreOptions(disk_path=tmp_path), Ledger(), None)
+    place = TierSet(open_device(torch.device("cpu")), StoreOptions({"disk": Disk(tmp_path)}), Ledger(), None)
     links = measure_links(place, host=True, disk=True)
     place.close()
     assert links.on_host

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Host, Verify, Window
 from tests.autograd.random_models import WIDTH
 
 STORED = ("keep", "raw", "raw @ disk", "raw @ host > disk", "expack", "zmask", "derive", "derive(raw @ disk)")
@@ -33,6 +34,16 @@ def policies(draw: st.DrawFn, model: nn.Module) -> str:
         rules += [(name, draw(kinds)) for name in sorted(names, key=lambda name: -name.count("."))]
     rules.append(("*", STORED))
     return "; ".join(f"{pattern} : {draw(st.sampled_from(decisions))}" for pattern, decisions in rules)
+
+
+def arguments_of(drawn: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """Return arguments of ActivationStore from `min_bytes`, `window`, `when_full`, `host_budget` and `verify`."""
+    window = Window(drawn.get("window"), drawn.get("when_full", "wait"))
+    return {
+        "min_bytes": drawn["min_bytes"],
+        "tiers": [Host(drawn.get("host_budget")), Disk(folder), window],
+        "observe": [Verify()] if "verify" in drawn else [],
+    }
 
 
 def train(model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool) -> list[Any]:

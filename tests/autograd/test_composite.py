@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from actstore import ActivationStore, MutationError
+from actstore import ActivationStore
+from actstore.errors import MutationError
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 SIZE = 64 * 16 * 4  # bytes of one of the tensors

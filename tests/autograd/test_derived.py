@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from actstore import ActivationStore, MutationError, StateError
+from actstore import ActivationStore, SampleErrors
 from actstore.autograd import derived
 from actstore.autograd import tracker as modules
 from actstore.autograd.derived import MOST_DEEP, RULES
 from actstore.autograd.tracker import Norm
+from actstore.errors import MutationError, StateError
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 WIDTH = 16
@@ -274,7 +275,7 @@ def test_double_backward_and_a_graph_that_is_read_twice():
 
 def test_every_step_that_looks_at_payloads_derives_too():
     model = build("gelu")
-    store = ActivationStore(model, "first : int8; * : derive(raw)", min_bytes=0, sample_errors=1)
+    store = ActivationStore(model, "first : int8; * : derive(raw)", min_bytes=0, observe=[SampleErrors(every=1)])
     for _ in range(3):
         with store:
             loss = model(torch.randn(4, WIDTH, 6))

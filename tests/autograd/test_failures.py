@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Encode, Keep, Offload, Raw
+from actstore import ActivationStore, Encode, Keep, Offload
 from actstore.autograd.handles import Stored
 from actstore.base.ledger import Ledger
-from actstore.session.activation_store import is_active
+from actstore.codecs import Raw
+from actstore.session.entries import is_active
 from actstore.store.store import Store
 from tests.autograd.checks import check_drained, check_same, gc_off, pools, settle
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from actstore import ActivationStore, Encode, Int8, Keep, Offload, Raw
+from actstore import ActivationStore, Encode, Keep, Offload
+from actstore.codecs import Int8, Raw
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 
 POLICIES = ["raw", "raw @ host", "raw @ disk"]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore, Host
+from actstore.errors import StateError
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import LOSSLESS, build, policy_of
 
@@ -284,7 +285,7 @@ def on_threads(work):
 
 @pytest.mark.parametrize("policy", [*POLICIES, "raw @ host > disk"])
 def test_several_threads_on_one_store(policy):
-    store = make(policy, host_budget=1000)
+    store = make(policy, tiers=[Host(1000)])
     inputs = [torch.randn(64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(N_THREADS)]
 
     def work(i):

@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore, Host
+from actstore.errors import PolicyError
 from tests.autograd.checks import Census, check_drained, check_same, gc_off, train_step
 
 MOVED = ["raw", "raw @ disk", "int8"]
@@ -292,7 +293,7 @@ def test_transforms_that_differentiate_forward(policy):
 
 
 def test_a_note_is_that_of_the_last_forward():
-    x, store = torch.randn(2048, requires_grad=True), make("raw @ host", host_budget=10_000)
+    x, store = torch.randn(2048, requires_grad=True), make("raw @ host", tiers=[Host(10_000)])
     for size, word in ((2048, ""), (2048 * 2, "kept: no room in host"), (2048, "")):
         with store:
             y = torch.cat([x] * (size // 2048)).exp()

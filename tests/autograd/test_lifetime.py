@@ -11,8 +11,9 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore
 from actstore.autograd.hooks import Scope
+from actstore.errors import StateError
 from tests.autograd.checks import check_drained, check_same, gc_off, pools, train_step
 from tests.autograd.models import LOSSLESS, build, policy_of
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, MutationError
+from actstore import ActivationStore
+from actstore.errors import MutationError
 from actstore.policy import parse_decision
 from tests.autograd.checks import check_same, verdict
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from actstore import ActivationStore, Int8
+from actstore import ActivationStore
 from actstore.base.spec import Spec
+from actstore.codecs import Int8
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import CASES, build
 

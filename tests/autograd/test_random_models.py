@@ -15,13 +15,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore
+from actstore.errors import PolicyError
 from actstore.model.generators import Generators
 from actstore.model.weights import Weights
 from actstore.recompute import replay
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.autograd.random_models import Tree, build, trees
-from tests.autograd.random_training import WAYS, policies, train
+from tests.autograd.random_training import WAYS, arguments_of, policies, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -39,7 +40,7 @@ def check(
     model = build(forest, dtype)
     policy = data.draw(policies(model))
     try:
-        store = ActivationStore(model, policy, **options)
+        store = ActivationStore(model, policy, **arguments_of(options))
     except PolicyError:
         reject()
     with gc_off():

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Encode, MutationError, devices
+from actstore import ActivationStore, Encode, devices
 from actstore.autograd import sharing
 from actstore.base import sameness
 from actstore.base.spec import Spec
+from actstore.errors import MutationError
 from actstore.policy.options import codec_text
 from actstore.transfer.engine import Engine
 from tests.autograd.checks import check_same, gc_off, settle

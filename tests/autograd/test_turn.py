@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Window
 from actstore.autograd.hooks import turns
 
 POLICIES = ["keep", "raw", "int8", "derive", "recompute", "raw @ disk", "recompute(raw @ disk)"]
@@ -23,7 +23,9 @@ def held(report):
 
 def run(policy, *, inside, min_bytes=0):
     blocks, x = model(), torch.randn(32, 64)
-    store = ActivationStore(blocks, policy, min_bytes=min_bytes, window=1)  # what leaves for disk has left at once
+    store = ActivationStore(
+        blocks, policy, min_bytes=min_bytes, tiers=[Window(1)]
+    )  # what leaves for disk has left at once
     for _ in range(2):
         with store:
             loss = blocks(x).square().mean()

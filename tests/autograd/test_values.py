@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from actstore import ActivationStore, SpecError
+from actstore import ActivationStore
 from actstore.autograd.handles import Stored
+from actstore.errors import SpecError
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits, train_step
 from tests.autograd.models import build
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from actstore import Raw
+from actstore import Disk
+from actstore.codecs import Raw
 from actstore.devices import Cpu
 from actstore.tiers import DiskTier
 from actstore.trace import Event, Trace
@@ -118,7 +119,7 @@ def chain() -> Chain:
 
 
 def test_a_chain_is_measured_with_a_store_and_without(chain: Chain, tmp_path: Path) -> None:
-    found = gpu_chain.measure(chain, "raw @ disk", repeats=2, disk_path=tmp_path)
+    found = gpu_chain.measure(chain, "raw @ disk", repeats=2, tiers=[Disk(tmp_path)])
     assert found["equal"]
     assert (found["layers"], found["nbytes"]) == (4, 256 * KIB)
     assert len(found["samples"]) == 2
@@ -131,7 +132,7 @@ def test_wrong_gradients_of_a_chain_are_found(chain: Chain, tmp_path: Path, monk
     monkeypatch.setattr(
         Raw, "bind", lambda codec, src: bind(codec, src)._replace(decode=lambda buf, out, key: out.fill_(2))
     )
-    assert not gpu_chain.measure(chain, "raw @ disk", repeats=1, disk_path=tmp_path)["equal"]
+    assert not gpu_chain.measure(chain, "raw @ disk", repeats=1, tiers=[Disk(tmp_path)])["equal"]
 
 
 def test_a_chain_computes_for_as_long_as_it_is_told(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +147,12 @@ def test_what_steps_allocate_is_counted(chain: Chain, tmp_path: Path, monkeypatc
     found = gpu_chain.steady(chain, "keep", steps=3)
     assert found == {"steps": 3, "allocated": {"engine buffers": 0, "pinned segments": 0}, "pinned_segments": []}
     monkeypatch.setattr(Buffers, "give", lambda *_: None)  # so that none is used again
-    found = gpu_chain.steady(chain, "raw @ disk", steps=3, disk_path=tmp_path)
+    found = gpu_chain.steady(chain, "raw @ disk", steps=3, tiers=[Disk(tmp_path)])
     assert found["allocated"]["engine buffers"] >= 3
 
 
 def test_the_trace_is_of_one_step_and_written_in_three_forms(chain: Chain, tmp_path: Path) -> None:
-    trace = gpu_chain.traced(chain, "raw @ disk", disk_path=tmp_path)
+    trace = gpu_chain.traced(chain, "raw @ disk", tiers=[Disk(tmp_path)])
     assert len(trace.steps()) == 1
     assert {"forward", "backward"} & {one.kind for one in trace.events()}
     file, plot = tmp_path / "transfer.ndjson", tmp_path / "transfer.png"

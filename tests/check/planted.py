@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from actstore.codecs import Raw
 from actstore.codecs.base import Bound
-from actstore.session.activation_store import is_active
+from actstore.session.entries import is_active
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_hold_the_tier_is_broken() -> None:
     done = CliRunner().invoke(cli.app, ["doctor", "--folder", "/no/such/folder"])
     assert done.exit_code == 1
     said = " ".join(done.output.split())
-    assert "disk_path='/no/such/folder' cannot hold the disk tier: No such file or directory" in said
+    assert "Disk(path='/no/such/folder') cannot hold the disk tier: No such file or directory" in said
     assert "All that was looked at works." not in said
 
 

@@ -11,12 +11,14 @@ pytest.importorskip("typer")
 
 import torch
 
-from actstore import ActivationStore, ConfigError, Plan, Profile, StateError, make_plan
+from actstore import ActivationStore, Auto, Plan, make_plan
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
 from actstore.cli import app as cli
+from actstore.errors import ConfigError, StateError
 from actstore.plan import plot as plan_plot
 from actstore.plan.study import Study
+from actstore.results import Profile
 from actstore.session.planning import replan
 from tests.plan.profiles import MIB, on_host, profile
 
@@ -55,7 +57,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: Non
     """A folder with a script, a profile and a plan; imports and arguments are as before at the end."""
     (tmp_path / "planned.py").write_text(SCRIPT)
     profile(4).write(tmp_path / "profile.json")
-    replan(profile(4), 300 * MIB).write(tmp_path / "old.json")
+    replan(profile(4), Auto(300 * MIB)).write(tmp_path / "old.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "planned", None)
@@ -108,7 +110,7 @@ def test_too_small_a_budget_is_one_line_with_the_least(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-    least = Study(replan(profile(4), 300 * MIB)).front(2)[0].device
+    least = Study(replan(profile(4), Auto(300 * MIB))).front(2)[0].device
     assert f"at least {least / MIB:.1f} MiB of device memory are needed, in backward of " in said.err
 
 
@@ -117,7 +119,7 @@ def test_a_profile_is_planned_without_running_anything(
 ) -> None:
     assert run(monkeypatch, "plan", "profile.json", "--budget", "350MiB", "--against", "old.json") == 0
     said = capsys.readouterr().out
-    made, old = replan(profile(4), 350 * MIB), replan(profile(4), 300 * MIB)
+    made, old = replan(profile(4), Auto(350 * MIB)), replan(profile(4), Auto(300 * MIB))
     assert f"\nAgainst old.json:\n{old.compare(made)}\n" in said
     assert old.compare(made)
     assert made.text in said
@@ -138,8 +140,8 @@ def test_budgets_and_errors_reach_the_planner(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["planned.py", "--budget", "few"], "budget='few' does not parse"),
-        (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "max_noise=-2.0 is no fraction"),
+        (["planned.py", "--budget", "few"], "Auto(budget)='few' does not parse"),
+        (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "Auto(max_noise)=-2.0: must be a fraction"),
         (["planned.py", "--budget", "1MiB", "--plot", "plan.txt"], "--plot plan.txt: give a file that ends in"),
         (["planned.py", "--budget", "1MiB", "--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
         (["planned.py", "--budget", "1MiB", "--against", "profile.json"], "its format is 'actstore profile 1'"),
@@ -218,7 +220,9 @@ def test_what_cannot_be_shown_is_said(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("made", [replan(on_host(), 300 * MIB), replan(profile(1), 400 * MIB).run(30.0, 100.0)])
+@pytest.mark.parametrize(
+    "made", [replan(on_host(), Auto(300 * MIB)), replan(profile(1), Auto(400 * MIB)).run(30.0, 100.0)]
+)
 def test_any_plan_is_drawn(made: Plan, tmp_path: Path) -> None:
     plan_plot.save(made, tmp_path / "plan.svg")
     assert ("measured" in (tmp_path / "plan.svg").read_text()) is (made.measured is not None)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from actstore import ActivationStore, Report
+from actstore import ActivationStore, Disk, Host, Report
 from tests.distributed.training import (
     Block,
     Context,
@@ -67,12 +67,14 @@ def ddp_no_sync_dropout() -> None:
 def ddp_budgets() -> None:
     """Each rank has a budget of its own. What does not fit goes to the next tier of that rank, or is kept there."""
     build, last = partial(build_ddp, 2), dist.get_rank() == dist.get_world_size() - 1
-    ladder = check_equal(build, ("raw @ host > disk",), host_budget=20_000 if last else "1GiB")["raw @ host > disk"]
+    ladder = check_equal(build, ("raw @ host > disk",), tiers=[Host(20_000 if last else "1GiB")])["raw @ host > disk"]
     assert (disk_peak(ladder) > 0) == last
-    alone = check_equal(build, ("raw @ disk",), disk_budget=20_000 if last else "1GiB")["raw @ disk"]
+    alone = check_equal(build, ("raw @ disk",), tiers=[Disk(budget=20_000 if last else "1GiB")])["raw @ disk"]
     assert any("no room" in site.note for site in alone.sites) == last
     assert 0 < disk_peak(alone) <= 20_000 or not last
-    shared = check_equal(build, ("raw @ disk",), disk_budget=f"{20_000 * dist.get_world_size()}/node")["raw @ disk"]
+    shared = check_equal(build, ("raw @ disk",), tiers=[Disk(budget=f"{20_000 * dist.get_world_size()}/node")])[
+        "raw @ disk"
+    ]
     assert 0 < disk_peak(shared) <= 20_000
 
 

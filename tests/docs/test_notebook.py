@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, GradientCheck, Plan, StateError, check_gradients
+from actstore import ActivationStore, Auto, Plan, check_gradients
 from actstore.display import html
+from actstore.errors import StateError
+from actstore.results import GradientCheck
 from tests.plan.profiles import MIB, profile
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +63,7 @@ def planned() -> Plan:
     pytest.importorskip("scipy")
     from actstore.session.planning import replan
 
-    return replan(profile(4), 300 * MIB)
+    return replan(profile(4), Auto(300 * MIB))
 
 
 def test_text_is_escaped():
@@ -166,10 +168,10 @@ model = torch.nn.Linear(8, 8)
 store = actstore.ActivationStore(model, "int8", min_bytes=0)
 with store:
     loss = model(torch.ones(4, 8)).sum()
-for draws in (store, replan(profile(4), 600 * MIB)):
+for draws in (store, replan(profile(4), actstore.Auto(600 * MIB))):
     try:
         draws.plot()
-    except actstore.ConfigError as error:
+    except actstore.errors.ConfigError as error:
         print(error)
 """
     command = [sys.executable, "-c", code]

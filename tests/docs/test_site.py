@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import actstore
-from actstore import codecs, tiers
+from actstore import codecs, results, tiers
 from docs import site as builder
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_a_page_fetches_only_what_the_site_has(site):
 def test_every_public_name_is_in_the_reference(site):
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
     named = set(re.findall(r'id="actstore\.(?:\w+\.)*(\w+)"', pages))
-    public = {*actstore.__all__, *codecs.__all__, *tiers.__all__} - {"__version__"}
+    public = {*actstore.__all__, *codecs.__all__, *tiers.__all__, *results.__all__} - {"__version__"}
     assert sorted(public - named) == []
 
 

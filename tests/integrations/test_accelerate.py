@@ -69,6 +69,6 @@ def test_gradient_checkpointing_of_the_model_saves_its_inputs_through_the_store(
 
 
 def test_a_cache_given_to_recomputed_blocks_is_refused():
-    with pytest.raises(actstore.StateError, match="use_cache=False") as info:
+    with pytest.raises(actstore.errors.StateError, match="use_cache=False") as info:
         train("recompute", model=llama(use_cache=True))
     assert "model.layers.0 (recompute) is given a DynamicCache" in str(info.value)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import actstore
+from actstore import Window
 from tests.integrations.conftest import llama, quietly, same_weights, tokens
 
 LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments = quietly(
@@ -69,7 +70,7 @@ LOSSLESS = {
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_twenty_steps_are_those_of_plain_training(name, plain, tmp_path):
-    callback = ActivationStoreCallback(LOSSLESS[name], min_bytes=0, window="64KiB")
+    callback = ActivationStoreCallback(LOSSLESS[name], min_bytes=0, tiers=[Window("64KiB")])
     trainer = make_trainer(tmp_path, [callback])
     trainer.train()
     assert losses(trainer) == losses(plain)
@@ -90,7 +91,7 @@ def test_int8_holds_a_quarter_and_trains(plain, tmp_path):
 
 
 def test_auto_plans_under_a_budget(plain, tmp_path):
-    callback = ActivationStoreCallback("auto", budget="1MiB")
+    callback = ActivationStoreCallback("auto(1MiB)")
     trainer = make_trainer(tmp_path, [callback])
     trainer.train()
     assert same_weights(trainer.model, plain.model)
@@ -221,7 +222,7 @@ def test_a_failed_training_leaves_the_model_as_it_was_and_may_start_again(plain,
     trainer = make_trainer(tmp_path, [callback], kind=Failing)
     with pytest.raises(RuntimeError, match="planted"):
         trainer.train()
-    assert not actstore.session.activation_store.is_active()
+    assert not actstore.session.entries.is_active()
     assert set(vars(trainer.model)) == set(vars(plain.model))
     assert same_weights(fail_and_start_again(tmp_path, [callback]), fail_and_start_again(tmp_path, []))
 
@@ -251,7 +252,7 @@ def test_reentrant_checkpointing_is_refused(tmp_path):
         activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": True},
     )
-    with pytest.raises(actstore.ConfigError, match="reentrant") as info:
+    with pytest.raises(actstore.errors.ConfigError, match="reentrant") as info:
         trainer.train()
     for word in ('gradient_checkpointing_kwargs={"use_reentrant": False}', "activation_checkpointing_kwargs", "model"):
         assert word in str(info.value)
@@ -264,14 +265,16 @@ def test_checkpointing_that_offloads_by_itself_is_refused(tmp_path):
         activation_checkpointing=True,
         activation_checkpointing_kwargs={"offload": True},
     )
-    with pytest.raises(actstore.ConfigError, match="Leave `offload` out"):
+    with pytest.raises(actstore.errors.ConfigError, match="Leave `offload` out"):
         trainer.train()
 
 
 def test_a_second_callback_is_refused(tmp_path):
     callbacks = [ActivationStoreCallback("recompute"), ActivationStoreCallback("int8")]
     trainer = make_trainer(tmp_path, callbacks)
-    with pytest.raises(actstore.StateError, match=r"another ActivationStoreCallback already \(policy 'recompute'\)"):
+    with pytest.raises(
+        actstore.errors.StateError, match=r"another ActivationStoreCallback already \(policy 'recompute'\)"
+    ):
         trainer.train()
     trainer.remove_callback(callbacks[1])
     trainer.args.max_steps = 1
@@ -282,7 +285,7 @@ def test_a_store_around_training_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
     with (
         actstore.ActivationStore(policy="keep"),
-        pytest.raises(actstore.StateError, match="leave out that `with store:`"),
+        pytest.raises(actstore.errors.StateError, match="leave out that `with store:`"),
     ):
         trainer.train()
 
@@ -291,28 +294,28 @@ def test_other_hooks_around_the_loss_are_refused(tmp_path):
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
     with (
         torch.autograd.graph.save_on_cpu(),
-        pytest.raises(actstore.StateError, match=r"torch\.autograd\.graph\.save_on_cpu.*Switch them off"),
+        pytest.raises(actstore.errors.StateError, match=r"torch\.autograd\.graph\.save_on_cpu.*Switch them off"),
     ):
         trainer.train()
 
 
 def test_a_wrong_policy_is_refused_before_training(tmp_path):
-    with pytest.raises(actstore.UnknownCodecError, match="int9"):
+    with pytest.raises(actstore.errors.UnknownCodecError, match="int9"):
         ActivationStoreCallback("int9")
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("model.layers.*.mpl : int8")])
-    with pytest.raises(actstore.PolicyError, match=r"model\.layers\.\*\.mlp"):
+    with pytest.raises(actstore.errors.PolicyError, match=r"model\.layers\.\*\.mlp"):
         trainer.train()
 
 
 def test_data_parallel_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
     trainer.args._n_gpu = 2
-    with pytest.raises(actstore.ConfigError, match="torchrun --nproc-per-node 2"):
+    with pytest.raises(actstore.errors.ConfigError, match="torchrun --nproc-per-node 2"):
         trainer.train()
 
 
 def test_a_callback_without_a_trainer_is_refused():
-    with pytest.raises(actstore.StateError, match="with ActivationStore"):
+    with pytest.raises(actstore.errors.StateError, match="with ActivationStore"):
         ActivationStoreCallback("recompute").on_train_begin(None, None, None, model=llama())
 
 
@@ -366,7 +369,7 @@ def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
         trainer = make_sft(tmp_path, [ActivationStoreCallback("recompute")], activation_offloading=True)
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
-    with pytest.raises(actstore.StateError, match=r"trl\..*activation_offloading=False"):
+    with pytest.raises(actstore.errors.StateError, match=r"trl\..*activation_offloading=False"):
         trainer.train()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import actstore
+from actstore import Window
 from tests.integrations.conftest import quietly, same_weights
 
 (pl,) = quietly("lightning", "pytorch")
@@ -82,7 +83,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("policy", ["recompute", "net.? : recompute(raw @ disk)", "@blocks : recompute"])
 def test_twenty_steps_are_those_of_plain_training(policy, plain, tmp_path):
-    callback = ActivationStoreCallback(policy, min_bytes=0, window="4KiB")
+    callback = ActivationStoreCallback(policy, min_bytes=0, tiers=[Window("4KiB")])
     model = Small()
     trainer = fit(tmp_path, model, [callback])
     assert model.losses == plain.losses
@@ -126,7 +127,7 @@ class Checking(pl.Callback):
         pickle.dumps(pl_module.net)
 
     def on_validation_batch_end(self, trainer, pl_module, *others):
-        assert not actstore.session.activation_store.is_active()
+        assert not actstore.session.entries.is_active()
 
 
 def test_the_model_is_never_touched(tmp_path):
@@ -137,7 +138,7 @@ def test_a_failed_training_leaves_nothing_behind(plain, tmp_path):
     callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
     with pytest.raises(RuntimeError, match="planted"):
         fit(tmp_path, Small(fails_at=2), [callback])
-    assert not actstore.session.activation_store.is_active()
+    assert not actstore.session.entries.is_active()
     assert callback.store.report().live_bytes == 0
     model = Small()
     fit(tmp_path, model, [callback])
@@ -151,13 +152,13 @@ class Second(ActivationStoreCallback):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(actstore.PolicyError, match="net"):
+    with pytest.raises(actstore.errors.PolicyError, match="net"):
         fit(tmp_path, Small(), [ActivationStoreCallback("nett.* : recompute")])
-    with pytest.raises(actstore.UnknownCodecError):
+    with pytest.raises(actstore.errors.UnknownCodecError):
         ActivationStoreCallback("int9")
-    with pytest.raises(actstore.StateError, match="another ActivationStoreCallback already"):
+    with pytest.raises(actstore.errors.StateError, match="another ActivationStoreCallback already"):
         fit(tmp_path, Small(), [ActivationStoreCallback("recompute"), Second("int8")])
-    with torch.autograd.graph.save_on_cpu(), pytest.raises(actstore.StateError, match="save_on_cpu"):
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(actstore.errors.StateError, match="save_on_cpu"):
         fit(tmp_path, Small(), [ActivationStoreCallback("recompute")])
-    with actstore.ActivationStore(), pytest.raises(actstore.StateError, match="leave out"):
+    with actstore.ActivationStore(), pytest.raises(actstore.errors.StateError, match="leave out"):
         fit(tmp_path, Small(), [ActivationStoreCallback("recompute")])

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from actstore import CapacityError, Plan
+from actstore import Auto, Plan
 from actstore.base.units import format_nbytes
 from actstore.display.text import WIDTH
+from actstore.errors import CapacityError
 from actstore.plan.explain import explain, groups_of
 from actstore.plan.profile import Memory
 from actstore.plan.study import Study
@@ -18,7 +19,7 @@ TIGHT, WIDE = 500 * MIB, 2000 * MIB
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return replan(profile(), TIGHT)
+    return replan(profile(), Auto(TIGHT))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_a_dozen_blocks_fit_on_a_screen(text: str) -> None:
 
 
 def test_many_blocks_do_too() -> None:
-    assert len(explain(replan(profile(96), 4000 * MIB)).splitlines()) <= 36
+    assert len(explain(replan(profile(96), Auto(4000 * MIB))).splitlines()) <= 36
 
 
 def test_the_headline_has_prediction_bound_and_measurement(plan: Plan) -> None:
@@ -99,7 +100,7 @@ def test_each_reason_is_the_evaluators(plan: Plan) -> None:
 
 def test_a_lossy_decision_is_barred_without_an_error(plan: Plan) -> None:
     assert not any("int8" in option.decision for layer in Study(plan).chain.layers for option in layer.options)
-    lossy = replan(profile(), TIGHT, max_noise=0.02)
+    lossy = replan(profile(), Auto(TIGHT, max_noise=0.02))
     assert any("int8" in row.decision for row in lossy.rows)
     assert lossy.predicted.step < plan.predicted.step
 
@@ -115,14 +116,14 @@ def test_what_memory_buys_is_what_the_solver_finds(plan: Plan, text: str) -> Non
     assert [line.split()[:2] for line in lines if "this plan" in line] == [["500.0", "MiB"]]
     assert lines[-1].split()[2:] == [f"{plan.plain:.1f}", "1.000", "12", "keep"]
     middle = Study(plan).front(3)[1]
-    again = replan(plan.profile, int(middle.device) + 1)
+    again = replan(plan.profile, Auto(int(middle.device) + 1))
     assert again.predicted.step == pytest.approx(middle.step, rel=0.01)
 
 
 def test_the_least_budget_is_the_least(plan: Plan) -> None:
     least = Study(plan).front(2)[0].device
     with pytest.raises(CapacityError):
-        replan(plan.profile, int(0.99 * least))
+        replan(plan.profile, Auto(int(0.99 * least)))
 
 
 def test_the_price_of_memory_is_said_per_unit_that_matters(plan: Plan) -> None:
@@ -134,7 +135,7 @@ def test_the_price_of_memory_is_said_per_unit_that_matters(plan: Plan) -> None:
 
 
 def test_where_everything_fits_nothing_is_asked_for() -> None:
-    said = explain(replan(profile(), WIDE))
+    said = explain(replan(profile(), Auto(WIDE)))
     assert "costs no time" in said
     assert "everything fits" in said
     assert "At the margin" not in said
@@ -142,7 +143,7 @@ def test_where_everything_fits_nothing_is_asked_for() -> None:
 
 
 def test_where_memory_goes() -> None:
-    said = section(replan(profile(memory=Memory(600 * MIB, 300 * MIB, None, 0)), WIDE), "Where")
+    said = section(replan(profile(memory=Memory(600 * MIB, 300 * MIB, None, 0)), Auto(WIDE)), "Where")
     assert "parameters 600.0 MiB" in said
     assert "gradients 300.0 MiB" in said
     assert "(logits) 20.0 MiB" in said
@@ -160,13 +161,13 @@ def test_where_memory_goes() -> None:
     ],
 )
 def test_when_activations_are_not_the_problem(memory: Memory, largest: str, advice: str) -> None:
-    said = section(replan(profile(memory=memory), WIDE), "Where")
+    said = section(replan(profile(memory=memory), Auto(WIDE)), "Where")
     assert f"Activations are not the problem here: even all kept they are 1.2 GiB. Most is in {largest}: " in said
     assert advice in said
 
 
 def test_when_the_loss_is_the_problem() -> None:
-    said = section(replan(profile(logits=3000 * MIB), 4000 * MIB), "Where")
+    said = section(replan(profile(logits=3000 * MIB), Auto(4000 * MIB)), "Where")
     assert "The model itself and its loss hold 2.9 GiB" in said
     assert "in chunks" in said
 
@@ -192,7 +193,7 @@ def test_budgets_that_cannot_be_are_said_and_the_rest_stands(plan: Plan) -> None
 
 
 def test_on_a_cpu() -> None:
-    said = explain(replan(on_host(), 300 * MIB))
+    said = explain(replan(on_host(), Auto(300 * MIB)))
     assert "raw @ host" not in said
     assert "recompute" in said
 

@@ -10,18 +10,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, ActstoreError, ConfigError, PayloadError, Plan, Profile
+from actstore import ActivationStore, ActstoreError, Auto, Plan
 from actstore.auto.probes import machine_of
+from actstore.errors import ConfigError, PayloadError
 from actstore.model.units import digest_of
 from actstore.plan.plan import FORMAT, Prediction
 from actstore.plan.profile import write_json
+from actstore.results import Profile
 from actstore.session.planning import replan
 from tests.plan.profiles import MIB, on_host, profile
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    made = replan(profile(4), 300 * MIB).run(171.5, 299.0 * MIB)
+    made = replan(profile(4), Auto(300 * MIB)).run(171.5, 299.0 * MIB)
     return replace(made, history=("a step held 301.0 MiB, more than the budget",))
 
 
@@ -34,7 +36,7 @@ def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for made in (plan, replace(plan, measured=None, bound=None, history=()), replan(on_host(), 400 * MIB)):
+    for made in (plan, replace(plan, measured=None, bound=None, history=()), replan(on_host(), Auto(400 * MIB))):
         made.write(path)
         assert Plan.read(path) == made
         assert Plan.read(str(path)).explain() == made.explain()
@@ -183,7 +185,7 @@ def of(model: torch.nn.Module) -> Plan:
     """A plan that keeps everything, for this model on this machine."""
     made = profile(1)
     here = replace(made, model=digest_of(model), machine=machine_of(torch.device("cpu")))
-    return replace(replan(here, 400 * MIB), text="* : keep")
+    return replace(replan(here, Auto(400 * MIB)), text="* : keep")
 
 
 def test_the_same_model_takes_a_plan_file(tmp_path: Path) -> None:
@@ -229,14 +231,14 @@ def test_a_plan_without_a_model_is_refused() -> None:
 
 
 def test_two_plans_are_compared(plan: Plan) -> None:
-    wide = replan(profile(4), 450 * MIB)
+    wide = replan(profile(4), Auto(450 * MIB))
     said = plan.compare(wide).splitlines()
     changed = [row.unit for row, other in zip(plan.rows, wide.rows, strict=True) if row.decision != other.decision]
     assert changed
     assert [line.split(":")[0] for line in said[:-1]] == changed
     assert said[-1].startswith("budget 300.0 MiB -> 450.0 MiB, step ")
     assert plan.compare(plan.run(1.0, 2.0)) == ""
-    assert "blocks.3: " in plan.compare(replan(profile(3), 300 * MIB))
+    assert "blocks.3: " in plan.compare(replan(profile(3), Auto(300 * MIB)))
 
 
 def test_a_run_is_noted(plan: Plan) -> None:

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import actstore
-from actstore import ActivationStore, Encode, Int8, PolicyError, Recompute, Rules
+from actstore import ActivationStore, Encode, Recompute, Rules
+from actstore.codecs import Int8
+from actstore.errors import PolicyError
 from actstore.policy.aliases import expand
 
 
@@ -79,5 +81,5 @@ def test_what_cannot_be_is_refused_with_the_names_that_there_are():
         ActivationStore(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])}), "@attention : int8")
     with pytest.raises(PolicyError, match="no model was given"):
         ActivationStore(policy="@mlp : int8")
-    with pytest.raises(actstore.PolicyError, match=r"layers\.\*\.mlp\.x' matches no module"):
+    with pytest.raises(actstore.errors.PolicyError, match=r"layers\.\*\.mlp\.x' matches no module"):
         ActivationStore(model(), "@mlp.x : int8")

@@ -260,3 +260,16 @@ def test_a_model_without_modules_inside():
 def test_patterns_that_match_pass_the_check():
     Rules([("blocks.*/qkv", RAW), ("*/loss", RAW), ("blocks.3", RAW), ("h*", RAW)], default=INT8).check(MODEL)
     Rules(default=INT8).check([])
+
+
+def test_rules_are_added():
+    first, second = Rules.parse("a.b : int8"), Rules.parse("a : keep; * : derive")
+    assert first + second == Rules.parse("a.b : int8; a : keep; * : derive")
+    assert first + Rules() == first
+    assert Rules() + second == second
+    with pytest.raises(PolicyError, match=r"rule 'a : keep' can never apply: .*'a : int8', the same pattern"):
+        _ = Rules.parse("a : int8") + second
+    with pytest.raises(PolicyError, match=r"'a.b : int8' can never apply: rule 1 is '\* : derive', which covers"):
+        _ = Rules.parse("* : derive") + first
+    with pytest.raises(TypeError):
+        _ = first + "a : int8"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, MutationError
+from actstore import ActivationStore
+from actstore.errors import MutationError
 from tests.autograd.checks import check_same
 from tests.autograd.models import WIDTH
 

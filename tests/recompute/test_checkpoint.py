@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore
+from actstore.errors import StateError
 from actstore.recompute.checkpoints import innermost_pack
 from tests.autograd.checks import check_drained, check_same, gc_off
 

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore
+from actstore.errors import StateError
 from actstore.recompute.recording import Recording
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 from tests.recompute.regions import (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore
+from actstore.errors import StateError
 from tests.recompute.regions import (
     Mixture,
     batch,

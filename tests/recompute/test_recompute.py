@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore
+from actstore.errors import PolicyError
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import WIDTH, Block, Mlp, build
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore, MutationError
+from actstore import ActivationStore
+from actstore.errors import MutationError
 from actstore.plan.solver.revolve import advances, fewest_slots
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from actstore import ActivationStore, MutationError, StateError
+from actstore import ActivationStore
+from actstore.errors import MutationError, StateError
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import WIDTH
 

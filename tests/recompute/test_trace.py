@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Trace
 from tests.autograd.models import WIDTH, Mlp
 
 
 @pytest.mark.parametrize("policy", ["recompute", "recompute(raw @ host)", "blocks.0 : recompute; * : raw"])
 def test_each_recomputation_is_an_event_within_backward(policy):
     model = Mlp()
-    store = ActivationStore(model, policy, trace=True, min_bytes=0)
+    store = ActivationStore(model, policy, observe=[Trace()], min_bytes=0)
     for _ in range(2):
         with store:
             loss = model(torch.randn(4, WIDTH)).sum()

@@ -153,7 +153,7 @@ def test_our_own_keep_them_too(codec, error):
     ("text", "kind", "words"),
     [
         ("bf61", UnknownCodecError, "did you mean 'bf16'"),
-        ("int8 @ shell", actstore.PolicyError, "did you mean 'shelf'"),
+        ("int8 @ shell", actstore.errors.PolicyError, "did you mean 'shelf'"),
         ("bf16 @ shelf > shelf", ChainError, "names a tier twice.*: 'shelf'"),
         ("bf16 @ disk > shelf > host", ChainError, "goes up.*: 'host > shelf > disk'"),
     ],
@@ -173,7 +173,7 @@ WRONG = {
     "missing": ("", "thing", "AttributeError: .*no attribute 'thing'"),
     "instance": ("thing = 3", "thing", "3 is no subclass of actstore.codecs.base.Codec"),
     "half": (
-        "from actstore import Codec\nclass thing(Codec): name = 'odd'",
+        "from actstore.codecs import Codec\nclass thing(Codec): name = 'odd'",
         "thing",
         "does not define .*decode, encode",
     ),

@@ -48,7 +48,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 batches = [(torch.randn(16, 64, 64), torch.randint(10, (16, 64))) for _ in range(2)]
 """
 PLANNED = """
-store = actstore.ActivationStore(model, "auto", budget="7MiB")
+store = actstore.ActivationStore(model, "auto(7MiB)")
 for x, y in 8 * batches:
     with store:
         loss = model(x, y)
@@ -120,8 +120,10 @@ import torch
 from torch import Tensor, nn
 
 import actstore
-from actstore import ActivationStore, Decision, Encode, Int8, Keep, Report, Rules, Site, Spec
-from actstore.codecs import Zmask
+from actstore import ActivationStore, Encode, Host, Keep, Report, Rules, Window
+from actstore.codecs import Int8, Zmask
+from actstore.policy import Decision, Site, Spec
+from actstore.results import Choice
 
 
 def policy(site: Site, spec: Spec) -> Decision:
@@ -129,7 +131,7 @@ def policy(site: Site, spec: Spec) -> Decision:
 
 
 def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Report:
-    store = ActivationStore(model, policy, host_budget="1GiB", when_full="keep")
+    store = ActivationStore(model, policy, tiers=[Host("1GiB"), Window(when_full="keep")])
     for x, y in batches:
         with store as entered:
             loss: Tensor = model(x, y)
@@ -138,7 +140,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Report:
     rules: Rules = Rules([("head", Keep())], default=Encode(Int8()))
     step: Callable[[int], str] = ActivationStore(model, rules)(lambda count: name * count)
     ratio: float = actstore.encode(torch.zeros(3), "int8").ratio
-    plan: actstore.Plan | None = store.plan
+    plan: actstore.Plan | Choice | None = store.plan
     return store.report() if plan is None and ratio and step(1) else ActivationStore(model, rules).report()
 """
 
@@ -158,10 +160,11 @@ def test_an_installed_package_offers_its_codec_and_its_tier(bare):
     assert "no codec is called 'bf16'" in bare.run(script, fails=True)
 
 
-WRONG = """from actstore import ActivationStore
+WRONG = """import actstore
+from actstore import ActivationStore
 store = ActivationStore()
 ActivationStore(min_bytes=[1])
-ActivationStore(policy="int8", when_full="maybe")
+actstore.Window(when_full="maybe")
 report: int = store.report()
 """
 

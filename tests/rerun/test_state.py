@@ -10,7 +10,7 @@ from torch import nn
 
 from actstore import ActivationStore, check_gradients
 from actstore.rerun.state import State
-from actstore.session.activation_store import is_active
+from actstore.session.entries import is_active
 from tests.check.planted import Chatty
 
 

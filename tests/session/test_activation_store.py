@@ -1,6 +1,7 @@
 """ActivationStore: what it accepts, what it refuses, and what it does when a tier is full."""
 
 import errno
+import importlib
 import os
 from pathlib import Path
 
@@ -11,19 +12,20 @@ from torch import nn
 import actstore
 from actstore import (
     ActivationStore,
-    CapacityError,
-    ChainError,
-    ConfigError,
+    Disk,
     Encode,
-    Int8,
+    Host,
     Keep,
     Offload,
-    PolicyError,
-    Raw,
+    PluginTier,
     Recompute,
     Rules,
-    UnknownCodecError,
-)
+    Trace,
+    Window,
+)  # fmt: skip
+from actstore.codecs import Int8, Raw
+from actstore.errors import CapacityError, ChainError, ConfigError, PolicyError, UnknownCodecError
+from actstore.session import former
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 
@@ -42,21 +44,28 @@ def step(store, n=100):
 
 # -- bad input: each error with its type, the thing, the numbers and the next step ------------------------------------
 
+CLAIMED = Trace()
+CLAIMED.claim()
 BAD_OPTIONS = {
-    "budget_word": ({"host_budget": "lots"}, ["host_budget='lots'", "does not parse", "'20GiB'"]),
-    "budget_unit": ({"disk_budget": "3 bananas"}, ["disk_budget='3 bananas'", "KiB"]),
-    "budget_negative": ({"host_budget": -1}, ["host_budget=-1", "negative"]),
-    "budget_bool": ({"host_budget": True}, ["host_budget=True", "not a number of bytes"]),
-    "budget_float": ({"disk_budget": 1.5}, ["disk_budget=1.5", "int or text"]),
-    "budget_signed_text": ({"host_budget": "-5GiB"}, ["'-5GiB'", "does not parse"]),
+    "no_list": ({"tiers": Host()}, ["tiers=Host(budget=None)", "must be a list"]),
+    "no_tier": ({"tiers": ["host"]}, ["unknown 'host'", "Host(...)"]),
+    "tier_twice": ({"tiers": [Host(), Host("1GiB")]}, ["'host' is given twice"]),
+    "window_twice": ({"tiers": [Window(), Window()]}, ["Window is given twice"]),
+    "no_list_of_observers": ({"observe": "trace"}, ["observe='trace'", "must be a list"]),
+    "no_observer": ({"observe": [Trace]}, ["observe: unknown", "Trace()"]),
+    "observer_twice": ({"observe": [Trace(), Trace()]}, ["Trace is given twice"]),
+    "trace_of_another": ({"observe": [CLAIMED]}, ["trace of another store"]),
     "min_bytes": ({"min_bytes": "small"}, ["min_bytes='small'"]),
     "missing_disk_path": (
-        {"policy": "raw @ disk", "disk_path": "/no/such/folder"},
-        ["disk_path='/no/such/folder'", "No such file", "existing folder"],
+        {"policy": "raw @ disk", "tiers": [Disk("/no/such/folder")]},
+        ["Disk(path='/no/such/folder')", "No such file", "existing folder"],
     ),
-    "disk_path_in_a_ladder": ({"policy": "int8 @ host > disk", "disk_path": "/no/such/folder"}, ["/no/such/folder"]),
+    "disk_path_in_a_ladder": (
+        {"policy": "int8 @ host > disk", "tiers": [Disk("/no/such/folder")]},
+        ["/no/such/folder"],
+    ),
     "model_is_no_module": ({"model": "int8"}, ["model='int8'", "torch.nn.Module", "policy="]),
-    "policy_is_nothing": ({"policy": 8}, ["policy=8", "neither text"]),
+    "policy_is_nothing": ({"policy": 8}, ["policy=8", "must be text"]),
     "policy_is_none": ({"policy": None}, ["policy=None"]),
     "patterns_without_a_model": (
         {"policy": "blocks.* : int8"},
@@ -74,6 +83,51 @@ def test_bad_options(name):
     assert isinstance(info.value, ValueError)
     for word in words:
         assert word in str(info.value)
+
+
+BAD_BUDGETS = {
+    "word": (lambda: Host("lots"), ["Host(budget)='lots'", "does not parse", "'20GiB'"]),
+    "unit": (lambda: Disk(budget="3 bananas"), ["Disk(budget)='3 bananas'", "KiB"]),
+    "negative": (lambda: Host(-1), ["Host(budget)=-1", "negative"]),
+    "bool": (lambda: Host(True), ["Host(budget)=True", "not a number of bytes"]),
+    "float": (lambda: Disk(budget=1.5), ["Disk(budget)=1.5", "int or text"]),
+    "signed_text": (lambda: PluginTier("shelf", "-5GiB"), ["'-5GiB'", "does not parse"]),
+    "window": (lambda: Window("wide"), ["Window(nbytes)='wide'", "does not parse"]),
+    "no_window": (lambda: Window(0), ["Window(nbytes=0)", "must be above 0"]),
+    "when_full": (lambda: Window(when_full="maybe"), ["when_full='maybe'", '"spill"']),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BUDGETS)
+def test_bad_values(name):
+    make, words = BAD_BUDGETS[name]
+    with pytest.raises(ConfigError) as info:
+        make()
+    for word in words:
+        assert word in str(info.value)
+
+
+@pytest.mark.parametrize("name", former.ARGUMENTS)
+def test_a_former_argument_is_answered_with_the_form_of_now(name):
+    with pytest.raises(ConfigError, match=f"^{name}=: ActivationStore has no such argument any more. Write ") as info:
+        ActivationStore(policy="int8", **{name: 1})
+    for form in str(info.value).partition("Write ")[2].split(" or "):
+        assert eval(f"dict({form})", vars(actstore))  # what is to be written is an argument
+
+
+def test_an_unknown_argument_is_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'poliky'"):
+        ActivationStore(poliky="int8")
+
+
+@pytest.mark.parametrize("name", former.NAMES)
+def test_a_former_name_is_answered_with_its_module(name):
+    with pytest.raises(AttributeError, match=f"has moved. Write: from (actstore.[a-z]+) import {name}") as info:
+        getattr(actstore, name)
+    module = str(info.value).split("from ")[1].split(" import")[0]
+    assert getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = actstore.Nothing
 
 
 BAD_POLICIES = {
@@ -108,14 +162,16 @@ def test_a_model_on_several_devices():
 def test_a_disk_path_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
-    with pytest.raises(ConfigError, match=r"disk_path='.*file' cannot hold the disk tier"):
-        ActivationStore(policy="raw @ disk", disk_path=path)
+    with pytest.raises(ConfigError, match=r"Disk\(path='.*file'\) cannot hold the disk tier"):
+        ActivationStore(policy="raw @ disk", tiers=[Disk(path)])
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write")
 def test_a_disk_path_that_cannot_be_written():
-    with pytest.raises(ConfigError, match=r"disk_path='/proc' cannot hold the disk tier.*that you may write") as info:
-        ActivationStore(policy="raw @ disk", disk_path="/proc")
+    with pytest.raises(
+        ConfigError, match=r"Disk\(path='/proc'\) cannot hold the disk tier.*that you may write"
+    ) as info:
+        ActivationStore(policy="raw @ disk", tiers=[Disk("/proc")])
     assert info.value.folder == "/proc"
 
 
@@ -125,15 +181,15 @@ def test_a_disk_path_without_permission(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match="Permission denied"):
-        ActivationStore(policy="raw @ disk", disk_path=tmp_path)
+        ActivationStore(policy="raw @ disk", tiers=[Disk(tmp_path)])
 
 
 def test_a_disk_path_is_not_asked_for_where_no_rule_needs_it():
-    ActivationStore(policy="raw @ host", disk_path="/no/such/folder")
+    ActivationStore(policy="raw @ host", tiers=[Disk("/no/such/folder")])
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):
-    store = ActivationStore(policy="raw @ disk", disk_path=tmp_path, min_bytes=0)
+    store = ActivationStore(policy="raw @ disk", tiers=[Disk(tmp_path)], min_bytes=0)
     x, y = step(store)
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.detach().cos() * y.detach())
@@ -208,13 +264,13 @@ def gradient_is_right(x, y):
 @pytest.mark.parametrize(
     ("tier", "budget", "stored"),
     [
-        ("host", {"host_budget": 500}, 400),
-        ("disk", {"disk_budget": 4095}, 0),  # not a page
-        ("disk", {"disk_budget": 4096}, 800),  # a page, which small payloads share
+        ("host", Host(500), 400),
+        ("disk", Disk(budget=4095), 0),  # not a page
+        ("disk", Disk(budget=4096), 800),  # a page, which small payloads share
     ],
 )
 def test_what_does_not_fit_is_kept(tier, budget, stored):
-    store = ActivationStore(policy=f"raw @ {tier}", min_bytes=0, **budget)
+    store = ActivationStore(policy=f"raw @ {tier}", min_bytes=0, tiers=[budget])
     x, y = step(store)
     report = store.report()
     assert (report.stored_bytes, report.saved_bytes) == (stored, 800)
@@ -224,7 +280,7 @@ def test_what_does_not_fit_is_kept(tier, budget, stored):
 
 
 def test_what_does_not_fit_goes_to_the_next_tier():
-    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, host_budget=500)
+    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, tiers=[Host(500)])
     x, y = step(store)
     tiers = {name: tier for place in store._store._places.values() for name, tier in place._open.items()}
     assert tiers["host"]._used_nbytes == 400
@@ -236,7 +292,7 @@ def test_what_does_not_fit_goes_to_the_next_tier():
 @pytest.mark.parametrize("grad", [True, False], ids=["at_the_save", "when_it_settles"])
 @pytest.mark.parametrize("tiers", ["host", "disk", "host > disk"])
 def test_strict_makes_it_an_error(tiers, grad):
-    store = ActivationStore(policy=f"raw @ {tiers}", min_bytes=0, host_budget=0, disk_budget=0, strict=True)
+    store = ActivationStore(policy=f"raw @ {tiers}", min_bytes=0, tiers=[Host(0), Disk(budget=0)], strict=True)
     x, c, kept = torch.randn(100, requires_grad=True), torch.randn(100), []
     message = r"while saving \(top\)\[0\].*no room for 400 B in .*strict=False"
     with pytest.raises(CapacityError, match=message) as info, store:
@@ -251,7 +307,7 @@ def test_strict_makes_it_an_error(tiers, grad):
 
 
 def test_a_budget_is_given_back_by_backward():
-    store = ActivationStore(policy="raw @ host", min_bytes=0, host_budget=800, strict=True)
+    store = ActivationStore(policy="raw @ host", min_bytes=0, tiers=[Host(800)], strict=True)
     for _ in range(3):
         x, y = step(store)
         assert gradient_is_right(x, y)
@@ -302,7 +358,7 @@ def test_a_tag_does_nothing_else():
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "a:b", "x@y", "f(x)", "a\n", "*"])
 def test_a_tag_is_a_word(name):
-    with pytest.raises(ConfigError, match="is not a word"):
+    with pytest.raises(ConfigError, match="must be one word"):
         actstore.tag(torch.zeros(1), name)
 
 

@@ -58,21 +58,22 @@ BYTES = {
         [{"kept_small": 9 * MIB}],
     ),
     "no room on disk": Case(
-        ROOM, "found no room in disk and were kept; raise disk_budget=1.0 MiB.", [{"kept_no_room": 9 * MIB}]
+        ROOM, "found no room in disk and were kept; raise Disk(budget=1.0 MiB).", [{"kept_no_room": 9 * MIB}]
     ),
     "no room on a full disk": Case(
         ROOM | {"disk_budget": None},
-        "found no room in disk and were kept; give disk_path= a folder with more space.",
+        "found no room in disk and were kept; give Disk(path) a folder with more space.",
         [{"disk_budget": MIB}],
     ),
     "no room in host memory": Case(
         ROOM | {"tiers": "host", "host_budget": MIB, "disk_budget": None, "lower": "host"},
-        "found no room in host and were kept; raise host_budget=1.0 MiB, or end the ladder with disk: `@ host > disk`.",
+        "found no room in host and were kept; raise Host(budget=1.0 MiB), or end the ladder with disk: "
+        "`@ host > disk`.",
         [{"disk_budget": 0}, {"chooser": "auto"}, {"lower": "disk"}],
     ),
     "no room in host memory of a CPU": Case(
         ROOM | {"tiers": "host", "host_budget": MIB, "disk_budget": None},
-        "found no room in host and were kept; raise host_budget=1.0 MiB, or end the ladder with disk: `@ disk`.",
+        "found no room in host and were kept; raise Host(budget=1.0 MiB), or end the ladder with disk: `@ disk`.",
         [{"lower": "host"}],
     ),
     "no room in a tier of another package": Case(
@@ -174,7 +175,7 @@ BYTES = {
     ),
     "kept by a plan": Case(
         RULE | {"chooser": "auto", "budget": 20 * MIB},
-        "were kept, because the plan for budget=20.0 MiB has room for them; a smaller budget= holds less.",
+        "were kept, because the plan for a budget of 20.0 MiB has room for them; a smaller budget holds less.",
         [{"measuring": True}, {"chooser": "bits"}, {"chooser": ""}],
     ),
     "kept under bits": Case(
@@ -221,19 +222,19 @@ BYTES = {
     ),
     "window": Case(
         FLYING | {"overrun_ms": 9.0},
-        "were on the device still when forward ended: window=32.0 MiB may be on its way to disk or stay for the begin "
-        "of backward; give a window= smaller than 50.0 MiB.",
+        "were on the device still when forward ended: Window(32.0 MiB) may be on its way to disk or stay for the begin "
+        "of backward; give a Window smaller than 50.0 MiB.",
         [{"overrun_ms": 11.0}, {"chooser": "auto"}],
     ),
     "window is full": Case(
         {"kept_window": HALF},
-        "stayed on the device because window=32.0 MiB was on its way, as when_full='keep' says; give a larger "
-        "window=, or when_full='wait'.",
+        "stayed on the device because Window(32.0 MiB) was on its way, as Window(when_full='keep') says; give a larger "
+        "Window, or when_full='wait'.",
         [{"kept_window": 9 * MIB}, {"bound": 9 * MIB}],
     ),
     "a third is full": Case(
         {"kept_window": HALF, "bound": 9 * MIB},
-        "stayed on the device because 9.0 MiB was on its way, as when_full='keep' says; give when_full='wait'.",
+        "stayed on the device because 9.0 MiB was on its way, as Window(when_full='keep') says; give when_full='wait'.",
         [{"bound": 32 * MIB}],
     ),
     "read at once": Case(
@@ -246,7 +247,7 @@ BYTES = {
     "peak of sampling": Case(
         PEAK | {"peak_work": "sampling", "peak_site": "5[0]", "peak_bytes": 20 * MIB},
         "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to measure errors at 5[0]: "
-        "this step was sampled, and others need less; sample_errors=0 leaves the measurement out.",
+        "this step was sampled, and others need less; SampleErrors(every=0) leaves the measurement out.",
         [
             {"peak_held_bytes": HALF},
             {"chooser": "auto"},
@@ -282,7 +283,7 @@ BYTES = {
     ),
     "peak of payloads": Case(
         PEAK | {"moved": True},
-        "more than at the end of forward were held at the peak of the step, by payloads on their way; give a window= "
+        "more than at the end of forward were held at the peak of the step, by payloads on their way; give a Window "
         "smaller than 32.0 MiB.",
         [{"moved": False}, {"peak_work": "sampling"}, {"chooser": "auto"}],
     ),
@@ -297,8 +298,8 @@ BYTES = {
 STALLS = {
     "room": Case(
         STALL | {"room_ms": 11.0, "misses": 5},
-        ", 11.0 ms of it for copies out, before others could begin: window=32.0 MiB may be on its way; give a larger "
-        "window=, or keep or recompute some layers.",
+        ", 11.0 ms of it for copies out, before others could begin: Window(32.0 MiB) may be on its way; give a larger "
+        "Window, or keep or recompute some layers.",
         [{"room_ms": 9.0}, {"stall_ms": 3.0}, {"bound": 9 * MIB}],
     ),
     "room, of a third": Case(
@@ -327,15 +328,15 @@ STALLS = {
     "the same order": Case(
         MISSES,
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
-        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger window=, or keep or "
+        "of the step before: fetches ahead take no more than Window(32.0 MiB); give a larger Window, or keep or "
         "recompute some layers.",
         [{"bound": 9 * MIB}, {"order": "forward"}, {"order": "backward"}, {"misses": 1}, {"chooser": "auto"}],
     ),
     "the same order, under a plan": Case(
         MISSES | {"chooser": "auto"},
         ": the fetches of 5 of 8 payloads had not begun when backward asked for them, although their order was that "
-        "of the step before: fetches ahead take no more than window=32.0 MiB; give a larger window=, or give a larger "
-        "budget=.",
+        "of the step before: fetches ahead take no more than Window(32.0 MiB); give a larger Window, or give a larger "
+        "budget.",
         [{"chooser": ""}],
     ),
     "late": Case(

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Encode, Offload
+from actstore import ActivationStore, Disk, Encode, Offload, SampleErrors, Window
 from actstore.base.ticket import Ticket
 from actstore.codecs import Expack, Raw
-from actstore.policy import Keep, Rules, parse_decision
-from actstore.session.arguments import may_be_lossy
+from actstore.policy import Keep, Rules, may_be_lossy, parse_decision
 from actstore.session.report import Report
 from tests.tiers.wrappers import Wrapper
 
@@ -86,8 +85,8 @@ def test_what_is_suggested_is_accepted_and_holds_less(policy: str) -> None:
             assert isinstance(store.policy, Rules)
             other = suggested(store.policy, rule)
             assert f"`{rule}`, with a loss" in text or may_be_lossy(other) == (not exact)
-            _, after = steps(Rules.parse(str(other)), window="64KiB", rows=8192, count=1)
-            _, before = steps(policy, window="64KiB", rows=8192, count=1)
+            _, after = steps(Rules.parse(str(other)), tiers=[Window("64KiB")], rows=8192, count=1)
+            _, before = steps(policy, tiers=[Window("64KiB")], rows=8192, count=1)
             assert after.held_bytes < before.held_bytes
             tried += 1
     if "keep" in policy or "derive" in policy or policy in ("0 : int8", "0 : raw", "0 : recompute"):
@@ -116,7 +115,7 @@ def test_what_lies_outside_of_recomputed_blocks() -> None:
     (text,) = [text for text in step(store, model).advice if "lie outside of them" in text]
     (rules,) = [rule for rule in CODE.findall(text) if "@blocks" in rule]
     assert f"write `{rules}` in its place" in text
-    after = ActivationStore(model, rules, min_bytes=0, window="64KiB")
+    after = ActivationStore(model, rules, min_bytes=0, tiers=[Window("64KiB")])
     assert not may_be_lossy(after.policy)
     held = step(after, model, 8192).held_bytes
     assert held < step(store, model, 8192).held_bytes
@@ -131,32 +130,32 @@ def test_host_memory_of_a_cpu() -> None:
 
 
 def test_a_tier_without_a_budget_is_not_suggested() -> None:
-    (text,) = steps("keep", disk_budget=0)[1].advice
+    (text,) = steps("keep", tiers=[Disk(budget=0)])[1].advice
     assert "write `* : expack` in its place" in text
     assert steps("expack")[1].held_bytes < steps("keep")[1].held_bytes
 
 
 def test_choosers_are_not_told_rules() -> None:
-    for policy, options in (("auto", {"budget": "16MiB"}), ("bits", {"max_noise": 0.1})):
+    for policy in ("auto(16MiB)", "bits(0.1)"):
         for count in (1, 2, 8):
-            for text in steps(policy, rows=2048, count=count, **options)[1].advice:
+            for text in steps(policy, rows=2048, count=count)[1].advice:
                 assert "int8" not in text
                 assert "rule" not in text
 
 
 def test_a_roomy_plan_is_told_of_its_budget() -> None:
-    store, report = steps("auto", rows=2048, count=8, budget="1GiB")
+    store, report = steps("auto(1GiB)", rows=2048, count=8)
     assert store.plan is not None
-    assert any("because the plan for budget=1.0 GiB has room for them" in text for text in report.advice)
+    assert any("because the plan for a budget of 1.0 GiB has room for them" in text for text in report.advice)
     _, report = steps(store.plan, rows=2048)
-    assert any("because the plan for budget=1.0 GiB has room for them" in text for text in report.advice)
+    assert any("because the plan for a budget of 1.0 GiB has room for them" in text for text in report.advice)
 
 
 def test_a_function_is_told_what_to_return() -> None:
     (text,) = steps(lambda site, spec: Keep())[1].advice
     assert "return Offload(Raw(), 'disk')" in text
     assert not any("Keep()" in text for text in steps(lambda site, spec: Offload(Raw(), "disk"))[1].advice)
-    (text,) = steps(lambda site, spec: Keep(), disk_budget=0)[1].advice
+    (text,) = steps(lambda site, spec: Keep(), tiers=[Disk(budget=0)])[1].advice
     assert "return Encode(Expack())" in text
     assert steps(lambda site, spec: Encode(Expack()))[1].advice == ()
 
@@ -215,7 +214,7 @@ def test_the_link_is_blamed_only_where_copies_went_on_after_forward() -> None:
 
 def test_copies_that_wait_until_forward_is_over() -> None:
     model = make_model()
-    store = ActivationStore(model, "raw @ disk", min_bytes=0, window="1GiB")
+    store = ActivationStore(model, "raw @ disk", min_bytes=0, tiers=[Window("1GiB")])
     place = store._store.place(CPU)
     place._open["disk"] = tier = Gated(place.tier("disk"))
     tier.gate = Gate()
@@ -280,7 +279,7 @@ def test_misses_blame_a_changed_order_only_where_it_changed(change: str, words: 
 def test_a_sampled_step_names_what_its_peak_comes_from() -> None:
     sampled = [text for text in steps("int8", rows=2048, count=1)[1].advice if "at the peak of the step" in text]
     assert all("to measure errors" in text for text in sampled)
-    for count, options in ((2, {}), (1, {"sample_errors": 0})):
+    for count, options in ((2, {}), (1, {"observe": [SampleErrors(every=0)]})):
         _, report = steps("int8", rows=2048, count=count, **options)
         assert not any("at the peak of the step" in text for text in report.advice)
 

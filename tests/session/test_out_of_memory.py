@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, CapacityError
+from actstore import ActivationStore, Auto, Disk, Window
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes, parse_nbytes
+from actstore.errors import CapacityError
 from actstore.policy import Keep, Rules
 from actstore.session import out_of_memory
 
@@ -91,7 +92,7 @@ def test_an_error_about_memory_says_who_holds_what_and_what_to_try(name):
     assert first == f"actstore: held {size} of {size} that this forward saved, {size} at its peak"
     assert second.startswith("  most is held by blocks.2.1 4.0 MiB (keep), blocks.0.1 2.0 MiB (keep), ")
     assert second.count("iB (keep)") == 3
-    assert third.startswith('  try next: the policy "@blocks : recompute", or the policy "auto" with budget="')
+    assert third.startswith('  try next: the policy "@blocks : recompute", or the policy "auto(')
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -114,7 +115,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_it_tells_to_try_is_exact_runs_and_holds_less(policy, tmp_path):
     model = Model()
-    store = ActivationStore(model, policy, min_bytes=0, disk_path=tmp_path, window="256KiB")
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("256KiB")])
     (note,) = notes(failed(store, model, MemoryError()))
     held = store.report().peak_held_bytes
     texts = re.findall(r'the policy "([^"]+)"', note)
@@ -122,11 +123,10 @@ def test_what_it_tells_to_try_is_exact_runs_and_holds_less(policy, tmp_path):
     assert ("a smaller batch" in note) == (not texts)
     model.last.error = None
     for text in texts:
-        if text == "auto":
-            budget = re.search(r'budget="([^"]+)"', note)[1]
-            ActivationStore(model, "auto", budget=budget).close()
+        if text.startswith("auto"):
+            ActivationStore(model, text).close()
         else:
-            store = ActivationStore(model, text, min_bytes=0, disk_path=tmp_path, window="256KiB")
+            store = ActivationStore(model, text, min_bytes=0, tiers=[Disk(tmp_path), Window("256KiB")])
             given = torch.ones(ROWS, 8)
             plain = torch.autograd.grad(model(given).sum(), list(model.parameters()))
             with store:
@@ -138,11 +138,11 @@ def test_what_it_tells_to_try_is_exact_runs_and_holds_less(policy, tmp_path):
 
 def test_a_budget_gives_way_to_a_smaller_one():
     model = Model()
-    store = ActivationStore(model, "auto", budget="1GiB", min_bytes=0)
+    store = ActivationStore(model, Auto("1GiB"), min_bytes=0)
     with pytest.warns(RuntimeWarning, match="memory ran out"):
         error = failed(store, model, MemoryError())
     (note,) = [note for note in notes(error) if note.startswith(out_of_memory.MARK)]
-    budget = re.search(r'try next: budget="(.+)", or a smaller batch', note)
+    budget = re.search(r'try next: the policy "auto\((.+)\)", or a smaller batch', note)
     assert 0 < parse_nbytes(budget[1]) < store.report().peak_held_bytes
 
 

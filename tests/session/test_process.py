@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
+from actstore.base.units import format_nbytes
+from actstore.rerun.optimizers import live_optimizers
 from actstore.session import process
 from actstore.session.process import ProcessMemory
 
@@ -34,15 +36,40 @@ def test_the_parts_add_up_to_what_is_resident(model: nn.Module) -> None:
     assert found is not None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert (found.weights_bytes, found.gradients_bytes) == (weights, weights)
-    assert found.other_bytes > 2 * weights  # the optimizer among them
-    parts = (found.activations_bytes, found.freed_bytes, found.other_bytes, 2 * weights)
+    steps = 4 * len(list(model.parameters()))  # AdamW counts them in a float32 for each parameter
+    assert found.optimizer_bytes == 2 * weights + steps
+    assert f", optimizer {format_nbytes(found.optimizer_bytes)}, " in str(found)
+    parts = (found.activations_bytes, found.optimizer_bytes, found.freed_bytes, found.other_bytes, 2 * weights)
     assert found.resident_bytes == sum(parts)
     assert found.peak_bytes >= found.resident_bytes > 100 * MIB
     assert found.allocator in ("pages", "threshold", "system") or " (" in found.allocator
 
 
+def test_optimizers_are_searched_for_where_weights_change(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr(process, "live_optimizers", lambda: searches.append(1) or live_optimizers())
+    optimizers = process.Optimizers(model)
+    for _ in range(20):
+        assert optimizers.find() == []
+    assert not searches  # no weight has changed
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    for _ in range(20):
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        assert optimizers.find() == []
+    assert len(searches) == 5  # after 1, 2, 4, 8 and 16 changes
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(20):
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        found = optimizers.find()
+    assert found == [optimizer]
+    assert stranger not in found
+    assert len(searches) == 6
+
+
 def test_activations_are_those_that_are_held_now(model: nn.Module) -> None:
-    store = ActivationStore(model, "int8", min_bytes=0, sample_errors=0)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=0)])
     with store:
         loss = model(torch.randn(256, 512)).square().mean()
     held = store.report().process

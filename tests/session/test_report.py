@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, Report, SiteReport
+from actstore import ActivationStore, Disk, Report
+from actstore.results import SiteReport
 
 
 def small_model():
@@ -35,7 +36,7 @@ def test_before_the_first_step_there_is_nothing():
 
 
 def test_figures_of_a_known_model():
-    store, loss = reported("0 : raw; 1 : raw @ disk; * : keep", disk_path=None)
+    store, loss = reported("0 : raw; 1 : raw @ disk; * : keep", tiers=[Disk(None)])
     report = store.report()
     sites = {site.site: site for site in report.sites}
     wide, narrow = 32 * 64 * 4, 32 * 8 * 4
@@ -155,7 +156,7 @@ def test_advice_says_that_something_else_holds_what_was_stored():
     [
         ("raw @ host", {}, "here is the compute device's own"),
         ("raw @ disk", {"min_bytes": "1MiB"}, "below min_bytes=1.0 MiB"),
-        ("raw @ disk", {"disk_budget": 0}, "found no room in disk"),
+        ("raw @ disk", {"tiers": [Disk(budget=0)]}, "found no room in disk"),
         ("0 : raw", {}, "which holds where no other rule matches"),
     ],
 )

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from actstore import Disk, Host
 from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw, Zmask
 from actstore.devices import Cpu
@@ -39,7 +40,7 @@ def make(disk_folder):
     made = []
 
     def make(**options):
-        made.append(Store(StoreOptions(disk_path=disk_folder, **options)))
+        made.append(Store(StoreOptions(**{"tiers": {"disk": Disk(disk_folder)}} | options)))
         return made[-1]
 
     yield make
@@ -168,8 +169,8 @@ def test_several_threads_read_one_entry(make):
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_ladder_goes_down(make):
-    store = make(host_budget_nbytes=4000, disk_budget_nbytes=8192)
+def test_the_ladder_goes_down(make, disk_folder):
+    store = make(tiers={"host": Host(4000), "disk": Disk(disk_folder, 8192)})
     tensor = torch.randn(1000)
     entries = [put(store, tensor, "host", "disk") for _ in range(4)]
     assert [tier_of(entry) for entry in entries] == ["host", "disk", "disk", None]
@@ -180,8 +181,8 @@ def test_the_ladder_goes_down(make):
     assert tier_of(put(store, tensor, "host", "disk")) == "host"
 
 
-def test_strict(make):
-    store = make(host_budget_nbytes=10, disk_budget_nbytes=10, strict=True)
+def test_strict(make, disk_folder):
+    store = make(tiers={"host": Host(10), "disk": Disk(disk_folder, 10)}, strict=True)
     with pytest.raises(CapacityError, match=r"no room for 3.9 KiB in host > disk; raise the budget") as caught:
         put(store, torch.randn(1000), "host", "disk")
     assert (caught.value.nbytes, caught.value.tiers) == (4000, ("host", "disk"))
@@ -222,7 +223,7 @@ def test_what_cannot_be_written_stays_on_the_device(make, fault):
     store = make()
     wrap(store, "disk", lambda tier: Faulty(tier, fault))
     tensor = torch.randn(1000)
-    with pytest.warns(RuntimeWarning, match=r"could not leave the device.*memory is not saved.*disk_path="):
+    with pytest.warns(RuntimeWarning, match=r"could not leave the device.*memory is not saved.*Disk\(path\)"):
         entry = put_in_vain(store, tensor, saved=4000)
     assert totals(store) == (4000, 4000, 4000, 0)
     for _ in range(2):

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 
+from actstore import Disk, Host
 from actstore.base.spec import Site
 from actstore.codecs import AtMost, Codec, Expack, Int8, Intpack, Zmask, Zstd
 from actstore.errors import CapacityError
@@ -64,7 +65,7 @@ def source(kept, value=7):
 
 @pytest.fixture
 def store(disk_folder):
-    store = Store(StoreOptions(disk_path=disk_folder, host_budget_nbytes=3000, disk_budget_nbytes=8192))
+    store = Store(StoreOptions({"disk": Disk(disk_folder, 8192), "host": Host(3000)}))
     yield store
     store.close()
     assert [(a.held, a.away) for a in store.ledger.accounts() if a.held or a.away] == []
@@ -114,7 +115,7 @@ def test_the_ladder_is_asked_for_what_there_is(store):
 def test_no_room_leaves_nothing(store):
     first = put(store, source(2500), "host")
     assert put(store, source(2500), "host", site=1) is None
-    strict = Store(StoreOptions(host_budget_nbytes=100, strict=True))
+    strict = Store(StoreOptions({"host": Host(100)}, strict=True))
     with pytest.raises(CapacityError, match=r"no room for .* in host"):
         put(strict, source(2500), "host")
     assert [(a.saved, a.stored, a.held) for a in strict.ledger.accounts()] == [(0, 0, 0)]
@@ -153,7 +154,7 @@ def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, d
     random = Random(seed)
     kept = [random.randrange(NUMEL) for _ in range(6)]
     with simulation(seed) as device:
-        store, entries = Store(StoreOptions(disk_path=disk_folder)), []
+        store, entries = Store(StoreOptions({"disk": Disk(disk_folder)})), []
 
         def fetch(i):
             out = torch.empty(NUMEL, dtype=torch.uint8)
@@ -198,7 +199,7 @@ def test_a_payload_may_be_moved_while_another_thread_reads_it(monkeypatch, disk_
     install(monkeypatch)
     for seed in range(60):
         with simulation(seed) as device:
-            store = Store(StoreOptions(disk_path=disk_folder, host_budget_nbytes=8192))
+            store = Store(StoreOptions({"disk": Disk(disk_folder), "host": Host(8192)}))
             src = source(3000)
             device.compute(writes=[src], what="forward")
             entries = [put(store, src, "host", "device", site=i) for i in range(4)]
@@ -233,7 +234,7 @@ def test_a_payload_may_be_moved_while_another_thread_reads_it(monkeypatch, disk_
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("codec", [Expack(), Intpack(), Zmask(), Zstd()], ids=lambda codec: codec.name)
 def test_what_has_no_elements_has_no_length_to_wait_for(disk_folder, codec, tier, verify):
-    store = Store(StoreOptions(disk_path=disk_folder, verify=verify))
+    store = Store(StoreOptions({"disk": Disk(disk_folder)}, verify=verify))
     tensor = torch.empty(0, 3, dtype=torch.int64 if codec.name == "intpack" else torch.float32)
     entry = put(store, tensor, tier, codec=codec)
     store.get(entry, torch.empty_like(tensor))
@@ -246,7 +247,7 @@ def test_what_has_no_elements_on_a_device(monkeypatch, disk_folder, tier):
     install(monkeypatch)
     for seed in range(5):
         with simulation(seed) as device:
-            store = Store(StoreOptions(disk_path=disk_folder))
+            store = Store(StoreOptions({"disk": Disk(disk_folder)}))
             entry = put(store, torch.empty(0), tier, codec=Expack())
             device.finish()
             device.scheduler.host_may_wait = True

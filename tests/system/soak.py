@@ -25,7 +25,7 @@ from time import perf_counter, sleep
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore, encode
+from actstore import ActivationStore, Disk, Host, Window, encode
 from actstore.base.layout import layout_of
 from actstore.devices import cpu_memory
 
@@ -92,7 +92,7 @@ class Soak:
         self.models = [Model(64), Model(96)]
         self.stores = [
             [
-                ActivationStore(model, policy, min_bytes=0, disk_path=folder, window="1MiB", host_budget="48KiB")
+                ActivationStore(model, policy, min_bytes=0, tiers=[Host("48KiB"), Disk(folder), Window("1MiB")])
                 for policy in POLICIES
             ]
             for model in self.models
@@ -290,7 +290,7 @@ def threads(soak: Soak, model: Model, store: ActivationStore) -> None:
 
 def new_store(soak: Soak, model: Model, store: ActivationStore) -> None:
     """A store for one step, which is closed, or just forgotten, with or without its graph."""
-    short = ActivationStore(model, soak.random.choice(POLICIES), min_bytes=0, disk_path=soak.folder)
+    short = ActivationStore(model, soak.random.choice(POLICIES), min_bytes=0, tiers=[Disk(soak.folder)])
     with short:
         loss = model(soak.batch())[0].sum()
     ways = soak.random.randrange(3)

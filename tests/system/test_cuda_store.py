@@ -7,7 +7,7 @@ import torch
 from torch.nn import GELU, LayerNorm, Linear, Module, ModuleList, Sequential
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Window
 
 pytestmark = pytest.mark.gpu
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
@@ -88,7 +88,7 @@ def step(job, store=None):
 @pytest.mark.parametrize("stream", ["default", "side"])
 def test_lossless_is_bit_equal_for_several_steps(job, policy, stream, tmp_path):
     expected = step(job)
-    store = ActivationStore(job[0], policy, min_bytes=0, disk_path=tmp_path)
+    store = ActivationStore(job[0], policy, min_bytes=0, tiers=[Disk(tmp_path)])
     side = torch.cuda.Stream() if stream == "side" else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -103,7 +103,7 @@ def test_lossless_is_bit_equal_for_several_steps(job, policy, stream, tmp_path):
 @pytest.mark.parametrize("policy", LOSSY)
 def test_lossy_is_near_and_repeats(job, policy, tmp_path):
     expected = step(job)
-    store = ActivationStore(job[0], policy, min_bytes=0, disk_path=tmp_path)
+    store = ActivationStore(job[0], policy, min_bytes=0, tiers=[Disk(tmp_path)])
     first, second = step(job, store), step(job, store)
     assert torch.equal(first[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -118,7 +118,7 @@ def test_lossy_is_near_and_repeats(job, policy, tmp_path):
 )
 def test_the_allocator_sees_what_the_report_says(job, policy, most):
     model, x, y = job
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB")
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Window("1MiB")])
     step(job, store)
     torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)

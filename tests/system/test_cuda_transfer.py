@@ -15,7 +15,7 @@ import torch
 from torch.nn import LayerNorm, Linear, Module, ModuleList, ReLU, Sequential
 from torch.nn.functional import mse_loss
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Verify, Window
 from actstore.devices import Accelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")]
@@ -152,7 +152,7 @@ def test_verified_bytes_through_a_small_window(model, policy, when_full, tmp_pat
     if "int8" not in policy:
         assert same(wanted, step(model, data))
     store = ActivationStore(
-        model, policy, min_bytes=0, window="1MiB", when_full=when_full, verify=True, disk_path=tmp_path
+        model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB", when_full=when_full)], observe=[Verify()]
     )
     for _ in range(4):
         assert same(step(model, data, store), wanted)
@@ -172,7 +172,7 @@ def test_any_pace_of_host_device_and_link(model, policy, window, pace, tmp_path,
         run = torch.cuda.synchronize if pace == "behind" else lambda: torch.cuda._sleep(CYCLES)
         for block in model.blocks:
             block.pace = run
-    store = ActivationStore(model, policy, min_bytes=0, window=window, disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window(window)])
     for _ in range(4):
         assert same(step(model, data, store), wanted)
     store.close()
@@ -184,7 +184,7 @@ def test_blocks_on_several_streams(policy, tmp_path, monkeypatch):
     model, data = OnStreams().cuda(), batch()
     wanted = expected(model, data, policy)
     late_copies(monkeypatch)
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB")])
     for _ in range(4):
         found = step(model, data, store)
         torch.cuda.synchronize()
@@ -194,7 +194,7 @@ def test_blocks_on_several_streams(policy, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_other_shapes_in_every_step(model, policy, tmp_path):
-    store = ActivationStore(model, policy, min_bytes=0, window="4MiB", verify=True, disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("4MiB")], observe=[Verify()])
     for seed, tokens in enumerate((512, 130, 1000, 7, 513, 512, 64, 900)):
         data = batch(seed, tokens)
         assert same(step(model, data, store), expected(model, data, policy))
@@ -209,7 +209,9 @@ def test_bytes_past_host_memory(model, policy, own_stream, cudart, tmp_path):
     pytest.importorskip("kvikio")
     data = batch()
     wanted = expected(model, data, policy)
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", verify=True, disk_path=tmp_path, gpu_direct=True)
+    store = ActivationStore(
+        model, policy, min_bytes=0, tiers=[Disk(tmp_path, gpu_direct=True), Window("1MiB")], observe=[Verify()]
+    )
     stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
     stream.wait_stream(torch.cuda.default_stream())
     with torch.cuda.stream(stream):
@@ -233,7 +235,7 @@ def test_errors_of_kvikio_leave_payloads_on_the_device(model, tmp_path, monkeypa
     wanted = expected(model, data, "raw @ disk")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        store = ActivationStore(model, "raw @ disk", min_bytes=0, disk_path=tmp_path, gpu_direct=True)
+        store = ActivationStore(model, "raw @ disk", min_bytes=0, tiers=[Disk(tmp_path, gpu_direct=True)])
         assert same(step(model, data, store), wanted)
     assert any("cuFile error: 5030" in str(warning.message) for warning in told)
     store.close()
@@ -246,7 +248,7 @@ def test_errors_of_kvikio_leave_payloads_on_the_device(model, tmp_path, monkeypa
 def test_a_graph_that_is_used_twice(model, policy, tmp_path):
     data = batch()
     wanted = expected(model, data, policy)
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", verify=True, disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB")], observe=[Verify()])
     for _ in range(3):
         model.zero_grad(set_to_none=True)
         with store:
@@ -265,7 +267,7 @@ def test_a_graph_that_is_used_twice(model, policy, tmp_path):
 def test_exceptions_in_forward_and_outputs_that_nobody_uses(model, policy, tmp_path):
     data = batch()
     wanted = expected(model, data, policy)
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB")])
 
     def fail():
         raise KeyError("in forward")
@@ -289,7 +291,8 @@ def test_two_models_whose_passes_interleave(policy, tmp_path):
     models, data = [Net().to(DEVICE) for _ in range(2)], batch()
     wanted = [expected(model, data, policy) for model in models]
     stores = [
-        ActivationStore(model, policy, min_bytes=0, window="1MiB", verify=True, disk_path=tmp_path) for model in models
+        ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB")], observe=[Verify()])
+        for model in models
     ]
     for turn in range(4):
         losses = []
@@ -309,7 +312,7 @@ def test_two_threads_with_a_stream_each(tmp_path):
     torch.manual_seed(2)
     models, data = [Net().cuda() for _ in range(2)], batch()
     wanted = [step(model, data) for model in models]
-    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, window="1MiB", disk_path=tmp_path)
+    store = ActivationStore(policy="raw @ host > disk", min_bytes=0, tiers=[Disk(tmp_path), Window("1MiB")])
 
     def train(model):
         stream = torch.cuda.Stream()
@@ -343,7 +346,7 @@ def no_sync():
 @pytest.mark.parametrize("policy", HOST_POLICIES)
 def test_forward_makes_no_call_that_waits(model, policy, when_full, no_sync):
     data = batch()
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", when_full=when_full)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Window("1MiB", when_full=when_full)])
     step(model, data, store)  # compiles kernels, pins memory
     no_sync()
     with store:
@@ -359,7 +362,7 @@ def test_forward_makes_no_call_that_waits(model, policy, when_full, no_sync):
 def test_forward_returns_while_the_device_has_not_begun(model, policy, when_full):
     data = batch()
     wanted = expected(model, data, policy)
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB", when_full=when_full)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Window("1MiB", when_full=when_full)])
     for _ in range(2):
         step(model, data, store)
     torch.cuda.synchronize()
@@ -414,7 +417,7 @@ def test_all_memory_comes_back(model, policy, cudart, tmp_path):
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    store = ActivationStore(model, policy, min_bytes=0, window="2MiB", disk_path=tmp_path)
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("2MiB")])
     for _ in range(3):
         step(model, data, store)
     with store:
@@ -454,7 +457,7 @@ def test_refused_pinned_memory_is_a_warning_and_nothing_more(model, policy, cuda
     data = batch()
     wanted = expected(model, data, policy)
     cudart.refuses = True
-    store = ActivationStore(model, policy, min_bytes=0, window="1MiB")
+    store = ActivationStore(model, policy, min_bytes=0, tiers=[Window("1MiB")])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -492,7 +495,7 @@ torch.manual_seed(0)
 model = Sequential(*(layer for _ in range(4) for layer in (Linear(512, 512), ReLU()))).cuda()
 x = torch.randn(1024, 512, device="cuda")
 for window in ("3MiB", "64MiB"):
-    store = ActivationStore(model, POLICY, min_bytes=0, window=window)
+    store = ActivationStore(model, POLICY, min_bytes=0, tiers=[Window(window)])
     for _ in range(4):
         with store:
             loss = model(x).square().mean()

@@ -19,7 +19,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the disk tier's folder", RuntimeWarning)
 import torch
 from torch import nn
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Window
 from tests.autograd.checks import check_drained, check_same, train_step
 
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 8))
 batch = (torch.randn(4096, 64),)
 wanted = train_step(model, batch)
-store = ActivationStore(model, "raw @ disk", min_bytes=0, disk_path=sys.argv[1], window=sys.argv[2])
+store = ActivationStore(model, "raw @ disk", min_bytes=0, tiers=[Disk(sys.argv[1]), Window(sys.argv[2])])
 
 def forward():
     with store:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Host, Window
 from actstore.devices import Cpu
 from actstore.errors import CapacityError, ConfigError, PayloadError, StateError, TransferError
 from actstore.tiers.staging import Ring
@@ -68,8 +68,9 @@ def make(disk_folder: Path) -> Iterator[Callable[..., ActivationStore]]:
     """Stores that must be empty, and usable, at the end."""
     made = []
 
-    def make(model, policy=RAW, **options):
-        made.append((model, ActivationStore(model, policy, min_bytes=0, disk_path=disk_folder, **options)))
+    def make(model, policy=RAW, tiers=(), disk_budget=None, **options):
+        tiers = [Disk(disk_folder, disk_budget), *tiers]
+        made.append((model, ActivationStore(model, policy, min_bytes=0, tiers=tiers, **options)))
         return made[-1][1]
 
     before = set(threading.enumerate())
@@ -167,7 +168,7 @@ def test_a_full_disk_at_the_end_of_a_ladder(make, monkeypatch):
     model, batch = build()
     wanted = train_step(model, batch)
     monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, errno.ENOSPC))
-    store = make(model, "raw @ host > disk", host_budget="2MiB")
+    store = make(model, "raw @ host > disk", tiers=[Host("2MiB")])
     check_same(train_step(model, batch, store), wanted)
     assert "kept: no room in host > disk" in notes(store)
 
@@ -177,7 +178,7 @@ def test_a_full_disk_at_the_end_of_a_ladder(make, monkeypatch):
 def test_budgets_of_nothing_and_smaller_than_the_tensors(make, policy, budget):
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, policy, host_budget=budget, disk_budget=budget)
+    store = make(model, policy, tiers=[Host(budget)], disk_budget=budget)
     for _ in range(3):
         check_same(train_step(model, batch, store), wanted)
     assert f"kept: no room in {policy.removeprefix('raw @ ')}" in notes(store)
@@ -188,7 +189,7 @@ def test_budgets_of_nothing_and_smaller_than_the_tensors(make, policy, budget):
 def test_a_window_smaller_than_a_tensor(make, policy, when_full):
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, policy, window=1, when_full=when_full)
+    store = make(model, policy, tiers=[Window(1, when_full=when_full)])
     for _ in range(3):
         check_same(train_step(model, batch, store), wanted)
 
@@ -213,7 +214,7 @@ def test_a_folder_that_vanishes(make, disk_folder):
     loss.backward()
     check_same([parameter.grad for parameter in model.parameters()], list(wanted.grads.values()))
     check_same(train_step(model, batch, store), wanted)  # the file needs no name
-    with pytest.raises(ConfigError, match=r"disk_path=.* cannot hold the disk tier: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"Disk\(path=.*\) cannot hold the disk tier: No such file or directory"):
         make(model)
     disk_folder.mkdir()
 
@@ -224,7 +225,7 @@ def test_a_folder_that_vanishes(make, disk_folder):
 def test_writes_that_fail_in_the_middle_of_training(make, monkeypatch, code, window, after):
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, window=window)
+    store = make(model, tiers=[Window(window)])
     check_same(train_step(model, batch, store), wanted)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", failing(os.pwritev, code, after))
@@ -232,7 +233,7 @@ def test_writes_that_fail_in_the_middle_of_training(make, monkeypatch, code, win
             train_several(model, batch, store, wanted)
         assert len(told) == 1
         assert os.strerror(code) in str(told[0].message)
-        assert "disk_path=" in str(told[0].message)
+        assert "Disk(path)" in str(told[0].message)
         with store:
             loss = model(*batch).square().mean()
         await_writes(store)
@@ -248,7 +249,7 @@ def test_a_part_that_fails_while_another_is_written(make, monkeypatch):
     wanted = train_step(model, batch)
     nbytes = ROWS * WIDTH * 4
     monkeypatch.setattr(Ring, "chunk_nbytes", nbytes // 2)
-    store = make(model, window=nbytes)
+    store = make(model, tiers=[Window(nbytes)])
     check_same(train_step(model, batch, store), wanted)
     failed, write = threading.Event(), os.pwritev
 
@@ -271,7 +272,7 @@ def test_a_failed_write_where_warnings_are_errors(make, monkeypatch, window):
     """The warning is then an exception in the middle of forward or of backward: nothing is lost by it."""
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, window=window)
+    store = make(model, tiers=[Window(window)])
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO))
         with warnings.catch_warnings():
@@ -329,7 +330,7 @@ def test_bytes_that_cannot_be_read(make, monkeypatch, kind, policy):
     """Backward says which site, which tensor and which tier; a graph that was retained can be run again."""
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, policy, window="1MiB")  # the first payloads have left before backward
+    store = make(model, policy, tiers=[Window("1MiB")])  # the first payloads have left before backward
     model.zero_grad()
     with store:
         loss = model(*batch).square().mean()
@@ -352,7 +353,7 @@ def test_a_fault_that_passes_before_anybody_asks(make, monkeypatch, kind):
     """What was fetched ahead in vain is fetched again when it is asked for."""
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, window="1MiB")
+    store = make(model, tiers=[Window("1MiB")])
     train_step(model, batch, store)
     point = point_of(model)
     with monkeypatch.context() as patch:
@@ -385,7 +386,7 @@ def test_a_worker_that_dies_in_a_write(make, monkeypatch, error):
 def test_a_worker_that_dies_in_a_read(make, monkeypatch, error):
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, window="1MiB")
+    store = make(model, tiers=[Window("1MiB")])
 
     def die(*_):
         raise error("died")
@@ -406,7 +407,7 @@ def test_a_worker_that_dies_in_a_read(make, monkeypatch, error):
 def test_an_exception_in_the_middle(make, policy, error, where):
     model, batch = build()
     wanted = train_step(model, batch)
-    store = make(model, policy, host_budget="2MiB")
+    store = make(model, policy, tiers=[Host("2MiB")])
     point = point_of(model)
 
     def throw():
@@ -428,7 +429,7 @@ def test_an_exception_in_the_middle(make, policy, error, where):
 @pytest.mark.parametrize("policy", ["raw @ disk", "zmask(expack) @ disk", "raw @ host > disk"])
 def test_another_shape_in_every_step(make, policy):
     model, _ = build()
-    store = make(model, policy, window="2MiB", host_budget="2MiB", disk_budget="6MiB")
+    store = make(model, policy, tiers=[Host("2MiB"), Window("2MiB")], disk_budget="6MiB")
     for rows in torch.randint(1, ROWS, (10,), generator=torch.Generator().manual_seed(1)).tolist():
         batch = (torch.randn(rows, WIDTH),)
         check_same(train_step(model, batch, store), train_step(model, batch))
@@ -462,7 +463,7 @@ def test_threads_on_one_store(make, monkeypatch, fails):
     model, _ = build()
     batches = [torch.randn(ROWS // 2, WIDTH) for _ in range(3)]
     parameters = list(model.parameters())
-    store = make(model, window="1MiB")
+    store = make(model, tiers=[Window("1MiB")])
 
     def grads(batch):
         return torch.autograd.grad(model(batch).square().mean(), parameters)
@@ -489,7 +490,7 @@ def test_a_read_that_fails_under_several_threads(make, monkeypatch):
     """All who wait for it are told, and who comes later gets the bytes."""
     model, batch = build()
     parameters = list(model.parameters())
-    store = make(model, window="1MiB")
+    store = make(model, tiers=[Window("1MiB")])
     with store:
         loss = model(*batch).square().mean()
     wanted = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -548,7 +549,7 @@ def test_close_with_writes_under_way(make, monkeypatch):
 
 def test_close_while_another_thread_waits_for_the_disk(make, monkeypatch):
     model, batch = build()
-    store = make(model, window="1MiB")
+    store = make(model, tiers=[Window("1MiB")])
     with store:
         loss = model(*batch).square().mean()
     with gated(monkeypatch, "preadv") as gate, ThreadPoolExecutor(2) as pool:
@@ -569,7 +570,7 @@ def test_a_store_that_is_forgotten_with_writes_under_way(disk_folder, monkeypatc
     wanted = train_step(model, batch)
     before = set(threading.enumerate())
     with gated(monkeypatch, "pwritev") as gate:
-        store = ActivationStore(model, RAW, min_bytes=0, disk_path=disk_folder)
+        store = ActivationStore(model, RAW, min_bytes=0, tiers=[Disk(disk_folder)])
         with store:
             loss = model(*batch).square().mean()
         assert gate.inside.wait(120)

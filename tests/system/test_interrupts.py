@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from actstore import ActivationStore, StateError
+from actstore import ActivationStore, Disk, SampleErrors
 from actstore.autograd import tracker as modules
 from actstore.base.reaper import Last
-from actstore.session.activation_store import is_active
+from actstore.errors import StateError
+from actstore.session.entries import is_active
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Moments, in_package
 
@@ -63,7 +64,7 @@ def test_an_interrupt_at_some_moments_of_a_step(tmp_path: Path, policy: str) -> 
     wanted = train_step(model, batch)
 
     def step(at: int | None) -> Moments:
-        store = ActivationStore(model, policy, min_bytes=0, disk_path=tmp_path)
+        store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path)])
         check_same(train_step(model, batch, store), wanted)
         try:
             with Moments(in_step, at) as moments:
@@ -135,13 +136,12 @@ def test_an_interrupt_at_each_moment_of_a_first_forward(policy: str) -> None:
         forward(at)
 
 
-@pytest.mark.parametrize("policy", ["keep", "raw @ host", "int8", "* : recompute", "auto", "bits"])
+@pytest.mark.parametrize("policy", ["keep", "raw @ host", "int8", "* : recompute", "auto(64KiB)", "bits(0)"])
 def test_an_interrupt_at_each_moment_of_entering_and_leaving(policy: str) -> None:
     """What was entered is left: no later tensor goes through hooks that nobody knows of."""
     model, batch = build()
-    chooses = {"auto": {"budget": "64KiB"}, "bits": {"max_noise": 0}}.get(policy, {})
-    wanted = train_step(model, batch, ActivationStore(model, "keep" if chooses else policy, min_bytes=0))
-    store = ActivationStore(model, policy, min_bytes=0, sample_errors=1, **chooses)
+    wanted = train_step(model, batch, ActivationStore(model, "keep" if "(" in policy else policy, min_bytes=0))
+    store = ActivationStore(model, policy, min_bytes=0, observe=[SampleErrors(every=1)])
 
     def around(at: int | None) -> Moments:
         with Moments(in_step, at) as moments, store:
@@ -170,7 +170,7 @@ def test_an_interrupt_at_each_moment_of_entering_and_leaving(policy: str) -> Non
 def test_an_interrupt_while_a_graph_dies(tmp_path: Path, policy: str, unraised: list[str]) -> None:
     """The death of what waits runs no Python code that an interrupt could end: there is no such moment."""
     model, batch = build()
-    with ActivationStore(model, policy, min_bytes=0, disk_path=tmp_path) as store:
+    with ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path)]) as store:
         loss = model(*batch).square().mean()
     assert store.report().live_bytes > 0
     with Moments(in_package) as moments:

@@ -304,7 +304,7 @@ def test_a_refusal_falls_back_to_pageable_memory_with_one_warning(device):
     assert arena.pinned
     kept = arena.take(4 * PAGE)
     device.refuses = True
-    with pytest.warns(RuntimeWarning, match=r"refused 16.0 KiB of pinned memory; pageable.*ulimit -l.*host_budget="):
+    with pytest.warns(RuntimeWarning, match=r"refused 16.0 KiB of pinned memory; pageable.*ulimit -l.*Host\(budget\)"):
         taken = arena.take(100)
     assert not arena.pinned
     taken.memory.fill_(1)

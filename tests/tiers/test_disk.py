@@ -439,7 +439,7 @@ def test_a_copy_that_fails(disk_folder, apart):
 def test_a_missing_folder(tmp_path):
     missing = tmp_path / "missing"
     with pytest.raises(
-        ConfigError, match=r"missing' cannot hold the disk tier: No such file.*folder that you may"
+        ConfigError, match=r"missing'\) cannot hold the disk tier: No such file.*folder that you may"
     ) as e:
         DiskTier(missing, CPU)
     assert e.value.folder == str(missing)
@@ -461,7 +461,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, code, text):
 def test_a_folder_in_memory():
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no tmpfs here")
-    with pytest.warns(RuntimeWarning, match=r"'/dev/shm' lies in memory \(tmpfs\).*disk_path="):
+    with pytest.warns(RuntimeWarning, match=r"'/dev/shm' lies in memory \(tmpfs\).*Disk\(path\)"):
         tier = DiskTier("/dev/shm", CPU)
     slot = store(tier, pattern(5000, 1))
     assert torch.equal(load(tier, slot), pattern(5000, 1))
@@ -520,7 +520,7 @@ def test_the_last_bytes_below_a_limit_of_the_system_can_be_had(tier):
 def test_another_failure_to_reserve_is_an_error_that_takes_nothing(tier, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail_with(errno.EIO))
-        with pytest.raises(TransferError, match=r"reserving .* failed: .*Input/output error.*disk_path=") as caught:
+        with pytest.raises(TransferError, match=r"reserving .* failed: .*Input/output error.*Disk\(path\)") as caught:
             tier.reserve(100)
     assert caught.value.errno == errno.EIO
     slot = tier.reserve(100)
@@ -550,7 +550,7 @@ def test_a_failed_write_is_told_at_each_read_and_not_before(disk_folder, device,
     errors = []
     for act in (ticket.result, lambda: load(tier, slot), lambda: load(tier, slot)):
         with pytest.raises(
-            TransferError, match=r"^writing 8.0 KiB to the disk tier failed after 0 bytes: .*disk_path="
+            TransferError, match=r"^writing 8.0 KiB to the disk tier failed after 0 bytes: .*Disk\(path\)"
         ) as e:
             act()
         assert e.value.errno == code
@@ -586,7 +586,7 @@ def test_a_failed_read(tier, monkeypatch):
     slot = store(tier, pattern(5000, 1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail_with(errno.EIO))
-        with pytest.raises(TransferError, match=r"reading 4.9 KiB .* failed after 0 bytes.*disk_path=") as caught:
+        with pytest.raises(TransferError, match=r"reading 4.9 KiB .* failed after 0 bytes.*Disk\(path\)") as caught:
             load(tier, slot)
     assert caught.value.errno == errno.EIO
     assert torch.equal(load(tier, slot), pattern(5000, 1))
@@ -599,7 +599,7 @@ def test_altered_bytes(disk_folder, device):
     fd = other_way(fd_of(slot))
     os.pwrite(fd, b"\0\1\2", slot.place.start + 4500)
     os.close(fd)
-    with pytest.raises(PayloadError, match=r"5000 bytes .*another checksum.*disk_path="):
+    with pytest.raises(PayloadError, match=r"5000 bytes .*another checksum.*Disk\(path\)"):
         load(tier, slot)
     tier.free(slot)
     tier.close()

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Window
 from actstore.base.checksum import checksum
 from actstore.devices import Cpu
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
@@ -124,7 +124,9 @@ def test_gradients_are_those_of_plain_autograd_and_all_is_ordered(disk_folder, k
     for seed in range(3):
         with simulation(seed) as device, TraceOperators(device):
             device.scheduler.host_may_wait = True
-            store = ActivationStore(model, policy, min_bytes=0, window=2 * PAGE, disk_path=disk_folder, gpu_direct=True)
+            store = ActivationStore(
+                model, policy, min_bytes=0, tiers=[Disk(disk_folder, gpu_direct=True), Window(2 * PAGE)]
+            )
             for _ in range(3):
                 check_same(train_step(model, batch, store), wanted)
             check_drained(store)
@@ -169,7 +171,7 @@ def test_errors_of_kvikio(tier, kvikio):
 def test_altered_and_missing_bytes(tier, kvikio):
     slot, fd = store(tier, pattern(5000, 1)), kvikio.CuFile.files[0].fd
     os.pwrite(fd, b"\0\1\2", slot.place.start + 4500)
-    with pytest.raises(PayloadError, match=r"5000 bytes came back .* another checksum .*disk_path="):
+    with pytest.raises(PayloadError, match=r"5000 bytes came back .* another checksum .*Disk\(path\)"):
         load(tier, slot)
     os.ftruncate(fd, 3000)
     with pytest.raises(PayloadError, match="ends after 3000 of 5000 bytes"):
@@ -184,7 +186,7 @@ def test_a_store_whose_disk_fails_keeps_its_payloads_on_the_device(disk_folder, 
     kvikio.CuFile.fault = RuntimeError("cuFile error: 5030")
     with simulation(1) as device, TraceOperators(device):
         device.scheduler.host_may_wait = True
-        store = ActivationStore(model, "raw @ disk", min_bytes=0, disk_path=disk_folder, gpu_direct=True)
+        store = ActivationStore(model, "raw @ disk", min_bytes=0, tiers=[Disk(disk_folder, gpu_direct=True)])
         with pytest.warns(RuntimeWarning, match="cuFile error: 5030"):
             check_same(train_step(model, batch, store), wanted)
         check_drained(store)
@@ -268,13 +270,13 @@ def test_on_a_cpu(disk_folder):
         DiskTier(disk_folder, Cpu(torch.device("cpu")), gpu_direct=True)
     model, _ = build("mlp")
     with pytest.raises(ConfigError, match=r"the compute device is cpu"):
-        ActivationStore(model, "raw @ disk", disk_path=disk_folder, gpu_direct=True)
-    ActivationStore(model, "int8", gpu_direct=True).close()
+        ActivationStore(model, "raw @ disk", tiers=[Disk(disk_folder, gpu_direct=True)])
+    ActivationStore(model, "int8", tiers=[Disk(gpu_direct=True)]).close()
 
 
 @pytest.mark.usefixtures("kvikio")
 def test_without_a_model_the_device_is_seen_at_the_first_payload(disk_folder):
-    store = ActivationStore(policy="raw @ disk", min_bytes=0, disk_path=disk_folder, gpu_direct=True)
+    store = ActivationStore(policy="raw @ disk", min_bytes=0, tiers=[Disk(disk_folder, gpu_direct=True)])
     x = torch.randn(100, requires_grad=True)
     with pytest.raises(ConfigError, match="the compute device is cpu"), store:
         x.exp().sin()
@@ -286,7 +288,7 @@ def test_a_file_that_kvikio_cannot_open(disk_folder, device, kvikio, monkeypatch
         raise RuntimeError("Unable to open file.")
 
     monkeypatch.setattr(kvikio, "CuFile", refuse)
-    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.; give disk_path="):
+    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.; give Disk\(path\)"):
         DiskTier(disk_folder, device, gpu_direct=True)
 
 

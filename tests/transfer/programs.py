@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 
+from actstore import Disk, Host, Window
 from actstore.base.spec import Site, Spec
 from actstore.codecs import AtMost, Codec, Raw
 from actstore.store.payload import Entry, Forward
@@ -134,13 +135,15 @@ class Program:
         self.engines: list[engine.Engine] = []
         device.refuse_pinned = random.random() < 0.05
         settings = {
-            "host_budget_nbytes": random.choice((None, None, None, 8 * PAGE, 3 * PAGE)),
-            "disk_budget_nbytes": random.choice((None, None, 5 * PAGE)),
-            "window_nbytes": random.choice((PAGE, 2 * PAGE, 4 * PAGE, 16 * PAGE)),
+            "host": random.choice((None, None, None, 8 * PAGE, 3 * PAGE)),
+            "disk": random.choice((None, None, 5 * PAGE)),
+            "window": random.choice((PAGE, 2 * PAGE, 4 * PAGE, 16 * PAGE)),
             "when_full": random.choice(("wait", "wait", "keep", "spill")),
             "verify": random.random() < 0.15,
-        }
-        self.store = Store(StoreOptions(disk_path=folder, **settings | (options.store or {})))
+        } | (options.store or {})
+        tiers = {"host": Host(settings["host"]), "disk": Disk(folder, settings["disk"])}
+        window = Window(settings["window"], settings["when_full"])
+        self.store = Store(StoreOptions(tiers, window, verify=settings["verify"]))
 
     def run(self) -> None:
         device, random = self.device, self.random

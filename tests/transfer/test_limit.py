@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actstore import Disk, Window
 from actstore.base.spec import Site
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
@@ -45,7 +46,7 @@ def test_payloads_wait_for_room(
     moved = max((nbytes for place, nbytes in layers if place != "keep"), default=0)
     with simulation(seed) as device:
         device.scheduler.host_may_wait = True
-        store = Store(StoreOptions(disk_path=disk_folder, window_nbytes=8 * PAGE, when_full=when_full))
+        store = Store(StoreOptions({"disk": Disk(disk_folder)}, Window(8 * PAGE, when_full)))
         store.ledger.limit = kept + moved + spare
         for _ in range(2):  # the second step knows what backward asks for first, and leaves it on the device
             store.start()
@@ -90,7 +91,7 @@ def test_without_a_limit_more_is_on_its_way(disk_folder: Path) -> None:
     """The test above can fail."""
     with simulation(0) as device:
         device.scheduler.host_may_wait = True
-        store = Store(StoreOptions(disk_path=disk_folder, window_nbytes=16 * PAGE))
+        store = Store(StoreOptions({"disk": Disk(disk_folder)}, Window(16 * PAGE)))
         store.start()
         step(device, store, [("host", 3 * PAGE)] * 4)
         assert store.ledger.peak > 3 * PAGE

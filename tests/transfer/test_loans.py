@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Window
 from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw
 from actstore.devices import Cpu
@@ -49,7 +49,7 @@ class World:
     """A store with a few payloads, and the tensors that were borrowed from it."""
 
     def __init__(self, count, readers=1, codec=None):
-        self.store = Store(StoreOptions(window_nbytes=16 * 4096))
+        self.store = Store(StoreOptions(window=Window(16 * 4096)))
         self.originals = [torch.randn(NUMEL) for _ in range(count)]
         self.entries = []
         forward = self.store.begin(CPU)

@@ -20,9 +20,9 @@ from actstore.transfer.window import Window
 from tests.simulation import SimDevice, here
 from tests.transfer.programs import PAGE, Options, check, small_memory
 
-ROOMY = {"host_budget_nbytes": None, "disk_budget_nbytes": None, "when_full": "wait"}
+ROOMY = {"host": None, "disk": None, "when_full": "wait"}
 HOST = Options(ladder=("host",), store=ROOMY)
-AHEAD = Options(ladder=("host",), lanes=3, store=ROOMY | {"window_nbytes": 16 * PAGE})
+AHEAD = Options(ladder=("host",), lanes=3, store=ROOMY | {"window": 16 * PAGE})
 DROPPED = Options(ladder=("host",), lanes=3, steps=3, unread=0.4, store=ROOMY)
 DISK = Options(ladder=("disk",), lanes=2, unread=0.6, store=ROOMY)
 UNORDERED = "nothing orders the"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore
+from actstore import ActivationStore, Disk, Window
 from actstore.base.spec import Site
 from actstore.transfer import engine, quota, timekeeper
 from actstore.transfer.quota import LEAST_NBYTES, SHARE
@@ -94,7 +94,7 @@ def test_fifty_steps_of_a_model_on_a_disk(windows, monkeypatch, disk_folder):
     layers, rows, width = 24, 2048, 64
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
     window = (layers + 1) * rows * width * 4 // windows
-    store = ActivationStore(model, "raw @ disk", disk_path=disk_folder, window=window, min_bytes=0)
+    store = ActivationStore(model, "raw @ disk", tiers=[Disk(disk_folder), Window(window)], min_bytes=0)
     x = torch.randn(rows, width)
     for number in range(50):
         with store:

@@ -23,6 +23,7 @@ less than 5 %.
 import pytest
 import torch
 
+from actstore import Window
 from actstore.codecs import Raw
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
@@ -47,7 +48,7 @@ class Training:
         self.device = device
         self.layers = layers
         device.links["out"].gbps = device.links["in"].gbps = NBYTES / copy_ns
-        self.store = Store(StoreOptions(window_nbytes=window * NBYTES))
+        self.store = Store(StoreOptions(window=Window(window * NBYTES)))
         self.store.open(CPU, "host")
         self.source, self.target = (torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2))
         self.stalls = []

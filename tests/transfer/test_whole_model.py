@@ -9,21 +9,22 @@ import torch._dynamo  # else the first operator under a mode imports it, which l
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from actstore import ActivationStore, PolicyError
+from actstore import ActivationStore, Disk, Host, Verify, Window
+from actstore.errors import PolicyError
 from tests.autograd import random_models
 from tests.autograd.checks import Step, check_drained, check_same, train_step
 from tests.autograd.models import build
-from tests.autograd.random_training import WAYS, policies, train
+from tests.autograd.random_training import WAYS, arguments_of, policies, train
 from tests.simulation import TraceOperators, simulation
 from tests.transfer.programs import PAGE, small_memory
 
 SETTINGS = {
-    "host": {"policy": "raw @ host"},
-    "a small window": {"policy": "raw @ host", "window": PAGE},
-    "a small budget": {"policy": "raw @ host", "host_budget": 4 * PAGE, "when_full": "keep"},
-    "late lengths": {"policy": "expack @ host"},
-    "host > disk": {"policy": "raw @ host > disk", "host_budget": 2 * PAGE, "window": 2 * PAGE},
-    "verify": {"policy": "raw @ host", "verify": True},
+    "host": ("raw @ host", [], []),
+    "a small window": ("raw @ host", [Window(PAGE)], []),
+    "a small budget": ("raw @ host", [Host(4 * PAGE), Window(when_full="keep")], []),
+    "late lengths": ("expack @ host", [], []),
+    "host > disk": ("raw @ host > disk", [Host(2 * PAGE), Window(2 * PAGE)], []),
+    "verify": ("raw @ host", [], [Verify()]),
 }
 
 
@@ -32,13 +33,14 @@ def small(monkeypatch):
     small_memory(monkeypatch)
 
 
-def steps(name, seed, settings):
+def steps(name, seed, disk_folder, settings):
     """Three steps under a store, on the device of a seed; what autograd finds alone, as often."""
     model, batch = build(name)
     wanted = train_step(model, batch)
     with simulation(seed) as device, TraceOperators(device):
-        device.scheduler.host_may_wait = "disk" in settings["policy"]
-        store = ActivationStore(model, min_bytes=0, **settings)
+        policy, tiers, observe = settings
+        device.scheduler.host_may_wait = "disk" in policy
+        store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(disk_folder), *tiers], observe=observe)
         for _ in range(3):
             check_same(train_step(model, batch, store), wanted)
         device.scheduler.host_may_wait = True
@@ -51,7 +53,7 @@ def steps(name, seed, settings):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 def test_gradients_are_those_of_plain_autograd(name, settings, seed, disk_folder):
-    steps(name, seed, SETTINGS[settings] | {"disk_path": disk_folder})
+    steps(name, seed, disk_folder, SETTINGS[settings])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -59,7 +61,7 @@ def test_two_graphs_at_once(seed):
     model, batch = build("transformer")
     wanted = train_step(model, batch)
     with simulation(seed) as device, TraceOperators(device):
-        store = ActivationStore(model, "raw @ host", min_bytes=0, window=2 * PAGE)
+        store = ActivationStore(model, "raw @ host", min_bytes=0, tiers=[Window(2 * PAGE)])
         losses = []
         for _ in range(2):
             torch.manual_seed(1)
@@ -114,7 +116,7 @@ def test_random_models(
     with simulation(seed) as device, TraceOperators(device):
         device.scheduler.host_may_wait = "disk" in policy or "verify" in options
         try:
-            store = ActivationStore(model, policy, disk_path=disk_folder, **options)
+            store = ActivationStore(model, policy, **arguments_of(options, disk_folder))
         except PolicyError:
             reject()
         check_same(train(model, store, way, torch.float32, autocast), wanted)

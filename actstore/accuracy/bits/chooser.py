@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -22,11 +21,10 @@ from actstore.accuracy.influence.effect import GradientEffect
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.base.ledger import Ledger
 from actstore.base.spec import Site
-from actstore.base.units import format_nbytes, parse_budget
+from actstore.base.units import format_nbytes
 from actstore.codecs import Codec, Int8
 from actstore.errors import CapacityError, StateError
-from actstore.plan.wish import check_noise
-from actstore.policy import Encode, Policy, parse_decision
+from actstore.policy import Bits, Encode, Policy, parse_decision
 from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
@@ -41,27 +39,7 @@ MOST_IN_ATTENTION = 0.01  # squared relative error, about that of 4 bits: what e
 ATTENTION = "Attention"  # exponentially with them, and with the logits as training goes on. In the names of nodes
 
 
-@dataclass(frozen=True)
-class Grant:
-    """What a choice may cost: variance of the gradients, as a fraction of that from batch to batch, or bytes."""
-
-    max_noise: float | None
-    nbytes: int | None
-
-    @classmethod
-    def read(cls, budget: int | str | None, max_noise: float | None) -> Grant:
-        """From what users write.
-
-        Raises
-        ------
-        ConfigError : the budget does not parse, or `max_noise` is no such fraction
-        """
-        if max_noise is not None:
-            check_noise(max_noise)
-        return cls(max_noise, None if budget is None else parse_budget(budget, "budget"))
-
-
-class Chooser:
+class BitsController:
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
     It measures in pairs of steps. In the first every payload is taken through each candidate, and what errors of some
@@ -70,16 +48,19 @@ class Chooser:
 
     Attributes
     ----------
-    choice : what runs; its variance is that of each weight's gradient by the square of its norm, averaged over
+    plan : the choice that runs; its variance is that of each weight's gradient by the square of its norm, averaged over
         elements. None until it is known
     noise : the same from batch to batch
     """
 
-    def __init__(self, ledger: Ledger, grant: Grant, pairs: Pairs) -> None:
-        self.choice: Choice | None = None
+    name = "bits"
+    gauge = None
+
+    def __init__(self, ledger: Ledger, limits: Bits, pairs: Pairs) -> None:
+        self.plan: Choice | None = None
         self.noise = 0.0
         self._ledger = ledger
-        self._grant = grant
+        self._limits = limits
         self._pairs = pairs
         self._codecs: dict[Site, Codec] = {}  # of the choice
         self._ordinary: Policy = lambda _site, _spec: Encode(BASE)
@@ -111,8 +92,12 @@ class Chooser:
         """The step begins."""
 
     def end_forward(self, _error: BaseException | None) -> None:
-        """Forward has ended."""
+        """End the forward."""
         self._trials = None
+
+    def tightened(self, _error: BaseException) -> bool:
+        """Return False: no choice needs less in a step that has begun."""
+        return False
 
     def close(self) -> None:
         """The store is closed."""
@@ -138,7 +123,7 @@ class Chooser:
 
     def _has_grown(self) -> Generator[Policy, None, bool]:
         """Whether errors do much more than was predicted. It takes a pair of steps to see that."""
-        choice = self.choice
+        choice = self.plan
         if choice is None or not self._codecs or not self.noise:
             return False
         effect = yield from self._look(lambda: self._ordinary)
@@ -156,7 +141,7 @@ class Chooser:
         try:
             return (yield from self._pairs.look(first, self._ordinary, levels))
         except StateError as error:
-            if self.choice is None:
+            if self.plan is None:
                 raise
             warnings.warn(f"{error}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
             return None
@@ -186,7 +171,7 @@ class Chooser:
 
     def _choose(self, payloads: list[Payload], noise: float) -> None:
         """Choose from what is known now."""
-        budget, max_noise = self._grant.nbytes, self._grant.max_noise
+        budget, max_noise = self._limits.budget_nbytes, self._limits.max_noise
         try:
             if max_noise is not None:
                 choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=GAP)
@@ -199,15 +184,15 @@ class Chooser:
         except CapacityError as refusal:
             least = others + int(refusal.facts["least"])
             why = (
-                f"budget={format_nbytes(budget or 0)} is too small: {format_nbytes(others)} are held beside what "
+                f"Bits(budget={format_nbytes(budget or 0)}) is too small: {format_nbytes(others)} are held beside what "
                 f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
-                '"auto", which recomputes'
+                "Auto, which recomputes"
             )
-            if self.choice is None:
+            if self.plan is None:
                 raise CapacityError(why, least=least, limit=budget) from None
             warnings.warn(f"{why}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
             return
-        self.choice, self.noise, self._ordinary = choice, noise, choice.policy
+        self.plan, self.noise, self._ordinary = choice, noise, choice.policy
         decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}
         self._codecs = {site: decision.codec for site, decision in decisions.items() if isinstance(decision, Encode)}
         log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)

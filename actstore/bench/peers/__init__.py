@@ -24,7 +24,7 @@ def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
         from actstore.bench.peers import ours
 
         if row.share:
-            return ours.Auto(job, row.share)
+            return ours.Planned(job, row.share)
         if row.compiled:
             return ours.CompiledBlocks(job, row.policy, disk_path, row.compiled)
         return ours.Ours(job, row.policy, disk_path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from actstore import ActivationStore, CapacityError
+from actstore import ActivationStore, Auto, Disk
 from actstore.base.units import format_nbytes
 from actstore.bench.peers.base import NotApplicable, Wrap
 from actstore.bench.peers.census import Census
 from actstore.bench.workloads.job import Job
+from actstore.errors import CapacityError
 
 SETTLED_STEPS = 6  # with a plan, before it is timed: time to notice that it is wrong
 
@@ -18,7 +19,7 @@ class Ours(Wrap):
 
     def __init__(self, job: Job, policy: str, disk_path: str | None) -> None:
         super().__init__(job)
-        self.store = ActivationStore(job.model, policy, disk_path=disk_path, min_bytes=job.min_bytes)
+        self.store = ActivationStore(job.model, policy, tiers=[Disk(disk_path)], min_bytes=job.min_bytes)
 
     def forward(self, *batch: Tensor) -> Tensor:
         with self.store:
@@ -32,7 +33,7 @@ class Ours(Wrap):
         self.store.close()
 
 
-class Auto(Wrap):
+class Planned(Wrap):
     """ActivationStore with a plan, under a share of what plain autograd holds, which its first step counts."""
 
     def __init__(self, job: Job, share: float) -> None:
@@ -47,7 +48,7 @@ class Auto(Wrap):
             with census.plain():
                 loss = self.job.loss(*batch)
             budget = int(self.share * census.saved_bytes)
-            self.store = ActivationStore(self.job.model, "auto", budget=budget, min_bytes=self.job.min_bytes)
+            self.store = ActivationStore(self.job.model, Auto(budget), min_bytes=self.job.min_bytes)
             return loss
         self._planned_steps += self.store.plan is not None
         self.settled = self._planned_steps >= SETTLED_STEPS

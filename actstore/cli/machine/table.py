@@ -95,7 +95,7 @@ def _disk(found: Disk) -> list[Row]:
     rows: list[Row] = [("folder", found.folder)]
     if found.error:
         return rows
-    memory = ": memory, not a disk; give disk_path= another folder" if found.in_memory else ""
+    memory = ": memory, not a disk; give Disk(path) another folder" if found.in_memory else ""
     rows += [
         ("file system", f"{found.file_system or 'unknown'}{memory}"),
         ("free", format_nbytes(found.free_bytes or 0)),

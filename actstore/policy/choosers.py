@@ -1,0 +1,152 @@
+"""Values for policies that choose by themselves: `Auto` and `Bits`, and their text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from actstore.base.units import parse_budget
+from actstore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The policy that measures the first steps, then runs the fastest decisions that fit into a budget.
+
+    All decisions have exact gradients, unless `max_noise` is above 0. Host memory is used as far as the budget of
+    `Host` goes, a disk only where `Disk` is given with a budget. As text: ``"auto(20GiB, max_noise=0.1)"``.
+
+    Parameters
+    ----------
+    budget : most bytes of activations on the compute device (`Report.peak_held_bytes`), as an int or text such as
+        ``"20GiB"``; with ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
+    max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
+        batch to batch; 0.1 costs what a batch that is a tenth smaller costs. Above 0, lossy codecs are among the
+        decisions
+
+    Raises
+    ------
+    ConfigError : the budget does not parse, or `max_noise` is negative or not finite
+    """
+
+    budget: int | str
+    max_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_noise(self.max_noise, "Auto(max_noise)")
+        _ = self.budget_nbytes
+
+    def __str__(self) -> str:
+        noise = f", max_noise={self.max_noise:g}" if self.max_noise else ""
+        return f"auto({self.budget}{noise})"
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The budget of this process."""
+        return parse_budget(self.budget, "Auto(budget)")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The policy that chooses a codec for each site, by what its errors do to the gradients of the weights.
+
+    The first two steps measure with 8 bits, and later pairs of steps with what was chosen. As text:
+    ``"bits(max_noise=0.1)"`` or ``"bits(budget=4GiB)"``.
+
+    Parameters
+    ----------
+    max_noise : the variance that payloads may add to the gradients, as of `Auto`: the codecs with the fewest bytes that
+        stay below
+    budget : most bytes that are held when forward ends, as an int or text: the codecs that disturb the gradients least
+
+    Raises
+    ------
+    ConfigError : not exactly one of the two is given, the budget does not parse, or `max_noise` is negative or not
+        finite
+    """
+
+    max_noise: float | None = None
+    budget: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.max_noise is None):
+            raise ConfigError(
+                f"Bits(max_noise={self.max_noise!r}, budget={self.budget!r}): exactly one must be given. Write "
+                'Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least'
+            )
+        if self.max_noise is not None:
+            check_noise(self.max_noise, "Bits(max_noise)")
+        _ = self.budget_nbytes
+
+    def __str__(self) -> str:
+        return f"bits(max_noise={self.max_noise:g})" if self.max_noise is not None else f"bits(budget={self.budget})"
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """The budget of this process; None where noise is the limit."""
+        return None if self.budget is None else parse_budget(self.budget, "Bits(budget)")
+
+
+_TEXT = re.compile(r"\s*(auto|bits)\s*(?:\(([^()]*)\))?\s*", re.DOTALL)
+_FIRST = {"auto": "budget", "bits": "max_noise"}  # the argument that needs no name
+
+
+def parse_chooser(text: str) -> Auto | Bits | None:
+    """Read ``"auto(20GiB)"``, ``"auto(20GiB, max_noise=0.1)"``, ``"bits(0.1)"`` or ``"bits(budget=4GiB)"``.
+
+    Returns
+    -------
+    Auto, Bits or None : None for any other policy text
+
+    Raises
+    ------
+    ConfigError : an argument is missing, unknown, given twice, or does not parse
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        return None
+    name, inside = found.groups()
+    arguments: dict[str, Any] = {}
+    for number, part in enumerate(part.strip() for part in (inside or "").split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            key, value = _FIRST[name] if number == 0 else "", key
+        if not value:
+            continue
+        if key not in ("budget", "max_noise") or key in arguments:
+            raise ConfigError(f"policy={text!r}: {part!r} is unknown or given twice. {_usage(name)}")
+        arguments[key] = _number(value) if key == "max_noise" else value
+    if name == "auto" and "budget" not in arguments:
+        raise ConfigError(f"policy={text!r}: a budget must be given. {_usage(name)}")
+    if name == "bits" and not arguments:
+        raise ConfigError(f"policy={text!r}: a limit must be given. {_usage(name)}")
+    return Auto(**arguments) if name == "auto" else Bits(**arguments)
+
+
+def _usage(name: str) -> str:
+    if name == "auto":
+        return 'Write Auto("20GiB"), or "auto(20GiB)"; max_noise=0.1 lets it use lossy codecs'
+    return 'Write Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least'
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # refused by its name
+
+
+def check_noise(max_noise: float, name: str = "max_noise") -> None:
+    """Check a fraction of the noise of gradients from batch to batch.
+
+    Raises
+    ------
+    ConfigError : it is not a number from 0 on
+    """
+    if type(max_noise) not in (int, float) or not 0 <= max_noise < inf:
+        raise ConfigError(
+            f"{name}={max_noise!r}: must be a fraction of the gradients' noise from batch to batch. Give 0 for exact "
+            "gradients, or a number such as 0.1"
+        )

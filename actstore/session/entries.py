@@ -1,0 +1,98 @@
+"""Entries of stores on this thread, and what needs the innermost one."""
+
+from __future__ import annotations
+
+from threading import local
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from actstore.autograd import tracker as modules
+from actstore.autograd.hooks import Scope
+from actstore.base.checkpoints import innermost_pack
+from actstore.errors import ConfigError, StateError
+from actstore.recompute import counting
+from actstore.recompute.replay import Calls
+
+if TYPE_CHECKING:
+    from actstore.session.step_policy import StepPolicy
+
+_thread = local()  # .entries: those of all stores on this thread, the innermost last
+
+
+class Entry:
+    """One entry of one store on one thread.
+
+    Attributes
+    ----------
+    owner : the store
+    scope : the state of its hooks
+    calls : recomputed calls
+    pack : its pack hook
+    before : the tracker that was active before
+    """
+
+    __slots__ = ("before", "calls", "owner", "pack", "scope")
+
+    def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
+        self.owner = owner
+        self.scope = scope
+        self.calls = Calls()
+        self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
+        self.before = modules.current()
+
+
+def entries() -> list[Entry]:
+    """Return the entries of this thread, the innermost last."""
+    found: list[Entry] | None = getattr(_thread, "entries", None)
+    if found is None:
+        found = _thread.entries = []
+    return found
+
+
+def innermost_of(owner: object) -> Entry | None:
+    """Return the innermost entry of this thread, if it is one of `owner`."""
+    found = entries()
+    return found[-1] if found and found[-1].owner is owner else None
+
+
+def is_active() -> bool:
+    """Return whether a store is entered on this thread."""
+    return bool(entries())
+
+
+def tag(tensor: Tensor, name: str) -> Tensor:
+    """Name a tensor, so that a rule can address it: ``"blocks.*/qkv : int8 @ host"``. Returns the tensor itself.
+
+    The name holds for all views of the tensor's storage that operators save afterwards, in the innermost active store;
+    without one this does nothing. An operator that saves its own output (exp, relu, softmax, attention) has done so
+    before its output can be named.
+
+    Raises
+    ------
+    ConfigError : the name is not one word
+    """
+    if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
+        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'")
+    found = entries()
+    if found:
+        found[-1].scope.tag(tensor, name)
+    return tensor
+
+
+def refuse_checkpointed_region() -> None:
+    """Refuse to enter a store inside a checkpointed region, where it would save everything that the checkpoint drops.
+
+    Raises
+    ------
+    StateError : a checkpointed region or a backward runs on this thread
+    """
+    pack = innermost_pack()
+    inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", counting.__name__)
+    if inside or torch._C._current_graph_task_id() != -1:
+        where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
+        raise StateError(
+            f"a store was entered inside {where}: it would save what the checkpoint is to recompute. Enter the store "
+            "outside, around the checkpointed forward; it then stores the inputs of the regions."
+        )

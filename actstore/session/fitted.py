@@ -1,0 +1,99 @@
+"""A policy fitted to a model: the modules that it wraps, and the place of each module in reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.nn import Module
+
+from actstore.autograd.tracker import Place
+from actstore.base.ledger import Ledger
+from actstore.errors import PolicyError
+from actstore.model.blocks import repeated_blocks
+from actstore.model.names import named_modules
+from actstore.policy import Keep, Policy, Recompute, Rules
+from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.wrapped import Wrapped
+from actstore.session.entries import innermost_of
+
+GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
+
+
+class Fitted:
+    """A policy on a model.
+
+    Attributes
+    ----------
+    policy : as a value
+    wrapped : modules that are recomputed
+    places : of each module, where its tensors are accounted for
+    top : the place of what is saved outside of all modules
+
+    Parameters
+    ----------
+    owner : the store whose entries count
+    double : warns of checkpoints of the model's own
+
+    Raises
+    ------
+    PolicyError : the policy does not fit the model
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: Module | None,
+        owner: object,
+        ledger: Ledger,
+        double: DoubleCheckpoints,
+        min_nbytes: int,
+    ) -> None:
+        self.policy = policy
+        self._ledger = ledger
+        self._min_nbytes = min_nbytes
+        self.wrapped = _wrap(policy, model, owner, double)
+        self.places: dict[Module, Place] = {}
+        self.top = self._place("")
+
+    def name_modules(self, named: list[tuple[str, Module]]) -> None:
+        """Look at the model's modules again: users replace them between steps."""
+        by_name = {place.name: place for place in self.places.values()}
+        places = {}
+        for name, module in named:
+            place = self.places.get(module)
+            if place is None or place.name != name:
+                place = by_name.get(name)
+                if place is None:
+                    place = by_name[name] = self._place(name)
+            places[module] = place
+        self.places = places
+
+    def _place(self, name: str) -> Place:
+        policy, keep_below = self.policy, self._min_nbytes
+        if not isinstance(policy, Rules):
+            return Place(name, self._ledger, None, keep_below, watched=False)
+        decision = policy.decide(name)
+        if isinstance(decision, Keep) and not policy.names_tags:
+            keep_below = max(keep_below, GROUPED_NBYTES)
+        watched = policy.pattern_of(name) != "*" or isinstance(decision, Recompute)
+        return Place(name, self._ledger, decision, keep_below, watched=watched)
+
+
+def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[Wrapped]:
+    if not isinstance(policy, Rules):
+        return []
+    if model is None:
+        if policy.recomputes or any(not pattern.startswith("*/") for pattern, _ in policy.rules):
+            raise PolicyError(
+                f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
+                "write ActivationStore(model, policy)"
+            )
+        return []
+    named = dict(named_modules(model))
+    policy.check(named)
+    roots = policy.recompute_roots(list(named), repeated_blocks(model) if policy.recomputes else [])
+    alike = Counter(roots.values())
+    return [
+        Wrapped(name, named[name], decision, lambda: innermost_of(owner), double, alike[decision])
+        for name, decision in roots.items()
+    ]

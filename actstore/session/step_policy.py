@@ -1,0 +1,52 @@
+"""Protocol of a controller that gives a policy to each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.accuracy.bits.payloads import Choice
+from actstore.plan.plan import Plan
+from actstore.policy import Policy
+from actstore.store.store import Gauge
+from actstore.store.tierset import TierSet
+
+
+class StepPolicy(Protocol):
+    """A controller that gives a policy to each step of one store. The session calls it under its lock.
+
+    Attributes
+    ----------
+    name : "auto" or "bits"
+    """
+
+    name: str
+
+    @property
+    def plan(self) -> Plan | Choice | None:
+        """The result that runs; None while steps are measured."""
+
+    @property
+    def gauge(self) -> Gauge | None:
+        """The observer of the store's work; None for none."""
+
+    def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
+        """Return the policy of the step that begins now."""
+
+    def begin(self) -> None:
+        """Begin the step."""
+
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return the pack hook of an entry, from the store's."""
+
+    def end_forward(self, error: BaseException | None, /) -> None:
+        """End the forward, which has failed where there is an `error`."""
+
+    def tightened(self, error: BaseException, /) -> bool:
+        """Return whether the step may run again with less memory, where `error` says that memory ran out."""
+
+    def close(self) -> None:
+        """Release what was measured."""

@@ -1,0 +1,252 @@
+"""Values for ``ActivationStore(tiers=...)``: the places where payloads may wait, and the bound on what moves there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, ClassVar, Literal, Protocol
+
+from actstore.base import extensions
+from actstore.base.units import parse_budget, parse_nbytes
+from actstore.devices import Device
+from actstore.errors import ActstoreError, ConfigError
+from actstore.tiers.base import Tier
+from actstore.tiers.device import DeviceTier
+from actstore.tiers.disk import DiskTier
+from actstore.tiers.host import HostMemoryTier, HostTier
+from actstore.tiers.limited import Limited
+
+WHEN_FULL = ("wait", "keep", "spill")
+
+
+class TierOptions(Protocol):
+    """Options of one tier, which open it for a compute device."""
+
+    @property
+    def name(self) -> str:
+        """The word of the policy text."""
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Most bytes that wait there; None for no limit."""
+
+    def open(self, device: Device) -> Tier:
+        """Open the tier for payloads of `device`.
+
+        Raises
+        ------
+        ConfigError : the tier cannot work here
+        """
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory, pinned where the compute device is a GPU.
+
+    Parameters
+    ----------
+    budget : most bytes, as an int or text such as ``"64GiB"``; with ``"160GiB/node"`` the processes that torchrun
+        started on this machine share them equally. None for no limit
+
+    Raises
+    ------
+    ConfigError : the budget does not parse
+    """
+
+    name: ClassVar[str] = "host"
+    budget: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.budget_nbytes
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Most bytes that wait there, in this process; None for no limit."""
+        return _budget_nbytes(self.budget, "Host(budget)")
+
+    def open(self, device: Device) -> Tier:
+        """Open the tier for payloads of `device`."""
+        if device.on_host:
+            return _limited(HostMemoryTier(device), self.budget_nbytes)
+        return HostTier(device, self.budget_nbytes)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A nameless file in a folder, gone with the process.
+
+    Parameters
+    ----------
+    path : an existing folder; None for the system's temporary folder
+    budget : most bytes, as of `Host`. `Auto` uses a disk only where this is given
+    gpu_direct : whether payloads move between GPU memory and disk without host memory in between (GPUDirect Storage).
+        Needs an NVIDIA GPU and the package kvikio: the extra `gds12` or `gds13`. kvikio waits for CUDA's default stream
+        before each transfer: compute on a stream of your own, else disk and GPU take turns
+
+    Raises
+    ------
+    ConfigError : the budget does not parse
+    """
+
+    name: ClassVar[str] = "disk"
+    path: str | PathLike[str] | None = None
+    budget: int | str | None = None
+    gpu_direct: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.budget_nbytes
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Most bytes that wait there, of this process; None for no limit."""
+        return _budget_nbytes(self.budget, "Disk(budget)")
+
+    def open(self, device: Device) -> Tier:
+        """Open the tier for payloads of `device`.
+
+        Raises
+        ------
+        ConfigError : the folder is missing or cannot be written, or `gpu_direct` cannot work here
+        """
+        return _limited(DiskTier(self.path, device, gpu_direct=self.gpu_direct), self.budget_nbytes)
+
+
+@dataclass(frozen=True, init=False)
+class PluginTier:
+    """A tier of another package, with arguments for it.
+
+    Parameters
+    ----------
+    name : the word of the policy text, which the package offers by an entry point of the group ``actstore.tiers``
+    budget : most bytes, as of `Host`
+    arguments : for the tier's class, beside the compute device
+
+    Raises
+    ------
+    ConfigError : the budget does not parse
+    """
+
+    name: str
+    budget: int | str | None
+    arguments: Mapping[str, Any]
+
+    def __init__(self, name: str, budget: int | str | None = None, **arguments: Any) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "arguments", arguments)
+        _ = self.budget_nbytes
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Most bytes that wait there, of this process; None for no limit."""
+        return _budget_nbytes(self.budget, f"PluginTier({self.name!r}, budget)")
+
+    def open(self, device: Device) -> Tier:
+        """Open the tier for payloads of `device`.
+
+        Raises
+        ------
+        ConfigError : no installed package offers it, or its class refuses the arguments
+        """
+        kind = extensions.load(extensions.TIERS, self.name, Tier)
+        if kind is None:
+            raise ConfigError(
+                f"PluginTier(name={self.name!r}): no installed package offers this tier. Install the package that "
+                f"does, or use one of {', '.join(('host', 'disk', *extensions.names(extensions.TIERS)))}",
+                tier=self.name,
+            )
+        try:
+            tier: Tier = kind(device, **self.arguments)
+        except ActstoreError:
+            raise
+        except Exception as error:  # whatever another package may raise
+            raise ConfigError(
+                f"the tier {self.name!r} cannot be opened: {type(error).__name__}: {error}; it is "
+                f"{extensions.source(extensions.TIERS, self.name)}",
+                tier=self.name,
+            ) from error
+        return _limited(tier, self.budget_nbytes)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The bound on payloads that wait on the compute device although a tier has them, or is about to have them.
+
+    Parameters
+    ----------
+    nbytes : most bytes that are on their way to one tier at once, and most that are fetched ahead in backward. From the
+        second step on a third of what moves is the bound where that is less (4 MiB at least), unless there is a budget.
+        None for 256 MiB, or 32 MiB where the compute device is a CPU
+    when_full : what a tensor does when the window is full. "wait": the compute stream waits for the oldest copy (the
+        host waits too where the tier is a disk); "keep": it stays on the device, encoded; "spill": it goes to the next
+        tier of its ladder, and waits where there is none
+
+    Raises
+    ------
+    ConfigError : `nbytes` does not parse or is 0; `when_full` is not one of the three words
+    """
+
+    nbytes: int | str | None = None
+    when_full: Literal["wait", "keep", "spill"] = "wait"
+
+    def __post_init__(self) -> None:
+        if self.limit_nbytes == 0:
+            raise ConfigError(
+                'Window(nbytes=0): must be above 0, as nothing could move. Give some megabytes: Window("64MiB")'
+            )
+        if self.when_full not in WHEN_FULL:
+            raise ConfigError(
+                f'Window(when_full={self.when_full!r}): must be "wait", "keep" or "spill"', when_full=self.when_full
+            )
+
+    @property
+    def limit_nbytes(self) -> int | None:
+        """Bytes; None for the default of the compute device."""
+        return None if self.nbytes is None else parse_nbytes(self.nbytes, "Window(nbytes)")
+
+
+def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
+    """Return the options of each tier by its name, and the window.
+
+    Raises
+    ------
+    ConfigError : something else is among them, or one of them twice
+    """
+    if isinstance(given, str | Host | Disk | PluginTier | Window) or not isinstance(given, Iterable):
+        raise ConfigError(f'tiers={given!r}: must be a list of tiers. Write tiers=[Host("64GiB"), Disk("/scratch")]')
+    tiers: dict[str, TierOptions] = {}
+    windows = []
+    for each in given:
+        if isinstance(each, Window):
+            windows.append(each)
+            continue
+        if not isinstance(each, Host | Disk | PluginTier):
+            raise ConfigError(f"tiers: unknown {each!r}. Give Host(...), Disk(...), PluginTier(...) or Window(...)")
+        if each.name in tiers:
+            raise ConfigError(f"tiers: {each.name!r} is given twice. Leave one of them out", tier=each.name)
+        tiers[each.name] = each
+    if len(windows) > 1:
+        raise ConfigError("tiers: Window is given twice. Leave one of them out")
+    return tiers, windows[0] if windows else Window()
+
+
+def open_tier(name: str, device: Device, options: Mapping[str, TierOptions]) -> Tier:
+    """Open a tier by its name, with the options that are given for it.
+
+    Raises
+    ------
+    ConfigError : the tier is unknown, or cannot work here
+    """
+    if name == "device":
+        return DeviceTier(device)
+    defaults: dict[str, TierOptions] = {"host": Host(), "disk": Disk()}
+    return (options.get(name) or defaults.get(name) or PluginTier(name)).open(device)
+
+
+def _budget_nbytes(budget: int | str | None, name: str) -> int | None:
+    return None if budget is None else parse_budget(budget, name)
+
+
+def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
+    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)

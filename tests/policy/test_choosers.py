@@ -1,0 +1,70 @@
+"""Auto and Bits: their text reads back to equal values, and what cannot be is refused with the next step."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actstore import Auto, Bits
+from actstore.errors import ConfigError
+from actstore.policy import parse_chooser
+
+NOISE = st.floats(0, 10).map(lambda noise: float(f"{noise:g}"))
+BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "160GiB/node", "4096"])
+CHOOSERS = st.builds(Auto, BUDGETS, NOISE) | st.builds(Bits, NOISE) | st.builds(Bits, budget=BUDGETS)
+
+
+@given(CHOOSERS)
+def test_the_text_reads_back(chooser):
+    assert parse_chooser(str(chooser)) == chooser
+    assert eval(repr(chooser)) == chooser
+    assert pickle.loads(pickle.dumps(chooser)) == chooser
+    assert parse_chooser(f"  {str(chooser).replace('(', ' ( ').replace(', ', ',')} ") == chooser
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("auto(budget=20GiB)", Auto("20GiB")),
+        ("auto(max_noise=0.1, budget=20GiB)", Auto("20GiB", 0.1)),
+        ("bits(0.1)", Bits(0.1)),
+        ("bits(budget = 4GiB)", Bits(budget="4GiB")),
+    ],
+)
+def test_forms_of_the_text(text, wanted):
+    assert parse_chooser(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["int8", "keep", "auto.* : int8", "autos(1)", "bits : keep", "auto(1GiB) @ host", ""])
+def test_other_policies_are_not_read(text):
+    assert parse_chooser(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("auto", ["policy='auto'", "a budget must be given", 'Auto("20GiB")']),
+        ("auto()", ["a budget must be given"]),
+        ("auto(max_noise=0.1)", ["a budget must be given"]),
+        ("bits", ["a limit must be given", "Bits(max_noise=0.1)"]),
+        ("bits(0.1, budget=4GiB)", ["exactly one"]),
+        ("auto(1GiB, 0.1)", ["'0.1' is unknown or given twice"]),
+        ("auto(1GiB, budget=2GiB)", ["'budget=2GiB' is unknown or given twice"]),
+        ("auto(1GiB, noise=0.1)", ["'noise=0.1' is unknown"]),
+        ("auto(much)", ["Auto(budget)='much'", "does not parse"]),
+        ("auto(1GiB, max_noise=some)", ["Auto(max_noise)='some'", "must be a fraction"]),
+        ("bits(-1)", ["Bits(max_noise)=-1.0"]),
+    ],
+)
+def test_text_that_cannot_be(text, words):
+    with pytest.raises(ConfigError) as info:
+        parse_chooser(text)
+    for word in words:
+        assert word in str(info.value)
+
+
+def test_a_budget_of_the_node_is_shared(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Auto("8MiB/node").budget_nbytes == Bits(budget="8MiB/node").budget_nbytes == 2 * 2**20
+    assert Bits(0.1).budget_nbytes is None
