@@ -25,7 +25,7 @@ ROW_NBYTES = 8 * ROW
 
 
 @dataclass(frozen=True)
-class Row:
+class SampledPayload:
     """A payload that was measured; its figures are on their way to the host."""
 
     losses: Losses
@@ -78,7 +78,7 @@ class Sampler:
         self._running = 0  # the step that runs
         self._asked = False  # whether somebody wants the next one sampled
         self._losses: dict[Account, Losses] = {}  # of the last step that was sampled
-        self._rows: deque[Row] = deque()
+        self._rows: deque[SampledPayload] = deque()
         self._unjudged: dict[Account, Losses] = {}
         self._warned = set[tuple[Account, str]]()
         self._cells: dict[Device, Cells] = {}
@@ -206,9 +206,9 @@ class Sampler:
             if cells is None:
                 cells = self._cells[device] = Cells(device, ROW_NBYTES)
             cell = cells.expect(row.view(torch.uint8))
-            self._rows.append(Row(losses, account, cells, cell, nbytes, span))
+            self._rows.append(SampledPayload(losses, account, cells, cell, nbytes, span))
 
-    def _tell(self, row: Row, figures: list[float]) -> None:
+    def _tell(self, row: SampledPayload, figures: list[float]) -> None:
         """Have the trace tell of a payload."""
         if self._trace is None or row.span is None:
             return

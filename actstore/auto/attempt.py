@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from actstore.model.generators import Generators
+from actstore.model.generators import GeneratorStates
 
 
 class Attempt:
@@ -32,7 +32,7 @@ class Attempt:
         modules = list(model.modules())
         own = (parameter for module in modules for parameter in module._parameters.values())
         self._parameters = list(dict.fromkeys(parameter for parameter in own if parameter is not None))
-        self._generators = Generators(modules)
+        self._generators = GeneratorStates(modules)
         device = next((p.device for p in self._parameters if p.device.type != "cpu"), None)
         self._states: list[tuple[Any, Tensor]] = [(torch.default_generator, torch.get_rng_state())]
         if device is not None and device.type == "cuda":

@@ -29,7 +29,7 @@ from actstore.model.units import device_of, digest_of
 from actstore.plan.build import chain_of, limits_of, rules_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import KEEP, Profile
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.timeline import evaluate
 from actstore.plan.wish import Wish
 from actstore.policy import Rules
@@ -304,7 +304,7 @@ class AutoController:
             f"that needs least runs, with about {format_nbytes(least)}; give a larger budget or smaller batches"
         )
 
-    def _solve(self, device: int) -> tuple[Profile, Chain, Limits, Solution]:
+    def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
         """The best choice within so many bytes, from what is known now."""
         from actstore.plan.solver.solve import solve
 
@@ -432,7 +432,7 @@ class AutoController:
         self._rating = self._rate()
 
 
-def _or_as_before(decisions: dict[str, str], chain: Chain, limits: Limits, solution: Solution) -> Solution:
+def _or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, solution: Solution) -> Solution:
     """The choice that runs, where it is still possible and `solution` hardly gains."""
     indices = [
         next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)

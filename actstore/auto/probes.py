@@ -27,7 +27,7 @@ from actstore.auto.profiler import FIRST, Profiler, Sample
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
 from actstore.plan.build import SHARE
-from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit, medians
+from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians
 from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
@@ -39,7 +39,7 @@ DERIVE = "derive"
 MOST_STEPS = 40  # that are measured before the first plan
 ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
 
-FiguresByKind = dict[str, dict[str, Figures]]
+FiguresByKind = dict[str, dict[str, UnitFigures]]
 
 
 class Probes:
@@ -65,7 +65,7 @@ class Probes:
         self._model = model
         self._wish = wish
         self._shapes = {shape.name: shape for shape in profiler.shapes}
-        self._samples: dict[str, list[tuple[Figures, int]]] = {}  # by unit, with the bytes of the step
+        self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the bytes of the step
         self._calls: dict[str, int] = {}
         self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # in how many steps
@@ -202,7 +202,7 @@ class Probes:
 
     def figures(self) -> FiguresByKind:
         """The medians of what was measured."""
-        by_kind: dict[str, list[Figures]] = {}
+        by_kind: dict[str, list[UnitFigures]] = {}
         shares = self._shares()
         for name, samples in self._samples.items():
             share = shares.get(name, 1.0)
@@ -319,7 +319,7 @@ class Probes:
     def _saved(self, figures: FiguresByKind, name: str) -> float:
         return max(f.total("saved") for f in figures[self._kinds[name]].values())
 
-    def _candidates(self, shape: Shape, figures: dict[str, Figures], *, on_host: bool) -> list[str]:
+    def _candidates(self, shape: Shape, figures: dict[str, UnitFigures], *, on_host: bool) -> list[str]:
         """What is worth a try on a unit."""
         wish = self._wish
         tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
@@ -345,14 +345,14 @@ class Probes:
         return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
 
 
-def _times(f: Figures, scale: float, share: float) -> Figures:
+def _times(f: UnitFigures, scale: float, share: float) -> UnitFigures:
     """The figures of a step that is `scale` times as large, for a unit that runs in a `share` of steps."""
     if scale == share == 1:
         return f
     transient = int(scale * f.transient)  # when it runs
     scale *= share
     parts = {
-        name: Part(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
+        name: UnitBytes(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
         for name, part in f.parts.items()
     }
     return replace(

@@ -23,7 +23,7 @@ from actstore.base.ledger import Account, Ledger
 from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
 from actstore.model.units import original, shapes_of
-from actstore.plan.profile import KEEP, Figures, Part
+from actstore.plan.profile import KEEP, UnitBytes, UnitFigures
 
 FIRST = re.compile(r"recompute\(first=(\d+)\)")
 
@@ -41,7 +41,7 @@ class Sample:
     backward : whether there was one
     """
 
-    figures: dict[str, list[Figures]]
+    figures: dict[str, list[UnitFigures]]
     calls: dict[str, int]
     total: float
     rest: float
@@ -157,10 +157,10 @@ class Profiler:
         backward = step.backward()
         parts, transient = self._bytes()
         errors, work = self._errors(step), self._work(step)
-        figures: dict[str, list[Figures]] = {}
+        figures: dict[str, list[UnitFigures]] = {}
         for name in [*units, ""]:
             inner = [other for other, unit in self._unit_of.items() if unit == name]
-            whole = Figures(
+            whole = UnitFigures(
                 step.decisions.get(name, KEEP),
                 sum(forward.get(name, [])),
                 sum(ms for other in inner for ms in backward.get(other, {}).values()),
@@ -190,8 +190,8 @@ class Profiler:
         unit = self._unit_of[name]
         return unit, name[len(unit) + 1 :] if name != unit else ""
 
-    def _bytes(self) -> tuple[dict[str, dict[str, Part]], dict[str, int]]:
-        parts: dict[str, dict[str, Part]] = {}
+    def _bytes(self) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
+        parts: dict[str, dict[str, UnitBytes]] = {}
         transient: dict[str, int] = {}
         for account in self._ledger.accounts():
             held = account.held_at_exit
@@ -199,8 +199,8 @@ class Profiler:
                 continue
             unit, part = self.find(account.site.name)
             moved = account.stored if "@" in account.where else 0
-            old = parts.setdefault(unit, {}).get(part, Part())
-            parts[unit][part] = Part(
+            old = parts.setdefault(unit, {}).get(part, UnitBytes())
+            parts[unit][part] = UnitBytes(
                 old.saved + account.saved,
                 old.held + (0 if moved else held),
                 old.host + (moved if "host" in account.where else 0),
@@ -230,7 +230,7 @@ def _nothing() -> None:
     pass
 
 
-def _split(whole: Figures, forward: list[float], backward: dict[int, float]) -> list[Figures]:
+def _split(whole: UnitFigures, forward: list[float], backward: dict[int, float]) -> list[UnitFigures]:
     """The figures of calls that are recomputed and of calls that are not, each as if all were like them."""
     found = FIRST.fullmatch(whole.decision)
     calls = len(forward)
@@ -246,11 +246,11 @@ def _split(whole: Figures, forward: list[float], backward: dict[int, float]) -> 
     ):
         scale = calls / len(chosen)
         halves.append(
-            Figures(
+            UnitFigures(
                 decision,
                 scale * sum(forward[call] for call in chosen),
                 scale * sum(backward.get(call, 0.0) for call in chosen),
-                {"": Part(saved, nbytes)},
+                {"": UnitBytes(saved, nbytes)},
                 whole.transient if decision == "recompute" else 0,
                 work_forward=scale * whole.work_forward if decision == "recompute" else 0.0,
                 work_backward=scale * whole.work_backward if decision == "recompute" else 0.0,

@@ -6,7 +6,7 @@ from collections import deque
 
 from torch import UntypedStorage
 
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.storage import expired, free_weak, hold_weak
 
 
@@ -17,7 +17,7 @@ class Census:
         self.met: set[int] = set()
         self.counted: set[int] = set()
         self._held: list[int] = []
-        self._last = Last(deque(maxlen=0).extend, map(free_weak, self._held))  # of all that are there by then
+        self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # of all that are there by then
 
     def meet(self, key: int, storage: UntypedStorage) -> None:
         """Keep the identity `key` of `storage` from being used again."""

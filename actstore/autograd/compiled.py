@@ -36,11 +36,11 @@ class NamedCall:
         self.call = call
         self.module = module
         self.users = set[object]()  # the stores that need the names
-        self.watches: list[Watch] = []
+        self.watches: list[CallWatch] = []
 
-    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> Watch:
+    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> CallWatch:
         """Have functions called like hooks of the module, which are not compiled with it."""
-        watch = Watch(self, before, after)
+        watch = CallWatch(self, before, after)
         self.watches.append(watch)
         return watch
 
@@ -59,7 +59,7 @@ class NamedCall:
         return output
 
 
-class Watch:
+class CallWatch:
     """Two functions around a compiled call, until `remove`."""
 
     def __init__(self, named: NamedCall, before: Callable[..., None], after: Callable[..., None]) -> None:

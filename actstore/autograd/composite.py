@@ -20,7 +20,7 @@ from actstore.base.spec import Site
 _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
 
-class Part(Stored):
+class StoredPart(Stored):
     """A part whose bytes wait in the store. Writes to the wrapper change its version, and not that of the part."""
 
     __slots__ = ("saved_at",)
@@ -32,7 +32,7 @@ class Part(Stored):
         self.saved_at = outer._version
 
     def covers(self, other: Stored) -> bool:
-        return isinstance(other, Part) and self.saved_at == other.saved_at and super().covers(other)
+        return isinstance(other, StoredPart) and self.saved_at == other.saved_at and super().covers(other)
 
 
 class Composite:

@@ -26,12 +26,12 @@ from actstore.autograd.regions import Region
 from actstore.autograd.tracker import Frame
 from actstore.base.layout import layout_of
 from actstore.base.ledger import Account
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site, Spec, describe
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 from actstore.errors import ActstoreError, MutationError
-from actstore.store.comparison import Comparison
-from actstore.store.payload import Entry
+from actstore.store.comparison import PayloadComparison
+from actstore.store.payload import Payload
 
 Small = tuple[Tensor, int, Frame]
 
@@ -49,7 +49,7 @@ class Kept:
 
     __slots__ = ("__weakref__", "account", "alias", "holds", "version")
 
-    def __init__(self, tensor: Tensor, account: Account, holds: Last | Kept) -> None:
+    def __init__(self, tensor: Tensor, account: Account, holds: Finalizer | Kept) -> None:
         self.alias = tensor.detach()
         self.version = tensor._version
         self.account = account
@@ -61,7 +61,7 @@ class Kept:
         return self.alias
 
 
-class Stored(Entry):
+class Stored(Payload):
     """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Stored(Entry):
         self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
         self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
         self.owner: Stored | None = None  # who holds the payload, when it is another one's
-        self.proof: Comparison | None = None  # whether the owner's bytes are those of this tensor
+        self.proof: PayloadComparison | None = None  # whether the owner's bytes are those of this tensor
         self.fresh: _Fresh | None = None  # the last decoded copy that several views share
         self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
 
@@ -157,7 +157,7 @@ class Stored(Entry):
         spec.check(tensor)
         return tensor
 
-    def _prove(self, proof: Comparison, owner: Stored) -> None:
+    def _prove(self, proof: PayloadComparison, owner: Stored) -> None:
         """Look whether the payload of `owner` is what this tensor was when it was saved.
 
         Raises
@@ -198,7 +198,7 @@ class _Fresh:
 
     def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
         self.key = hold_weak(base.untyped_storage())
-        self.last = Last(free_weak, self.key)
+        self.last = Finalizer(free_weak, self.key)
         self.witness = base.detach()
         self.witness.data = base.new_empty(0)
         self.version = base._version

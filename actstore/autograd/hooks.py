@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from actstore.autograd.census import Census
 from actstore.autograd.compiled import region_saves
-from actstore.autograd.composite import Composite, Part, has_values, is_parameter, parts_of
+from actstore.autograd.composite import Composite, StoredPart, has_values, is_parameter, parts_of
 from actstore.autograd.deciders import READERS, keep_decisions
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
@@ -48,10 +48,10 @@ from actstore.policy.rules import derives
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from actstore.autograd.tracker import Frame, Place, Target, Tracker
+    from actstore.autograd.tracker import Frame, ModuleSites, Target, Tracker
     from actstore.base.ledger import Account
     from actstore.policy import Policy
-    from actstore.store.payload import Forward, Route
+    from actstore.store.payload import ForwardPass, Route
     from actstore.store.store import Store
 
 RAW = Raw()
@@ -103,7 +103,7 @@ class Scope:
         tracker: Tracker,
         census: Census,
         parameters: set[int],
-        forward: Forward,
+        forward: ForwardPass,
         *,
         min_nbytes: int,
         allow_mutation: bool,
@@ -309,7 +309,7 @@ class Scope:
         elif allow and not outer.requires_grad:
             return self._keep(tensor, account, key, storage, "may change before backward")
         else:
-            handle = Part(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
+            handle = StoredPart(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
             handle.belong_to(outer)
         if not whole:
             handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
@@ -462,7 +462,7 @@ class Scope:
         self.ledger.add(handle.account, self._saved_nbytes(key, storage), 0, 0)
         return True
 
-    def follow(self, policy: Policy, places: dict[Module, Place]) -> None:
+    def follow(self, policy: Policy, places: dict[Module, ModuleSites]) -> None:
         """Decide by another policy for what is saved from now on."""
         self._policy, self.tracker.places = policy, places
         self.tracker.derives = derives(policy)

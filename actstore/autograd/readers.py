@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
 from actstore.base.ledger import Account
-from actstore.store.payload import Entry
+from actstore.store.payload import Payload
 
 
 class Reader:
@@ -73,7 +73,7 @@ class Readers:
         self.seen = set[int]()
         self.wrapped = set[int]()
         self._readers: dict[int, list[ref[Reader]]] = {}
-        self._apart: list[tuple[ref[Entry], str]] = []
+        self._apart: list[tuple[ref[Payload], str]] = []
 
     def hook(self, pack: Callable[..., Any], in_region: Callable[[], bool]) -> Callable[..., Any]:
         """The pack hook of a sampled step.
@@ -87,16 +87,16 @@ class Readers:
         def watching(tensor: Tensor) -> Any:
             handle = pack(tensor)
             number = _get_sequence_nr() - 1
-            parts = [part for part in getattr(handle, "handles", {}).values() if isinstance(part, Entry)]
+            parts = [part for part in getattr(handle, "handles", {}).values() if isinstance(part, Payload)]
             if parts:
                 self.wrapped.add(number)
                 self._apart += [(ref(part), f"a part of a {type(tensor).__name__}") for part in parts]
             elif in_region():
-                if isinstance(handle, Entry):
+                if isinstance(handle, Payload):
                     self._apart.append((ref(handle), "the input of a recomputed region"))
                 return handle
             self.seen.add(number)
-            if not isinstance(handle, Entry):
+            if not isinstance(handle, Payload):
                 return handle
             reader = Reader(handle)
             self._readers.setdefault(number, []).append(ref(reader))

@@ -24,7 +24,7 @@ from actstore.autograd.census import Census
 from actstore.base.checkpoints import in_checkpoint, in_reentrant
 from actstore.base.compiler import tell_compiler
 from actstore.base.ledger import Account, Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.base.storage import storages_of
 from actstore.codecs import Codec, Raw
@@ -80,7 +80,7 @@ def target_of(decision: Decision) -> Target | Deriving | None:
     return None
 
 
-class Place:
+class ModuleSites:
     """What is remembered of one module name: its accounts in the order of its saves, and where they go."""
 
     __slots__ = ("_ledger", "_small", "accounts", "hidden", "keep_below", "name", "target", "watched")
@@ -103,7 +103,7 @@ class Place:
             accounts.append(self._ledger.account(Site(self.name, len(accounts))))
         return accounts[index]
 
-    def book(self, nbytes: int, count: int) -> Last:
+    def book(self, nbytes: int, count: int) -> Finalizer:
         """Book a group of small tensors as saved, and as held until what this returns dies."""
         if self._small is None:
             self._small = self._ledger.account(Site(self.name, SMALL))
@@ -134,7 +134,7 @@ class Frame:
     def __init__(
         self,
         module: Module | None,
-        place: Place,
+        place: ModuleSites,
         owned: set[int],
         inputs: Decision | None = None,
         exact: str = "",
@@ -152,7 +152,7 @@ class Frame:
         self.index = 0
         self.small: dict[int, int] = {}  # bytes of small storages, by identity
         self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
-        self.last: tuple[Last, Last] | None = None
+        self.last: tuple[Finalizer, Finalizer] | None = None
 
     def end(self, counted: set[int]) -> None:
         """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
@@ -160,7 +160,7 @@ class Frame:
             self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
             self.owned.update(small)
             release = self.place.book(sum(small.values()), len(small))
-            self.last = Last(self.owned.difference_update, small), release
+            self.last = Finalizer(self.owned.difference_update, small), release
 
 
 class Norm(NamedTuple):
@@ -203,7 +203,7 @@ class Tracker:
     )  # fmt: skip
 
     def __init__(
-        self, places: dict[Module, Place], top: Place, census: Census, parameters: set[int], exact: str = ""
+        self, places: dict[Module, ModuleSites], top: ModuleSites, census: Census, parameters: set[int], exact: str = ""
     ) -> None:
         self.places = places
         self.census = census
@@ -221,7 +221,7 @@ class Tracker:
         """Whether a storage is small and saved."""
         return key in self.owned or key in self.frame.small
 
-    def push(self, module: Module | None, place: Place, inputs: Decision | None = None) -> None:
+    def push(self, module: Module | None, place: ModuleSites, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
         computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
         exact = COMPUTED if computed else ""

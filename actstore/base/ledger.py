@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 
 
@@ -186,10 +186,10 @@ class Ledger:
         self.settle()
         return list(self._accounts.values())
 
-    def hold(self, account: Account, saved: int, stored: int, held: int) -> Last:
+    def hold(self, account: Account, saved: int, stored: int, held: int) -> Finalizer:
         """Book bytes of which the `held` ones are gone when what this returns dies."""
         booking = [account, 0, 0]
-        last = Last(self.release, booking)
+        last = Finalizer(self.release, booking)
         self.add(account, saved, stored, held, booking=booking)
         return last
 

@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 
 
-class Source(NamedTuple):
+class TranslationUnit(NamedTuple):
     """One translation unit: its text and the sha256 of that text."""
 
     text: str
@@ -37,7 +37,7 @@ def folder() -> Path:
 
 
 @cache
-def read(file: str) -> Source:
+def read(file: str) -> TranslationUnit:
     """The source of `file`, such as ``"int8.cu"``.
 
     Notes
@@ -45,7 +45,7 @@ def read(file: str) -> Source:
     CuPy's cache of compiled kernels does not see included files; written out, they are part of its key.
     """
     text = _inline(folder() / file, set())
-    return Source(text, sha256(text.encode()).hexdigest())
+    return TranslationUnit(text, sha256(text.encode()).hexdigest())
 
 
 def _inline(path: Path, seen: set[Path]) -> str:

@@ -69,7 +69,7 @@ class Done(Ticket):
 DONE = Done()
 
 
-class Clock(Protocol):
+class EventClock(Protocol):
     def ns(self, event: Any) -> int:
         """When a timed event of the device happened, on the clock of time.perf_counter_ns."""
 
@@ -79,7 +79,7 @@ class EventTicket(Ticket):
 
     on_stream = True
 
-    def __init__(self, event: Any, begin: Any = None, clock: Clock | None = None) -> None:
+    def __init__(self, event: Any, begin: Any = None, clock: EventClock | None = None) -> None:
         self._event = event
         self._begin = begin
         self._clock = clock

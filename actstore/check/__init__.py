@@ -3,14 +3,14 @@
 from actstore.check.gradients import check_gradients
 from actstore.check.lossy import measure_gradient_error
 from actstore.check.lossy_result import GradientDeviation, SiteDeviation, WeightDeviation
-from actstore.check.result import Difference, GradientCheck, Row
+from actstore.check.result import Difference, GradientCheck, TensorComparison
 
 __all__ = [
     "Difference",
     "GradientCheck",
     "GradientDeviation",
-    "Row",
     "SiteDeviation",
+    "TensorComparison",
     "WeightDeviation",
     "check_gradients",
     "measure_gradient_error",

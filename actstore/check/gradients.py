@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from actstore.check.arguments import policy_text, read_leaves
-from actstore.check.result import Difference, GradientCheck, Row, Verdict
+from actstore.check.result import Difference, GradientCheck, TensorComparison, Verdict
 from actstore.check.run import Outcome, Runner, rows
 from actstore.check.watch import Key, first_difference
 from actstore.errors import ConfigError
-from actstore.rerun.state import State
+from actstore.rerun.state import ModelState
 from actstore.rerun.values import compare
 from actstore.session.activation_store import ActivationStore
 
@@ -69,24 +69,24 @@ def check_gradients(
     if steps < 1:
         raise ConfigError(f"steps={steps!r}; give 1 or more")
     named, leaves = read_leaves("check_gradients", store, inputs)
-    with State(store.model, named.values(), stateful) as state:
+    with ModelState(store.model, named.values(), stateful) as state:
         runner = Runner(step, store, leaves, state)
         runner.plain()  # the first step of a process may choose other kernels than later ones
         expected, again = runner.plain(), runner.plain()
-        twice = _Comparison(expected, again)
+        twice = _RunComparison(expected, again)
         if not twice.equal:
             return twice.result(store, 0.0, "no verdict", 0)
         runs, passed, comparison = 0, True, twice
         while passed and runs < steps:
             runs += 1
-            latest = _Comparison(expected, runner.stored())
+            latest = _RunComparison(expected, runner.stored())
             passed = latest.passes(tolerance)
             if comparison.equal or not passed:
                 comparison = latest
         key = comparison.key
         if comparison.equal:
             return comparison.result(store, tolerance, "equal", runs)
-        once_more = _Comparison(expected, runner.plain(capture=key))
+        once_more = _RunComparison(expected, runner.plain(capture=key))
         if not once_more.equal:
             return once_more.result(store, 0.0, "no verdict", 0)
         result = comparison.result(store, tolerance, "within tolerance" if passed else "different", runs)
@@ -101,7 +101,7 @@ def check_gradients(
         return replace(result, first=replace(result.first, relative_error=error.relative, max_abs_error=error.max_abs))
 
 
-class _Comparison:
+class _RunComparison:
     """Two runs side by side."""
 
     def __init__(self, expected: Outcome, found: Outcome) -> None:
@@ -112,7 +112,7 @@ class _Comparison:
         self.key: Key | None = first_difference(expected.watch, found.watch)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TensorComparison, ...]:
         return (*self.parameters, *self.outputs, *self.buffers)
 
     @property
@@ -179,5 +179,5 @@ class _Comparison:
         )
 
 
-def _numel(row: Row) -> int:
+def _numel(row: TensorComparison) -> int:
     return math.prod(row.shape)

@@ -15,7 +15,7 @@ from actstore.check.arguments import policy_text, read_leaves
 from actstore.check.lossy_result import GradientDeviation, SiteDeviation, WeightDeviation
 from actstore.check.run import Copies, Runner
 from actstore.errors import ConfigError, StateError
-from actstore.rerun.state import State
+from actstore.rerun.state import ModelState
 from actstore.session.activation_store import ActivationStore, one_lossy_site
 
 REPEATS = 1e-3  # relative difference of two plain runs that is still taken for rounding
@@ -62,7 +62,7 @@ def measure_gradient_error(
     if draws < 2:
         raise ConfigError(f"draws={draws!r}; give 2 or more: one draw does not tell bias from variance")
     named, leaves = read_leaves("measure_gradient_error", store, inputs)
-    with _without_gradients(leaves.values()), State(store.model, named.values(), stateful) as state:
+    with _without_gradients(leaves.values()), ModelState(store.model, named.values(), stateful) as state:
         runner = Runner(step, store, leaves, state)
         runner.plain()  # the first step of a process may choose other kernels than later ones
         exact = runner.plain().gradients

@@ -19,7 +19,7 @@ CANCELS = 0.01  # of its share of all gradients: a gradient below that is taken 
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorComparison:
     """A parameter's gradient, an output or a buffer, in both runs.
 
     norm : of the plain values that are finite
@@ -114,9 +114,9 @@ class GradientCheck:
     policy: str
     tolerance: float
     loss: tuple[float, float] | None
-    parameters: tuple[Row, ...]
-    outputs: tuple[Row, ...]
-    buffers: tuple[Row, ...]
+    parameters: tuple[TensorComparison, ...]
+    outputs: tuple[TensorComparison, ...]
+    buffers: tuple[TensorComparison, ...]
     runs: int
     saved_bytes: int
     stored_bytes: int
@@ -201,10 +201,10 @@ class GradientCheck:
         )
 
     @property
-    def _groups(self) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    def _groups(self) -> tuple[tuple[str, tuple[TensorComparison, ...]], ...]:
         return (("gradient of", self.parameters), ("output", self.outputs), ("buffer", self.buffers))
 
-    def _unequal(self) -> list[tuple[str, Row]]:
+    def _unequal(self) -> list[tuple[str, TensorComparison]]:
         """What is not equal bit for bit, with its name, the largest error first."""
         found = [(f"{what} {row.name}", row) for what, rows in self._groups for row in rows if not row.equal]
         return sorted(found, key=lambda pair: -pair[1].relative_error)

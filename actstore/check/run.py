@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actstore.check.result import Row
-from actstore.check.watch import Key, Watch
+from actstore.check.result import TensorComparison
+from actstore.check.watch import Key, RunWatch
 from actstore.errors import StateError
 from actstore.model.names import named_modules
-from actstore.rerun.state import State
+from actstore.rerun.state import ModelState
 from actstore.rerun.step import is_number, leaves_of, run_backward, takes_store
 from actstore.rerun.values import Error, compare, copies
 from actstore.session.activation_store import ActivationStore
@@ -27,7 +27,7 @@ Copies = dict[str, list[Tensor]]  # parts of tensors in host memory, by name
 class Outcome:
     """What a run gave: copies in host memory."""
 
-    watch: Watch
+    watch: RunWatch
     loss: float | None
     gradients: Copies
     outputs: Copies
@@ -42,7 +42,7 @@ class Runner:
         step: Callable[..., Any],
         store: ActivationStore,
         leaves: dict[str, Tensor],
-        state: State,
+        state: ModelState,
     ) -> None:
         self._step, self._store, self._state, self._leaves = step, store, state, leaves
         self._takes_store = takes_store(step)
@@ -65,7 +65,7 @@ class Runner:
         model = self._model
         names = {module: name for name, module in named_modules(model)} if model is not None else {}
         refuse = _refuse_store if store is None else _allow
-        with Watch(names, self._leaves, refuse, capture) as watch:
+        with RunWatch(names, self._leaves, refuse, capture) as watch:
             if self._takes_store:
                 returned = self._step(store or nullcontext())
             else:
@@ -83,7 +83,7 @@ class Runner:
                 {name: copies(buffer) for name, buffer in model.named_buffers()} if model is not None else {},
             )
 
-    def _gradients(self, watch: Watch) -> Copies:
+    def _gradients(self, watch: RunWatch) -> Copies:
         """The gradients as they were accumulated, or as the step left them where it did so itself."""
         return {
             name: found
@@ -92,7 +92,7 @@ class Runner:
         }
 
 
-def rows(expected: Copies, found: Copies) -> tuple[Row, ...]:
+def rows(expected: Copies, found: Copies) -> tuple[TensorComparison, ...]:
     """Every tensor of two runs. One that is missing in a run differs."""
     made = []
     for name, wanted in expected.items():
@@ -101,9 +101,9 @@ def rows(expected: Copies, found: Copies) -> tuple[Row, ...]:
     return tuple(made)
 
 
-def _row(name: str, parts: list[Tensor], error: Error) -> Row:
+def _row(name: str, parts: list[Tensor], error: Error) -> TensorComparison:
     shape, dtype = (tuple(parts[0].shape), str(parts[0].dtype).removeprefix("torch.")) if parts else ((), "none")
-    return Row(name, shape, dtype, error.equal, error.norm, error.off, error.max_abs)
+    return TensorComparison(name, shape, dtype, error.equal, error.norm, error.off, error.max_abs)
 
 
 def _number(value: Any) -> float:

@@ -45,19 +45,19 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Seen:
+class Observation:
     """A tensor that was seen."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     digests: list[Any]  # 0-d tensors on the device until the run ends, numbers from then on
 
-    def differs(self, other: Seen) -> bool:
+    def differs(self, other: Observation) -> bool:
         return (self.shape, self.dtype, self.digests) != (other.shape, other.dtype, other.digests)
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A call of a module that runs."""
 
     module: Module
@@ -67,7 +67,7 @@ class _Call:
 
 
 @dataclass
-class Watch:
+class RunWatch:
     """A context manager around one run.
 
     Parameters
@@ -87,12 +87,12 @@ class Watch:
     leaves: dict[str, Tensor]
     on_call: Callable[[], None]
     capture: Key | None = None
-    seen: dict[Key, Seen] = field(default_factory=dict)
+    seen: dict[Key, Observation] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)  # as accumulated, in host memory
     captured: list[Tensor] | None = None
 
-    def __enter__(self) -> Watch:
-        self._calls: list[_Call] = []
+    def __enter__(self) -> RunWatch:
+        self._calls: list[_ModuleCall] = []
         self._counts: Counter[str] = Counter()
         self._nodes: set[Node] = set()  # held, so that their identities stay
         self._times: Counter[tuple[str, int, str, int]] = Counter()
@@ -120,7 +120,7 @@ class Watch:
 
     def read(self) -> None:
         """Fetch the checksums. The host waits."""
-        waiting: dict[torch.device, list[tuple[Seen, int]]] = {}
+        waiting: dict[torch.device, list[tuple[Observation, int]]] = {}
         for seen in self.seen.values():
             for i, value in enumerate(seen.digests):
                 waiting.setdefault(value.device, []).append((seen, i))
@@ -137,7 +137,7 @@ class Watch:
         """A module starts to run."""
         self.on_call()
         name = self.names[module]
-        self._calls.append(_Call(module, name, self._counts[name], _get_sequence_nr()))
+        self._calls.append(_ModuleCall(module, name, self._counts[name], _get_sequence_nr()))
         self._counts[name] += 1
 
     def end(self, module: Module, output: Any) -> None:
@@ -153,7 +153,7 @@ class Watch:
             self._see(Key("output", call.name, call.number, "", 0, 0, place), tensor)
         self._watch_nodes(call, outputs)
 
-    def _watch_nodes(self, call: _Call, outputs: list[Tensor]) -> None:
+    def _watch_nodes(self, call: _ModuleCall, outputs: list[Tensor]) -> None:
         """Watch what the call made: all that leads to its outputs and that no inner call has claimed."""
         reached: set[Node] = set()
         stack = [tensor.grad_fn for tensor in outputs]
@@ -194,7 +194,7 @@ class Watch:
         return hook
 
     def _see(self, key: Key, tensor: Tensor) -> None:
-        self.seen[key] = Seen(tuple(tensor.shape) if not tensor.is_nested else (), tensor.dtype, digest(tensor))
+        self.seen[key] = Observation(tuple(tensor.shape) if not tensor.is_nested else (), tensor.dtype, digest(tensor))
         if key == self.capture:
             self.captured = copies(tensor)
 
@@ -217,11 +217,11 @@ def _after(module: Module, _: Any, output: Any) -> None:
 _HOOKS = GlobalHook(register_module_forward_pre_hook, _before), GlobalHook(register_module_forward_hook, _after)
 
 
-def _watch_of(module: Module) -> Watch | None:
+def _watch_of(module: Module) -> RunWatch | None:
     """Who watches this call, if anybody."""
     if torch.compiler.is_compiling():
         return None
-    watch: Watch | None = getattr(_running, "watch", None)
+    watch: RunWatch | None = getattr(_running, "watch", None)
     return watch if watch is not None and module in watch.names and _current_graph_task_id() == -1 else None
 
 
@@ -238,7 +238,7 @@ def _first_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> A
     return handle
 
 
-def first_difference(expected: Watch, found: Watch) -> Key | None:
+def first_difference(expected: RunWatch, found: RunWatch) -> Key | None:
     """What differs first: in forward order of the outputs, or else in the order in which backward ran."""
     for outputs in (True, False):
         for key, seen in expected.seen.items():

@@ -8,7 +8,7 @@ from typing import Any
 from actstore.codecs.base import Codec, require_leaf
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ChainError
-from actstore.kernels.sparse import Rule, Sections
+from actstore.kernels.sparse import Rule, SparseSections
 
 
 class SparseCodec(KernelCodec):
@@ -53,4 +53,4 @@ class SparseCodec(KernelCodec):
             return 0
         rule = self._rule
         kept = numel if rule is None else rule.kept(numel)
-        return Sections.of(numel).inner + self._leaf._nbytes(kept, itemsize)
+        return SparseSections.of(numel).inner + self._leaf._nbytes(kept, itemsize)

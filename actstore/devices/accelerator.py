@@ -20,7 +20,7 @@ from actstore.devices.workers import Threads
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
-class Clock:
+class DeviceClock:
     """Tells when a timed event of one device happened, on the clock of the host (`time.perf_counter_ns`).
 
     Times between events are float32 milliseconds: over hours they are off by a quarter of one. So the zero moves along.
@@ -51,7 +51,7 @@ class Accelerator(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self._clock = Clock(torch_device)
+        self._clock = DeviceClock(torch_device)
         self._lock = Lock()  # a torch.Stream can be entered by one thread at a time
         self._pages: dict[int, mmap.mmap] = {}  # pinned by us, by address
         weakref.finalize(self, _unregister, self._pages, torch_device).atexit = False

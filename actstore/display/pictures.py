@@ -36,7 +36,7 @@ WIDTH, DPI = 9.0, 150  # inches, of the picture; shown at 800 pixels a letter of
 SMALL, NORMAL = 8.5, 9.0  # points
 
 
-class Kind(NamedTuple):
+class RowStyle(NamedTuple):
     """How the rows of one kind are drawn."""
 
     label: str
@@ -45,10 +45,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "plain": Kind("plain PyTorch", BLACK, "s"),
-    "peer": Kind("other libraries", GREY, "^"),
-    "lossless": Kind("actstore, exact gradients", BLUE, "o"),
-    "lossy": Kind("actstore, lossy", VERMILION, "D"),
+    "plain": RowStyle("plain PyTorch", BLACK, "s"),
+    "peer": RowStyle("other libraries", GREY, "^"),
+    "lossless": RowStyle("actstore, exact gradients", BLUE, "o"),
+    "lossy": RowStyle("actstore, lossy", VERMILION, "D"),
 }
 
 

@@ -79,7 +79,7 @@ class ActivationStoreCallback(Callback):
         refuse_checkpointing(pl_module)
         self.store = store = ActivationStore(pl_module, self._policy, **self._options)
         self._strategy = trainer.strategy
-        self._strategy.training_step = _Step(self, trainer.strategy.training_step, store)
+        self._strategy.training_step = _TrainingStep(self, trainer.strategy.training_step, store)
         self._logged = -1
         _logger.info("activations of %s go by this policy: %s", type(pl_module).__name__, self._policy)
 
@@ -109,7 +109,7 @@ class ActivationStoreCallback(Callback):
             self.store.close()
 
 
-class _Step:
+class _TrainingStep:
     """A strategy's `training_step` inside the store."""
 
     def __init__(self, callback: ActivationStoreCallback, original: Any, store: ActivationStore) -> None:

@@ -9,7 +9,7 @@ from actstore.kernels.base import round_up
 LEVELS = {8: 254, 6: 63, 5: 31, 4: 15, 3: 7, 2: 3}  # the top code, by bits
 
 
-class Sections(NamedTuple):
+class AffineSections(NamedTuple):
     """Where the second plane of codes, the scales and the minima start, and where the payload ends."""
 
     upper: int
@@ -24,11 +24,11 @@ def widths(bits: int) -> tuple[int, int]:
     return low, bits - low
 
 
-def sections(numel: int, bits: int, group: int) -> Sections:
+def sections(numel: int, bits: int, group: int) -> AffineSections:
     """The sections of the payload of `numel` elements; the first plane of codes starts at 0."""
     low, high = widths(bits)
     groups = -(-numel // group)
     upper = round_up(-(-numel * low // 8))
     scales = upper + round_up(-(-numel * high // 8))
     minima = scales + round_up(2 * groups)
-    return Sections(upper, scales, minima, minima + 2 * groups)
+    return AffineSections(upper, scales, minima, minima + 2 * groups)

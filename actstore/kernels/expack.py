@@ -32,7 +32,7 @@ class Split(NamedTuple):
 SPLITS = {torch.float32: Split(8, 0), torch.bfloat16: Split(8, 0), torch.float16: Split(5, 3)}
 
 
-class Sections(NamedTuple):
+class ExpackSections(NamedTuple):
     """Where the sections of the payload of `numel` elements start; the header starts at 0."""
 
     descriptors: int
@@ -41,7 +41,7 @@ class Sections(NamedTuple):
     tiles: int
 
     @classmethod
-    def of(cls, numel: int, itemsize: int) -> Sections:
+    def of(cls, numel: int, itemsize: int) -> ExpackSections:
         halves = HEADER_NBYTES + round_up(8 * -(-numel // TILE))
         low_bytes = halves + (round_up(2 * numel) if itemsize == 4 else 0)
         return cls(HEADER_NBYTES, halves, low_bytes, low_bytes + round_up(numel))
@@ -49,7 +49,7 @@ class Sections(NamedTuple):
 
 def most_nbytes(numel: int, itemsize: int) -> int:
     """The bytes of the payload where no tile can be made shorter."""
-    return Sections.of(numel, itemsize).tiles + 8 * PLANE_NBYTES * -(-numel // TILE) if numel else 0
+    return ExpackSections.of(numel, itemsize).tiles + 8 * PLANE_NBYTES * -(-numel // TILE) if numel else 0
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
@@ -59,7 +59,9 @@ def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
     ------
     PayloadError : it is cut, or not of `numel` elements
     """
-    return check_header("expack", payload, numel, Sections.of(numel, itemsize).tiles, most_nbytes(numel, itemsize))
+    return check_header(
+        "expack", payload, numel, ExpackSections.of(numel, itemsize).tiles, most_nbytes(numel, itemsize)
+    )
 
 
 def altered() -> PayloadError:

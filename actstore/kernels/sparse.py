@@ -16,7 +16,7 @@ TILE = 1024  # elements whose place among the kept ones is stored
 PERIOD = 16 * TILE  # elements: every group of every codec and every 16 bytes of their codes end here together
 
 
-class Sections(NamedTuple):
+class SparseSections(NamedTuple):
     """Where the sections of the payload of `numel` elements start; the header starts at 0."""
 
     masks: int
@@ -24,7 +24,7 @@ class Sections(NamedTuple):
     inner: int
 
     @classmethod
-    def of(cls, numel: int) -> Sections:
+    def of(cls, numel: int) -> SparseSections:
         starts = HEADER_NBYTES + round_up(4 * -(-numel // 32))
         return cls(HEADER_NBYTES, starts, starts + round_up(8 * -(-numel // TILE)))
 
@@ -58,7 +58,7 @@ def check_header(nbytes: int, header: tuple[int, int], numel: int, itemsize: int
     PayloadError : they are not what `encode` writes, or the buffer is shorter
     """
     length, count = header
-    head = Sections.of(numel).inner
+    head = SparseSections.of(numel).inner
     most = numel if rule is None else rule.kept(numel)
     if (0 if rule is None else most) <= count <= most:
         longest = head + (inner._nbytes(count, itemsize) if count else 0)

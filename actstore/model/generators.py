@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module
 
 
-class Source(NamedTuple):
+class GeneratorAccess(NamedTuple):
     """How the state of one generator is read and set. States compare with ``==``.
 
     `look` reads it faster: whoever has set it since the last reading is taken to have set a different one.
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     look: Callable[[], Any]
 
 
-class Generators:
+class GeneratorStates:
     """The states of generators before a forward, so that it can draw the same numbers again.
 
     Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
@@ -53,10 +53,10 @@ class Generators:
         self,
         modules: Iterable[Module],
         devices: Iterable[torch.device] = (),
-        last: Generators | None = None,
+        last: GeneratorStates | None = None,
         arguments: Sequence[Any] = (),
     ) -> None:
-        self._meanwhile: list[tuple[Source, Any]] = []
+        self._meanwhile: list[tuple[GeneratorAccess, Any]] = []
         self._ended = False
         sources = (*_SHARED, *map(_device_source, devices))
         self._before = {source: source.read() if last is None else source.look() for source in sources}
@@ -71,9 +71,9 @@ class Generators:
         self._own = [(source, state) for source, state in self._own if source.read() != state]
         self._ended = True
 
-    def again(self) -> Generators:
+    def again(self) -> GeneratorStates:
         """The same states, to `rewind` and `resume` by itself."""
-        twin = object.__new__(Generators)
+        twin = object.__new__(GeneratorStates)
         twin.__dict__ = self.__dict__ | {"_meanwhile": []}
         return twin
 
@@ -93,12 +93,12 @@ class Generators:
         self._meanwhile = []
 
 
-def owned(modules: Iterable[Module]) -> list[Source]:
+def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
     """The generators that are attributes of modules."""
     return _sources_of(list(chain.from_iterable([vars(module).values() for module in modules])))
 
 
-def _sources_of(values: Sequence[Any]) -> list[Source]:
+def _sources_of(values: Sequence[Any]) -> list[GeneratorAccess]:
     kinds = {kind for kind in set(map(type, values)) if _has_state(kind)}  # few, of hundreds of values
     return [_source_of(value) for value in values if type(value) in kinds] if kinds else []
 
@@ -109,7 +109,7 @@ def _has_state(kind: Hashable) -> bool:
     return isinstance(kind, type) and issubclass(kind, _CLASSES) and not issubclass(kind, random.SystemRandom)
 
 
-def _source_of(generator: Any) -> Source:
+def _source_of(generator: Any) -> GeneratorAccess:
     if isinstance(generator, torch.Generator):
         return _source(
             lambda: _state_of(generator),
@@ -126,8 +126,8 @@ def _source_of(generator: Any) -> Source:
     return _source(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
 
-def _source(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:
-    return Source(read, put, read)
+def _source(read: Callable[[], Any], put: Callable[[Any], object]) -> GeneratorAccess:
+    return GeneratorAccess(read, put, read)
 
 
 def _state_of(generator: torch.Generator) -> bytes:
@@ -144,7 +144,7 @@ def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _shared(source: Source) -> Source:
+def _shared(source: GeneratorAccess) -> GeneratorAccess:
     """The same source, whose states are one object while they are equal."""
     known: Any = None
 
@@ -156,7 +156,7 @@ def _shared(source: Source) -> Source:
         known = state
         return state
 
-    return Source(partial(same, source.read), source.set, partial(same, source.look))
+    return GeneratorAccess(partial(same, source.read), source.set, partial(same, source.look))
 
 
 class _NumpyGlobal:
@@ -195,7 +195,7 @@ class _NumpyGlobal:
 
 
 @cache
-def _device_source(device: torch.device) -> Source:
+def _device_source(device: torch.device) -> GeneratorAccess:
     module: Any = torch.get_device_module(device)
     generators: Any = getattr(module, "default_generators", None)  # CUDA and XPU; one for each device
     if generators:
@@ -215,5 +215,5 @@ _numpy = _NumpyGlobal()
 _SHARED = (
     _shared(_source_of(torch.default_generator)),
     _shared(_source(random.getstate, random.setstate)),
-    _shared(Source(_numpy.read, _numpy.set, _numpy.look)),
+    _shared(GeneratorAccess(_numpy.read, _numpy.set, _numpy.look)),
 )

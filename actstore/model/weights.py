@@ -198,7 +198,7 @@ def _copies(buffers: Entries) -> Entries:
     return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
 
 
-class _Loan:
+class _BufferLoan:
     """The buffers that a normalisation gets back when its last user is done."""
 
     __slots__ = ("own", "users")
@@ -209,7 +209,7 @@ class _Loan:
 
 
 _lending = Lock()
-_loans: dict[Module, _Loan] = {}  # of the process, as modules are shared by stores and threads
+_loans: dict[Module, _BufferLoan] = {}  # of the process, as modules are shared by stores and threads
 
 
 def _lend(norm: Module, seen: Entries) -> None:
@@ -218,7 +218,7 @@ def _lend(norm: Module, seen: Entries) -> None:
         loan = _loans.get(norm)
         if loan is None:
             copies = _copies(seen)
-            loan = _loans[norm] = _Loan(dict(norm._buffers))
+            loan = _loans[norm] = _BufferLoan(dict(norm._buffers))
             norm._buffers.update(copies)
         loan.users += 1
 

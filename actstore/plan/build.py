@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.profile import KEEP, Figures, Part, Profile, Unit
+from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import recurrent_options
-from actstore.plan.solver.chain import Chain, Layer, Limits, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 
 PARTS = 4  # parts of a unit that get decisions of their own: those that save most
 SHARE = 0.08  # of the bytes of the whole that a part must save for that
 
 
-def chain_of(profile: Profile, max_noise: float = 0.0) -> Chain:
+def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
     """The step that was measured, with every option that was measured, and their combinations over parts of a unit.
 
     Parameters
@@ -28,10 +28,10 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> Chain:
         for figures in [profile.figures[unit.kind]]
         for keep in [kept(figures)]
     )
-    return Chain(layers, profile.links, profile.rest)
+    return LayerChain(layers, profile.links, profile.rest)
 
 
-def kept(figures: dict[str, Figures]) -> Figures:
+def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
     """The figures of a unit that keeps everything, from those of its recomputation where that was never measured.
 
     What a recomputation took is a forward: the first one did its bookkeeping, too, which small units feel.
@@ -55,7 +55,7 @@ def kept(figures: dict[str, Figures]) -> Figures:
     )
 
 
-def policy_of(chain: Chain, choice: Sequence[int]) -> str:
+def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
     """The policy text of one option for each layer."""
     lines = []
     for layer, index in zip(chain.layers, choice, strict=True):
@@ -74,10 +74,10 @@ def rules_of(unit: str, decision: str) -> list[str]:
 
 
 def _options(
-    unit: Unit, figures: dict[str, Figures], keep: Figures, profile: Profile, max_noise: float
-) -> Iterable[Option]:
+    unit: Unit, figures: dict[str, UnitFigures], keep: UnitFigures, profile: Profile, max_noise: float
+) -> Iterable[LayerOption]:
     whole = keep.total("held")
-    yield Option(KEEP, whole, forward_peak=whole, backward_peak=whole)
+    yield LayerOption(KEEP, whole, forward_peak=whole, backward_peak=whole)
     if not unit.name:
         return
     if unit.calls > 1 and unit.recomputable:
@@ -112,7 +112,7 @@ def _options(
             yield total.option(unit, keep, profile)
 
 
-def _large_parts(unit: Unit, keep: Figures) -> list[str]:
+def _large_parts(unit: Unit, keep: UnitFigures) -> list[str]:
     whole = keep.total("saved")
     large = [name for name in unit.parts if (part := keep.parts.get(name)) and part.saved > SHARE * whole]
     return sorted(large, key=lambda name: -keep.parts[name].saved)[:PARTS]
@@ -121,7 +121,7 @@ def _large_parts(unit: Unit, keep: Figures) -> list[str]:
 class _Change:
     """What a decision changes of a unit that keeps everything; with `part`, the share of this part."""
 
-    def __init__(self, unit: Unit, decision: str, f: Figures, keep: Figures, part: str | None) -> None:
+    def __init__(self, unit: Unit, decision: str, f: UnitFigures, keep: UnitFigures, part: str | None) -> None:
         self.decision = decision
         self.transient = f.transient  # in backward;
         works_in_forward = "recompute" not in decision and decision != "derive"
@@ -132,7 +132,7 @@ class _Change:
             self.host, self.disk = f.total("host"), f.total("disk")
             self.error = sum(_noise(unit, name, f) for name in f.parts)
         else:
-            before, after = keep.parts.get(part, Part()), f.parts.get(part, Part())
+            before, after = keep.parts.get(part, UnitBytes()), f.parts.get(part, UnitBytes())
             share = before.saved / max(1, keep.total("saved"))
             self.held = after.held - before.held
             self.host, self.disk = after.host, after.disk
@@ -145,10 +145,10 @@ class _Change:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
-    def option(self, unit: Unit, keep: Figures, profile: Profile) -> Option:
+    def option(self, unit: Unit, keep: UnitFigures, profile: Profile) -> LayerOption:
         held = max(0, keep.total("held") + self.held)
         moved = self.host + self.disk
-        return Option(
+        return LayerOption(
             self.decision,
             held,
             link=0 if profile.links.on_host else moved,
@@ -162,7 +162,7 @@ class _Change:
         )
 
 
-def _noise(unit: Unit, part: str, f: Figures) -> float:
+def _noise(unit: Unit, part: str, f: UnitFigures) -> float:
     """What the payloads of a part add to the noise of the gradients; infinite where that is not known."""
     found = f.error * unit.noise.get(part, inf) if f.error else 0.0
     return found if isfinite(found) else inf
@@ -178,7 +178,7 @@ def limits_of(device: float, host: float | None, disk: float | None, max_noise: 
     )
 
 
-def _added(f: Figures, keep: Figures) -> tuple[float, float]:
+def _added(f: UnitFigures, keep: UnitFigures) -> tuple[float, float]:
     """What a decision adds to a unit's forward and backward: its own work, and what that slows down elsewhere.
 
     The work is measured by itself. The difference of two times is what counts (bookkeeping, caches, page faults), but

@@ -16,7 +16,7 @@ from actstore.plan.profile import KEEP
 from actstore.plan.study import Budget, Other, Study
 
 if TYPE_CHECKING:
-    from actstore.plan.values import PlanValues, Row
+    from actstore.plan.values import PlanValues, UnitPlan
 
 SMALL = 0.25  # of the memory: activations that take less are not the problem
 NOTABLE = 0.03  # of the activations: units that save less need no reason
@@ -33,7 +33,7 @@ class Group:
     """Units of one pattern of names that decide alike; `first` is the place of the first of them."""
 
     first: int
-    rows: list[Row]
+    rows: list[UnitPlan]
 
     @property
     def name(self) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from actstore.plan.build import kept, policy_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
-from actstore.plan.solver.chain import Chain
+from actstore.plan.solver.chain import LayerChain
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
-from actstore.plan.values import Prediction, Row
+from actstore.plan.values import Prediction, UnitPlan
 from actstore.plan.wish import Wish
 
 
 def plan_of(
-    profile: Profile, chain: Chain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
+    profile: Profile, chain: LayerChain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
 ) -> Plan:
     """A solution as what a user sees."""
     rows = []
@@ -22,7 +22,7 @@ def plan_of(
         saved = kept(profile.figures[unit.kind]).total("saved")
         stall = sum(stalls[i] for stalls in solution.evaluation.stalls)
         added = option.forward + option.backward
-        rows.append(Row(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
+        rows.append(UnitPlan(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
     return Plan(
         policy_of(chain, solution.choice),
         wish.device,
@@ -41,7 +41,7 @@ def plan_of(
     )
 
 
-def _window(chain: Chain, solution: Solution) -> int | None:
+def _window(chain: LayerChain, solution: Solution) -> int | None:
     """What queues on the device at most, with the payload of a layer that is just made or just needed."""
     options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
     largest = max((option.host + option.disk for option in options), default=0)
@@ -55,7 +55,7 @@ def _window(chain: Chain, solution: Solution) -> int | None:
     return int(queued + largest)
 
 
-def _limit(chain: Chain, solution: Solution) -> str:
+def _limit(chain: LayerChain, solution: Solution) -> str:
     evaluation = solution.evaluation
     if evaluation.overhead <= 0:
         return "compute alone; everything fits"

@@ -25,7 +25,7 @@ MOST_CALLS = 10**6  # of a unit in a step
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitBytes:
     """The bytes of one part of a unit: what plain autograd would hold, what was held on the device at the end of
     forward, and what went to host memory and to disk."""
 
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Figures:
+class UnitFigures:
     """One unit in one step, or the medians of several, under one decision.
 
     Attributes
@@ -53,7 +53,7 @@ class Figures:
     decision: str
     forward: float
     backward: float
-    parts: dict[str, Part]
+    parts: dict[str, UnitBytes]
     transient: int = 0
     error: float = 0.0
     work_forward: float = 0.0
@@ -65,15 +65,15 @@ class Figures:
         return sum(getattr(part, name) for part in self.parts.values())
 
     @staticmethod
-    def median(samples: Sequence[Figures]) -> Figures:
+    def median(samples: Sequence[UnitFigures]) -> UnitFigures:
         """The medians of samples of one decision."""
         first = samples[0]
         names = dict.fromkeys(name for sample in samples for name in sample.parts)
-        return Figures(
+        return UnitFigures(
             first.decision,
             median(sample.forward for sample in samples),
             median(sample.backward for sample in samples),
-            {name: _median_part([sample.parts.get(name, Part()) for sample in samples]) for name in names},
+            {name: _median_part([sample.parts.get(name, UnitBytes()) for sample in samples]) for name in names},
             int(median(sample.transient for sample in samples)),
             median(sample.error for sample in samples),
             median(sample.work_forward for sample in samples),
@@ -131,7 +131,7 @@ class Profile:
     """
 
     units: tuple[Unit, ...]
-    figures: dict[str, dict[str, Figures]]
+    figures: dict[str, dict[str, UnitFigures]]
     links: Links
     rest: float
     memory: Memory
@@ -223,16 +223,18 @@ class Profile:
         return "\n".join(lines)
 
 
-def _median_part(parts: Sequence[Part]) -> Part:
-    return Part(*(int(median(getattr(part, name) for part in parts)) for name in ("saved", "held", "host", "disk")))
+def _median_part(parts: Sequence[UnitBytes]) -> UnitBytes:
+    return UnitBytes(
+        *(int(median(getattr(part, name) for part in parts)) for name in ("saved", "held", "host", "disk"))
+    )
 
 
-def medians(samples: Iterable[Figures], last: int = 12) -> dict[str, Figures]:
+def medians(samples: Iterable[UnitFigures], last: int = 12) -> dict[str, UnitFigures]:
     """The medians of the `last` samples of each decision, in the order of first use."""
-    by_decision: dict[str, list[Figures]] = {}
+    by_decision: dict[str, list[UnitFigures]] = {}
     for sample in samples:
         by_decision.setdefault(sample.decision, []).append(sample)
-    return {decision: Figures.median(group[-last:]) for decision, group in by_decision.items()}
+    return {decision: UnitFigures.median(group[-last:]) for decision, group in by_decision.items()}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

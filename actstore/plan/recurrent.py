@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from actstore.plan.profile import Figures, Unit
-from actstore.plan.solver.chain import Option
+from actstore.plan.profile import Unit, UnitFigures
+from actstore.plan.solver.chain import LayerOption
 from actstore.plan.solver.revolve import advances
 
 SHARES = 40  # of the calls: how finely a part of them can be recomputed
@@ -15,7 +15,7 @@ SLOTS = 8  # stored inputs in the step that tells what a replay costs that keeps
 LEAST = 0.02  # of what recomputation holds: chains whose inputs are less are not worth a replay
 
 
-def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) -> Iterator[Option]:
+def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFigures) -> Iterator[LayerOption]:
     """Recomputation of the first calls, of all of them, and of all with replayed inputs.
 
     Every call is taken to be alike. What an input from the call before takes is the difference that segments make. To
@@ -29,9 +29,9 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
     forward = max(recompute.forward - keep.forward, recompute.work_forward)
     backward = max(recompute.backward - keep.backward, recompute.work_backward)
 
-    def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> Option:
+    def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> LayerOption:
         known = figures.get(decision)  # it has run
-        return Option(
+        return LayerOption(
             decision,
             held,
             forward=share * forward + (linking if replays else 0.0) if known is None else _more(known, keep, "forward"),
@@ -75,7 +75,7 @@ def recurrent_options(unit: Unit, figures: dict[str, Figures], keep: Figures) ->
         slots = ceil(1.5 * slots)
 
 
-def _more(figures: Figures, keep: Figures, direction: str) -> float:
+def _more(figures: UnitFigures, keep: UnitFigures, direction: str) -> float:
     """What a decision that was measured adds in "forward" or "backward"."""
     difference: float = getattr(figures, direction) - getattr(keep, direction)
     work: float = getattr(figures, f"work_{direction}")

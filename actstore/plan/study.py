@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from actstore.plan.build import chain_of, limits_of
-from actstore.plan.solver.chain import Chain
+from actstore.plan.solver.chain import LayerChain
 from actstore.plan.solver.pareto import pareto
 from actstore.plan.solver.timeline import Evaluation, evaluate
 
@@ -48,7 +48,7 @@ class Study:
     def __init__(self, plan: PlanValues) -> None:
         self._plan = plan
         max_noise = plan.limits.get("max_noise") or 0.0
-        self.chain: Chain = chain_of(plan.profile, max_noise)
+        self.chain: LayerChain = chain_of(plan.profile, max_noise)
         device = plan.limits.get("device")
         self.limits = limits_of(
             plan.budget if device is None else device,

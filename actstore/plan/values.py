@@ -9,7 +9,7 @@ from actstore.plan.profile import Profile
 
 
 @dataclass(frozen=True)
-class Row:
+class UnitPlan:
     """What one unit does; sizes in bytes, times in ms.
 
     Attributes
@@ -62,7 +62,7 @@ class PlanValues:
     prices: dict[str, float]
     window: int | None
     limit: str
-    rows: tuple[Row, ...]
+    rows: tuple[UnitPlan, ...]
     profile: Profile
     measured: Prediction | None = None
     history: tuple[str, ...] = field(default=())

@@ -12,7 +12,7 @@ from actstore.codecs.base import Codec
 
 
 @dataclass(frozen=True)
-class Option:
+class CodecField:
     """A field of a codec: its type, and its default (MISSING where it must be given)."""
 
     name: str
@@ -54,10 +54,12 @@ class Option:
 
 
 @lru_cache(maxsize=256)
-def options_of(codec: type[Codec]) -> dict[str, Option]:
+def options_of(codec: type[Codec]) -> dict[str, CodecField]:
     """The options of a codec class, by name."""
     types = get_type_hints(codec)
-    return {field.name: Option(field.name, types[field.name], _default(field)) for field in fields(codec) if field.init}
+    return {
+        field.name: CodecField(field.name, types[field.name], _default(field)) for field in fields(codec) if field.init
+    }
 
 
 def codec_text(codec: Codec) -> str:

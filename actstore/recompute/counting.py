@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from actstore.autograd.composite import is_parameter
 from actstore.base.storage import storages_of
 from actstore.errors import StateError
-from actstore.recompute.replay import Call
+from actstore.recompute.replay import RegionCall
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -30,7 +30,7 @@ class Delegating:
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self._entered: dict[int, tuple[saved_tensors_hooks, _Seen]] = {}  # by thread
+        self._entered: dict[int, tuple[saved_tensors_hooks, _RegionBytes]] = {}  # by thread
 
     def __enter__(self) -> None:
         pack, unpack = _top_saved_tensors_default_hooks(False)
@@ -51,15 +51,15 @@ class Delegating:
         hooks.__exit__(*exc)
         self.end(seen)
 
-    def begin(self) -> _Seen:
+    def begin(self) -> _RegionBytes:
         """Note that the region starts to run."""
-        return _Seen()
+        return _RegionBytes()
 
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         """Note that the region saved something in this storage."""
         raise AssertionError
 
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
         """Pack what the region saves."""
         return pack(tensor)
 
@@ -67,11 +67,11 @@ class Delegating:
         """Return what reads back what the region saved."""
         return unpack
 
-    def end(self, seen: _Seen) -> None:
+    def end(self, seen: _RegionBytes) -> None:
         """Note that the region has run, or stopped early."""
 
 
-class _Seen:
+class _RegionBytes:
     """Bytes that one run of a region has saved, by storage, and what is given back at its end."""
 
     __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
@@ -88,7 +88,9 @@ class _Seen:
 class CountSaved(Delegating):
     """Hooks of the first run: book what plain autograd would have saved inside the region."""
 
-    def __init__(self, scope: Scope, call: Call, diverged: Callable[[Call, CheckpointError], StateError]) -> None:
+    def __init__(
+        self, scope: Scope, call: RegionCall, diverged: Callable[[RegionCall, CheckpointError], StateError]
+    ) -> None:
         super().__init__(call.account)
         self._scope = scope
         self._call = call
@@ -98,7 +100,7 @@ class CountSaved(Delegating):
         self.inputs = set[int]()  # storages that the region was given
         self.nbytes = 0  # of all others
 
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         key = storage._cdata
         self._scope.count(key, storage, self.account)
         if key in self._weights.buffers:
@@ -120,7 +122,7 @@ class CountSaved(Delegating):
 
         return naming
 
-    def end(self, seen: _Seen) -> None:
+    def end(self, seen: _RegionBytes) -> None:
         self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
 
 
@@ -130,7 +132,7 @@ class CountRecomputed(Delegating):
     Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
     """
 
-    def __init__(self, scope: Scope, call: Call) -> None:
+    def __init__(self, scope: Scope, call: RegionCall) -> None:
         super().__init__(call.account)
         self._call = call
         self._ledger = scope.ledger
@@ -138,8 +140,8 @@ class CountRecomputed(Delegating):
         self._gauge = scope.gauge
         self._recomputing = scope.recomputing
 
-    def begin(self) -> _Seen:
-        seen = _Seen()
+    def begin(self) -> _RegionBytes:
+        seen = _RegionBytes()
         if self._gauge is not None:
             seen.done = self._gauge.recomputing(self.account)
         seen.traced = self._recomputing(self.account)
@@ -152,7 +154,7 @@ class CountRecomputed(Delegating):
         seen = self._entered[get_ident()][1]
         seen.booked, seen.repeating = booked, repeating
 
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _Seen) -> Any:
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
         """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
         have to move what was saved.
         """
@@ -171,12 +173,12 @@ class CountRecomputed(Delegating):
             repeating.has_all = True
             return tensor.detach()
 
-    def see(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
+    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         key = storage._cdata
         if key not in self._parameters and key not in seen.booked:
             seen.nbytes[key] = storage.nbytes()
 
-    def end(self, seen: _Seen) -> None:
+    def end(self, seen: _RegionBytes) -> None:
         if seen.last is not None:
             seen.last.__exit__(None, None, None)
         if seen.done is not None:

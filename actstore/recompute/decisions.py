@@ -13,7 +13,7 @@ from actstore.recompute.gates import SharedGate
 
 if TYPE_CHECKING:
     from actstore.base.ledger import Account, Ledger
-    from actstore.base.reaper import Last
+    from actstore.base.reaper import Finalizer
 
 _NOTE = "decisions of "
 
@@ -73,7 +73,7 @@ class Decisions:
         self.nbytes = 0
         self._ledger = ledger
         self._account = account
-        self._held: Last | None = None
+        self._held: Finalizer | None = None
         self._shared = False
 
     def ended(self) -> None:

@@ -14,7 +14,7 @@ from actstore.errors import KernelUnavailable
 from actstore.recompute.choices import PACKED_NUMEL, Choice, Packed, choice_of
 
 if TYPE_CHECKING:
-    from actstore.base.reaper import Last
+    from actstore.base.reaper import Finalizer
 
 
 def gate_of(result: Tensor) -> Choice:
@@ -70,11 +70,11 @@ class SharedGate:
 
     __slots__ = ("_choice", "_handle", "_held", "_hold", "_unpack")
 
-    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], hold: Callable[[int], Last]) -> None:
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], hold: Callable[[int], Finalizer]) -> None:
         self._handle = handle
         self._unpack = unpack
         self._hold = hold
-        self._held: Last | None = None
+        self._held: Finalizer | None = None
         self._choice: Choice | None = None
 
     def settle(self, values: Tensor) -> None:

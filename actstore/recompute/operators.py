@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from actstore.base.layout import layout_of
 
 
-class Kind(Enum):
+class DecisionKind(Enum):
     """Way in which an operator decides."""
 
     NEVER = auto()
@@ -33,7 +33,7 @@ class Kind(Enum):
     RESULT = auto()  # decides where its result has no fractions, and what it is given has
 
 
-class Point(NamedTuple):
+class Threshold(NamedTuple):
     """Point at which an operator decides, and whether an element that equals it counts as below."""
 
     at: Any
@@ -169,34 +169,34 @@ def base_name(operator: OpOverload) -> str:
 
 
 @cache
-def kind_of(operator: Any) -> Kind:
+def kind_of(operator: Any) -> DecisionKind:
     """Return the way in which an operator decides."""
     if not isinstance(operator, OpOverload):  # of a higher order
-        return Kind.NEVER
+        return DecisionKind.NEVER
     name, schema = base_name(operator), operator._schema
     if operator.namespace == "aten":
         if name in _EMPTY:
-            return Kind.NEVER
+            return DecisionKind.NEVER
         if name == "relu":
-            return Kind.RELU
+            return DecisionKind.RELU
         if name in _SIDES:
-            return Kind.SIDE
+            return DecisionKind.SIDE
         if f"{name}.{operator._overloadname}" in _PEAKS:
-            return Kind.PEAK
+            return DecisionKind.PEAK
         if name in _DIMS and len(schema.returns) == 2:
-            return Kind.INDEX
+            return DecisionKind.INDEX
         if name in _WHOLE:
-            return Kind.WHOLE
+            return DecisionKind.WHOLE
         if name == "bernoulli" and operator._overloadname in ("default", "Tensor", "out"):
-            return Kind.DRAW
+            return DecisionKind.DRAW
     if torch.Tag.nondeterministic_seeded in operator.tags and name != "multinomial":
-        return Kind.NEVER  # its generator's state is restored
+        return DecisionKind.NEVER  # its generator's state is restored
     if any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable:
-        return Kind.NEVER  # a view
-    return Kind.RESULT
+        return DecisionKind.NEVER  # a view
+    return DecisionKind.RESULT
 
 
-def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Point]:
+def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Threshold]:
     """Return the points at which an operator of kind SIDE decides for each element of its first argument.
 
     Empty where it decides nothing that backward or forward could notice.
@@ -216,9 +216,12 @@ def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
         if isinstance(at, Tensor) and torch.broadcast_shapes(at.shape, x.shape) != x.shape:
             continue
         if not isinstance(at, Tensor) and x.dtype.itemsize == 2 and _is_between(float(at), x.dtype):
-            points += [Point(at, False), Point(at, True)]  # kernels round it or do not: what equals it stays equal
+            points += [
+                Threshold(at, False),
+                Threshold(at, True),
+            ]  # kernels round it or do not: what equals it stays equal
         else:
-            points.append(Point(at, equal_is_below))
+            points.append(Threshold(at, equal_is_below))
     return points
 
 

@@ -11,7 +11,7 @@ from actstore.recompute.choices import Packed, choice_of
 from actstore.recompute.decisions import Decision
 from actstore.recompute.gates import gate_of
 from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
-from actstore.recompute.operators import Kind, base_name, index_bound, kind_of, peak_of, points_of
+from actstore.recompute.operators import DecisionKind, base_name, index_bound, kind_of, peak_of, points_of
 from actstore.recompute.windows import places_of
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -25,15 +25,15 @@ class Recording(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(operator)
-        if kind is Kind.RESULT:
+        if kind is DecisionKind.RESULT:
             result = operator(*args, **kwargs)
             if is_choice(result) and takes_floats((*args, *kwargs.values())) and not is_traced():
                 self._keep(operator, args, [choice_of(result, index_bound(operator, args, kwargs))])
             return result
-        if kind is Kind.NEVER or not has_floats(args) or is_traced():
+        if kind is DecisionKind.NEVER or not has_floats(args) or is_traced():
             return operator(*args, **kwargs)
         x = args[0]
-        if kind is Kind.RELU:
+        if kind is DecisionKind.RELU:
             result = operator(*args, **kwargs)
             if x.requires_grad:
                 choice = gate_of(result)
@@ -42,19 +42,19 @@ class Recording(Mode):
                     self._decisions.results.append((len(self._kept), ref(result), version))
                 self._keep(operator, args, [choice])
             return result
-        if kind is Kind.SIDE:
+        if kind is DecisionKind.SIDE:
             points = points_of(operator, args, kwargs)
             if points:
                 self._keep(operator, args, [choice_of(point.is_below(x)) for point in points])
             return operator(*args, **kwargs)
         result = operator(*args, **kwargs)
-        if kind is Kind.PEAK:
+        if kind is DecisionKind.PEAK:
             if x.requires_grad:
                 self._keep(operator, args, [choice_of(x == peak_of(operator, args, result))])
-        elif kind is Kind.INDEX:
+        elif kind is DecisionKind.INDEX:
             places = places_of(operator, args, kwargs, result[1]) if "pool" in operator._schema.name else None
             self._keep(operator, args, [places or choice_of(result[1], index_bound(operator, args, kwargs))])
-        elif kind is Kind.DRAW:
+        elif kind is DecisionKind.DRAW:
             self._keep(operator, args, [choice_of(result != 0)])
         else:
             bound = index_bound(operator, args, kwargs)

@@ -20,7 +20,7 @@ from actstore.recompute.decisions import Decision, Decisions, shape_text
 from actstore.recompute.gates import SharedGate, let_pass
 from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
 from actstore.recompute.operators import (
-    Kind,
+    DecisionKind,
     base_name,
     give_peak,
     kind_of,
@@ -59,7 +59,7 @@ class Repeating(Mode):
         if operator is _DETACH:  # by hooks
             return operator(*args, **kwargs)
         kind = kind_of(operator)
-        if kind is Kind.RESULT:
+        if kind is DecisionKind.RESULT:
             self._end()
             self.saved.clear()
             result = operator(*args, **kwargs)
@@ -67,7 +67,7 @@ class Repeating(Mode):
                 return _give(operator, result, self._take(operator, args)[0])
             return result
         try:
-            if kind is Kind.NEVER or not has_floats(args) or is_traced():
+            if kind is DecisionKind.NEVER or not has_floats(args) or is_traced():
                 self._end()
                 return operator(*args, **kwargs)
             return self._repeat(kind, operator, args, kwargs)
@@ -83,13 +83,13 @@ class Repeating(Mode):
         if self.has_all:
             raise _StopRecomputationError
 
-    def _repeat(self, kind: Kind, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if kind is Kind.RELU:
+    def _repeat(self, kind: DecisionKind, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if kind is DecisionKind.RELU:
             return self._let_pass(operator, args, kwargs)
-        if kind is Kind.SIDE:
+        if kind is DecisionKind.SIDE:
             return self._on_side(operator, args, kwargs)
         x = args[0]
-        if kind is Kind.PEAK:
+        if kind is DecisionKind.PEAK:
             if not x.requires_grad:
                 self._end()
                 return operator(*args, **kwargs)
@@ -99,7 +99,7 @@ class Repeating(Mode):
             self._end()
             return operator(moved, *args[1:], **kwargs)
         self._end()
-        if kind is Kind.INDEX:
+        if kind is DecisionKind.INDEX:
             (indices,) = self._take(operator, args)
             values = values_at(operator, args, kwargs, indices)
             if not operator._schema.is_mutable:
@@ -108,10 +108,10 @@ class Repeating(Mode):
                 _give(operator, *pair) for pair in zip(operator(*args, **kwargs), (values, indices), strict=True)
             )
         choices = self._take(operator, args)
-        if kind is Kind.DRAW:
+        if kind is DecisionKind.DRAW:
             result = operator(*args, **kwargs)  # also for the draws that follow
             return _give(operator, result, choices[0].to(result.dtype))
-        if kind is Kind.WHOLE and torch.Tag.nondeterministic_seeded in operator.tags:
+        if kind is DecisionKind.WHOLE and torch.Tag.nondeterministic_seeded in operator.tags:
             operator(*args, **kwargs)
         return choices[0] if len(choices) == 1 else tuple(choices)
 

@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.autograd.handles import Kept, Stored, check_version
 from actstore.base.ledger import Account, Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.spec import Spec
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
-from actstore.model.generators import Generators
+from actstore.model.generators import GeneratorStates
 from actstore.model.surroundings import Surroundings
 from actstore.model.weights import Weights
 from actstore.recompute.offers import Offers
@@ -64,13 +64,13 @@ class Carry:
         "version", "witness",
     )  # fmt: skip
 
-    def __init__(self, producer: Call, index: int, first: int, tensor: Tensor, *, any_version: bool) -> None:
+    def __init__(self, producer: RegionCall, index: int, first: int, tensor: Tensor, *, any_version: bool) -> None:
         self.producer = producer
         self.index = index
         self.first = first
         self.handle: Any = None
         self.live = False
-        self.kept: tuple[Tensor, Last, Any] | None = None
+        self.kept: tuple[Tensor, Finalizer, Any] | None = None
         self.account = producer.account
         self.any_version = any_version  # the tensor may change after it was taken
         self.version = tensor._version
@@ -108,7 +108,7 @@ class Carry:
         self.kept = tensor, ledger.hold(self.account, 0, 0, nbytes), _stream_of(tensor)
 
 
-class Source(NamedTuple):
+class CallInput(NamedTuple):
     """An input of a call: a carry, or the hooks' handle of a tensor from outside of the chain.
 
     `gate` is what an earlier call reads from that handle.
@@ -120,7 +120,7 @@ class Source(NamedTuple):
     gate: SharedGate | None = None
 
 
-class Call:
+class RegionCall:
     """One call of a recomputed module, and what it takes to run it again.
 
     Parameters
@@ -148,7 +148,7 @@ class Call:
         form: Form,
         unpack: Callable[[Any], Tensor],
         weights: Weights,
-        generators: Generators,
+        generators: GeneratorStates,
     ) -> None:
         self.region = region
         self.account = account
@@ -160,9 +160,9 @@ class Call:
         self.weights = weights
         self.generators = generators
         self.surroundings = Surroundings()
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` asks whether they are
-        self.chain: Chain | None = None  # where its decision replays inputs
+        self.chain: CallChain | None = None  # where its decision replays inputs
         self.number = 0  # within its chain
         self.made: dict[int, ref[Carry]] = {}  # of its output, by leaf
         self.decisions: Decisions | None = None
@@ -244,7 +244,7 @@ class Call:
             weights.resume()
 
 
-class Chain:
+class CallChain:
     """Calls of which each takes what others before it have put out, in the order of forward.
 
     Parameters
@@ -267,10 +267,10 @@ class Chain:
         self._ledger = ledger
         self._lock = RLock()  # a forward that is replayed may itself run a backward
         self._live: list[ref[Carry]] = []
-        self._stored: dict[int, ref[Call]] = {}  # calls whose carries are stored, by number
+        self._stored: dict[int, ref[RegionCall]] = {}  # calls whose carries are stored, by number
         self._kept: dict[int, list[ref[Carry]]] = {}  # what replays keep, by the number of the call that takes it
 
-    def arrive(self, call: Call) -> int:
+    def arrive(self, call: RegionCall) -> int:
         """A call joins the chain, and what was live is let go.
 
         Returns
@@ -300,7 +300,7 @@ class Chain:
         """Let a carry go when the next call arrives."""
         self._live.append(ref(carry))
 
-    def values_for(self, call: Call) -> Values:
+    def values_for(self, call: RegionCall) -> Values:
         """The carries of a call, for its recomputation.
 
         Raises
@@ -320,10 +320,10 @@ class Chain:
             return found
 
     @staticmethod
-    def _way_to(call: Call) -> tuple[list[Call], dict[Carry, int]]:
+    def _way_to(call: RegionCall) -> tuple[list[RegionCall], dict[Carry, int]]:
         """The calls that must run again, in their order, and the carries that they must bring, each with the number of
         the last call that takes it on the way."""
-        runs: dict[int, Call] = {}
+        runs: dict[int, RegionCall] = {}
         needed: dict[Carry, int] = {}
         ahead = [call]
         while ahead:
@@ -338,7 +338,7 @@ class Chain:
                         ahead.append(carry.producer)
         return [runs[number] for number in sorted(runs)], needed
 
-    def _replay(self, runs: Sequence[Call], needed: dict[Carry, int], call: Call) -> Values:
+    def _replay(self, runs: Sequence[RegionCall], needed: dict[Carry, int], call: RegionCall) -> Values:
         first = runs[0].number
         self._forget(call.number)
         keep_at = set(self._schedule.keep(len(runs), first, sum(number < first for number in self._kept)))
@@ -385,11 +385,11 @@ class Chain:
                     carry.kept = None
 
 
-class Made(NamedTuple):
+class CallOutput(NamedTuple):
     """What a call has put out, for as long as nothing writes to it."""
 
     root: ref[Tensor]
-    call: ref[Call]
+    call: ref[RegionCall]
     leaf: int
     version: int
     dtype: torch.dtype
@@ -399,10 +399,10 @@ class Calls:
     """The recomputed calls of one entry of a store on one thread, and what they have put out."""
 
     def __init__(self) -> None:
-        self.generators: Generators | None = None  # of the last call
+        self.generators: GeneratorStates | None = None  # of the last call
         self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: calls, or chains that begin with it
-        self._made: dict[tuple[Any, ...], Made] = {}
+        self._made: dict[tuple[Any, ...], CallOutput] = {}
         self._prune_at = 1024
 
     def begin(self, what: object) -> int:
@@ -411,17 +411,17 @@ class Calls:
         self.begun[what] = before + 1
         return before
 
-    def put_out(self, call: Call, leaves: Iterable[Any]) -> None:
+    def put_out(self, call: RegionCall, leaves: Iterable[Any]) -> None:
         """Know the tensors of a call's output when a later call takes them."""
         for index, leaf in enumerate(leaves):
             key = _key_of(leaf)
             if key is not None:
-                self._made[key] = Made(ref(_root_of(leaf)), ref(call), index, leaf._version, leaf.dtype)
+                self._made[key] = CallOutput(ref(_root_of(leaf)), ref(call), index, leaf._version, leaf.dtype)
         if len(self._made) > self._prune_at:
             self._made = {key: made for key, made in self._made.items() if made.root() is not None}
             self._prune_at = 1024 + 2 * len(self._made)
 
-    def find(self, leaf: Any, decision: Recompute) -> tuple[Call, int] | None:
+    def find(self, leaf: Any, decision: Recompute) -> tuple[RegionCall, int] | None:
         """The call under this `decision` that has put out a tensor, unchanged, and which leaf of its output it is."""
         key = _key_of(leaf)
         made = self._made.get(key) if key is not None else None

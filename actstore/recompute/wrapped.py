@@ -21,7 +21,7 @@ from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
-from actstore.model.generators import Generators
+from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
@@ -30,7 +30,7 @@ from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.counting import CountRecomputed, CountSaved
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import divergence
-from actstore.recompute.replay import Call, Calls, Carry, Chain, Source
+from actstore.recompute.replay import CallChain, CallInput, Calls, Carry, RegionCall
 from actstore.recompute.schedule import schedule_of
 
 if TYPE_CHECKING:
@@ -107,18 +107,18 @@ class Wrapped:
         with _wrapping:
             self.users.add(user)
             own = forward = self._module.__dict__.get("forward")
-            while isinstance(forward, _Forward):
+            while isinstance(forward, _RegionForward):
                 if forward.region is self:
                     return
                 forward = forward.own
-            self._module.__dict__["forward"] = _Forward(self, self._module, self._module.forward, own)
+            self._module.__dict__["forward"] = _RegionForward(self, self._module, self._module.forward, own)
 
     def exit(self, user: object) -> None:
         """Give the module its own forward back, as soon as no store that came later wraps it."""
         with _wrapping:
             self.users.discard(user)
             attributes = self._module.__dict__
-            while isinstance(forward := attributes.get("forward"), _Forward) and not forward.region.users:
+            while isinstance(forward := attributes.get("forward"), _RegionForward) and not forward.region.users:
                 if forward.own is None:
                     del attributes["forward"]
                 else:
@@ -182,7 +182,7 @@ class Wrapped:
             self._double.tell_around(self._region)
         return output
 
-    def _diverged(self, call: Call, error: CheckpointError) -> StateError:
+    def _diverged(self, call: RegionCall, error: CheckpointError) -> StateError:
         """Return the error for a second run that has saved other tensors than the first."""
         repeats = call.decisions is not None
 
@@ -194,14 +194,14 @@ class Wrapped:
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
-    ) -> tuple[Call, CountRecomputed]:
+    ) -> tuple[RegionCall, CountRecomputed]:
         """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        generators = calls.generators = Generators(modules, devices, calls.generators, leaves)
-        call = Call(
+        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
+        call = RegionCall(
             self._region,
             place.account(0),
             forward,
@@ -240,29 +240,31 @@ class Wrapped:
                 carry = carries.get(i)
                 if carry is None:
                     handle = pack(leaf)
-                    call.sources[i] = Source(None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack))
+                    call.sources[i] = CallInput(
+                        None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack)
+                    )
                     continue
                 if carry.handle is None or carry.live:
                     frame.target = None if carry.live else stored
                     carry.handle = pack(leaf)
                     frame.target = stored
-                call.sources[i] = Source(carry, None, leaf.requires_grad)
+                call.sources[i] = CallInput(carry, None, leaf.requires_grad)
         finally:
             tracker.pop()
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
         return call, CountRecomputed(scope, call)
 
-    def _join(self, scope: Scope, calls: Calls, call: Call, leaves: list[Any]) -> dict[int, Carry]:
+    def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Have a call take its place in a chain. Returns those of its inputs that the chain has put out, by leaf."""
         decision = self._decision
         found = {i: made for i, leaf in enumerate(leaves) if (made := calls.find(leaf, decision)) is not None}
         chain = max(found.values(), key=lambda made: made[0].number)[0].chain if found else None
         if chain is None:
-            nth = calls.begin((self, Chain))
+            nth = calls.begin((self, CallChain))
             expected = self._lengths.get(nth, self._alike)
-            chain = Chain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
-            if calls.begin(Chain):
+            chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
+            if calls.begin(CallChain):
                 call.account.note = "begins another chain: its inputs are no outputs of a recomputed call"
         last = chain.arrive(call)
         carries = {}
@@ -282,7 +284,7 @@ class Wrapped:
         return carries
 
 
-class _Forward:
+class _RegionForward:
     """A module's forward as its region runs it. A copy or a pickle of the module has the module's own forward."""
 
     def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any], own: Any) -> None:

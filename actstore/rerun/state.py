@@ -27,7 +27,7 @@ from actstore.rerun.leaves import Gradient, Value
 from actstore.rerun.optimizers import OptimizerState, leaves_of, live_optimizers
 
 
-class State:
+class ModelState:
     """Parameters, buffers, gradients, attributes of modules, optimizers and random generators, as they were found.
 
     A context manager: on exit all is put back, after an exception too. `restore` puts it back in between. Where
@@ -72,9 +72,9 @@ class State:
             else:
                 self._stateful.append((thing, deepcopy(thing.state_dict())))
         self._outside = [(optimizer, list(self._unknown(optimizer))) for optimizer in live_optimizers()]
-        self._generators = _Generators({value.tensor.device for value in self._values.values()}, modules)
+        self._generators = _SharedGenerators({value.tensor.device for value in self._values.values()}, modules)
 
-    def __enter__(self) -> State:
+    def __enter__(self) -> ModelState:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         return self
 
@@ -139,7 +139,7 @@ def _load(thing: Any, found: Any) -> None:
     thing.load_state_dict(deepcopy(found))
 
 
-class _Generators:
+class _SharedGenerators:
     """The states of the random generators that programs share, and of those that modules own."""
 
     def __init__(self, devices: set[torch.device], modules: Iterable[Module]) -> None:

@@ -42,7 +42,7 @@ from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.session import former
 from actstore.session.arguments import read_chooser, read_model, read_policy, window_under, wish_of
 from actstore.session.causes import Request
-from actstore.session.entries import Entry, entries, refuse_checkpointed_region
+from actstore.session.entries import StoreEntry, entries, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
@@ -135,7 +135,7 @@ class ActivationStore:
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._lock = Lock()
-        self._inside = set[Entry]()  # those of all threads
+        self._inside = set[StoreEntry]()  # those of all threads
         self._closed = False
         self._double = DoubleCheckpoints()
         self._compiled: list[NamedCall] = []
@@ -213,7 +213,7 @@ class ActivationStore:
         try:
             with self._lock:
                 first = not self._inside
-                entry = Entry(self, self._scope(first=first), self._controller)
+                entry = StoreEntry(self, self._scope(first=first), self._controller)
                 self._inside.add(entry)
                 if first:
                     compiled.wrap(self._fitted.places, self, self._compiled)
@@ -280,7 +280,7 @@ class ActivationStore:
                 self._leave(entry or self._innermost(error), failure)
             raise
 
-    def _innermost(self, error: BaseException | None) -> Entry:
+    def _innermost(self, error: BaseException | None) -> StoreEntry:
         """The innermost entry of this thread, which is to be of this store."""
         found = entries()
         if not found or found[-1].owner is not self:
@@ -301,7 +301,7 @@ class ActivationStore:
             )
         return entry
 
-    def _leave(self, entry: Entry, error: BaseException | None) -> None:
+    def _leave(self, entry: StoreEntry, error: BaseException | None) -> None:
         """Undo an entry, or what there is of it where entering or leaving was interrupted."""
         found = entries()
         if found and found[-1] is entry:

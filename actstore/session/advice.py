@@ -19,7 +19,7 @@ PLANNED = ("auto", "plan")  # choosers that have counted in what is on its way, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class StepFigures:
     """Figures of one step of a store. Sizes in bytes at the end of forward, times in milliseconds of a step.
 
     Attributes
@@ -129,7 +129,7 @@ class Figures:
         return self.chooser not in PLANNED
 
 
-def why(figures: Figures) -> list[str]:
+def why(figures: StepFigures) -> list[str]:
     """Return three sentences at most, the weightiest first; none where nothing is amiss.
 
     Each has figure, cause and remedy.
@@ -153,7 +153,7 @@ def why(figures: Figures) -> list[str]:
     return [text for _, text in found[:MOST]]
 
 
-def _causes(f: Figures) -> list[tuple[int, float, str]]:
+def _causes(f: StepFigures) -> list[tuple[int, float, str]]:
     """Each cause: its bytes, the least part of the saved bytes that counts, and the words after the figure."""
     at_once = f.compiled >= LEAST_PEAK * f.saved_bytes
     return [
@@ -204,7 +204,7 @@ def _causes(f: Figures) -> list[tuple[int, float, str]]:
     ]
 
 
-def _hidden(f: Figures) -> str:
+def _hidden(f: StepFigures) -> str:
     one = len(f.hidden_rules) == 1
     shown = " and ".join(f"`{rule}`" for rule in f.hidden_rules[:2])
     more = f" and {len(f.hidden_rules) - 2} more" if len(f.hidden_rules) > 2 else ""
@@ -215,7 +215,7 @@ def _hidden(f: Figures) -> str:
     )
 
 
-def _no_room(f: Figures) -> str:
+def _no_room(f: StepFigures) -> str:
     full = [tier for tier in ("host", "disk") if tier in f.tiers.split(" > ")]
     budgets = {"host": f.host_budget, "disk": f.disk_budget}
     remedies = [
@@ -228,7 +228,7 @@ def _no_room(f: Figures) -> str:
     return f"found no room in {f.tiers} and were kept; {', or '.join(remedies or ['recompute their modules'])}."
 
 
-def _exact(f: Figures) -> str:
+def _exact(f: StepFigures) -> str:
     if f.chooser:
         return ""
     remedies = [f"write `{f.exact_decision} @ {f.lower}` for them, where they wait exactly"] if f.lower else []
@@ -240,7 +240,7 @@ def _exact(f: Figures) -> str:
     )
 
 
-def _compiled_region(f: Figures) -> str:
+def _compiled_region(f: StepFigures) -> str:
     cause = (
         "were kept: compiled regions save them without a graph, so that activations, which may be lossy, look like "
         "statistics and masks, which may not"
@@ -253,7 +253,7 @@ def _compiled_region(f: Figures) -> str:
     )
 
 
-def _by_rule(f: Figures) -> str:
+def _by_rule(f: StepFigures) -> str:
     if f.measuring:
         return ""
     if f.chooser in PLANNED:
@@ -286,7 +286,7 @@ def _by_rule(f: Figures) -> str:
     )
 
 
-def _without_host(f: Figures) -> str:
+def _without_host(f: StepFigures) -> str:
     codec, _, ladder = f.host_decision.partition(" @ ")
     lower = [tier for tier in ladder.split(" > ") if tier != "host"] or [f.lower]
     moved = [f"`{codec} @ {' > '.join(lower)}` in place of `{f.host_decision}`"] if lower[0] else []
@@ -294,7 +294,7 @@ def _without_host(f: Figures) -> str:
     return ", or ".join([*moved, alone])
 
 
-def _in_flight(f: Figures) -> str:
+def _in_flight(f: StepFigures) -> str:
     if not f.by_rules:
         return ""
     tiers = f.flight_decision.partition(" @ ")[2]
@@ -314,7 +314,7 @@ def _in_flight(f: Figures) -> str:
     )
 
 
-def _peak(f: Figures) -> str:
+def _peak(f: StepFigures) -> str:
     lead = "more than at the end of forward were held at the peak of the step"
     if not f.by_rules or f.peak_work == "compiled":
         return ""
@@ -338,7 +338,7 @@ def _peak(f: Figures) -> str:
     )
 
 
-def _stall(f: Figures, part: float) -> str:
+def _stall(f: StepFigures, part: float) -> str:
     lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
     remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget"
     wider = "" if _is_less(f) else "give a larger Window, or "
@@ -376,12 +376,12 @@ def _stall(f: Figures, part: float) -> str:
     return f"{lead} for payloads that were on their way; {remedy}."
 
 
-def _bound(f: Figures) -> str:
+def _bound(f: StepFigures) -> str:
     """Return the words for the bound on payloads that a tier has, or gets, and that wait on the device."""
     return format_nbytes(f.bound) if _is_less(f) else f"Window({format_nbytes(f.window)})"
 
 
-def _is_less(f: Figures) -> bool:
+def _is_less(f: StepFigures) -> bool:
     """Return whether a share of what moves is the bound, so that a larger window changes nothing."""
     return f.bound < f.window
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger
 from actstore.policy import Policy, Rules
-from actstore.session.advice import Figures
+from actstore.session.advice import StepFigures
 
 NO_ROOM = "kept: no room in "
 SMALL = ("small", "kept: small")
@@ -21,7 +21,7 @@ class Request:
     Attributes
     ----------
     policy : decides now
-    chooser, measuring, budget : as in `Figures`
+    chooser, measuring, budget : as in `StepFigures`
     hidden : names of modules that ran inside a checkpoint of the model's own, where a rule names them
     """
 
@@ -32,7 +32,7 @@ class Request:
     hidden: tuple[str, ...] = ()
 
 
-def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -> Figures:
+def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -> StepFigures:
     """Return the causes behind the figures, as far as they show in the accounts."""
     accounts = ledger.accounts()
     kept = [account for account in accounts if account.saved and not account.stored]
@@ -54,7 +54,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
     in_tiers = circumstances.host_nbytes, circumstances.disk_nbytes
     hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
     most_exact, most_whole = _most(exact, _saved), _most(whole, _saved)
-    return Figures(
+    return StepFigures(
         saved_bytes=_sum(accounts, _saved),
         held_bytes=ledger.held_at_exit,
         peak_held_bytes=ledger.peak,

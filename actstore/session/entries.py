@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _thread = local()  # .entries: those of all stores on this thread, the innermost last
 
 
-class Entry:
+class StoreEntry:
     """One entry of one store on one thread.
 
     Attributes
@@ -43,15 +43,15 @@ class Entry:
         self.before = modules.current()
 
 
-def entries() -> list[Entry]:
+def entries() -> list[StoreEntry]:
     """Return the entries of this thread, the innermost last."""
-    found: list[Entry] | None = getattr(_thread, "entries", None)
+    found: list[StoreEntry] | None = getattr(_thread, "entries", None)
     if found is None:
         found = _thread.entries = []
     return found
 
 
-def innermost_of(owner: object) -> Entry | None:
+def innermost_of(owner: object) -> StoreEntry | None:
     """Return the innermost entry of this thread, if it is one of `owner`."""
     found = entries()
     return found[-1] if found and found[-1].owner is owner else None

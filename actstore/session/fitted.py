@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch.nn import Module
 
-from actstore.autograd.tracker import Place
+from actstore.autograd.tracker import ModuleSites
 from actstore.base.ledger import Ledger
 from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
@@ -52,7 +52,7 @@ class Fitted:
         self._ledger = ledger
         self._min_nbytes = min_nbytes
         self.wrapped = _wrap(policy, model, owner, double)
-        self.places: dict[Module, Place] = {}
+        self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
@@ -68,15 +68,15 @@ class Fitted:
             places[module] = place
         self.places = places
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> ModuleSites:
         policy, keep_below = self.policy, self._min_nbytes
         if not isinstance(policy, Rules):
-            return Place(name, self._ledger, None, keep_below, watched=False)
+            return ModuleSites(name, self._ledger, None, keep_below, watched=False)
         decision = policy.decide(name)
         if isinstance(decision, Keep) and not policy.names_tags:
             keep_below = max(keep_below, GROUPED_NBYTES)
         watched = policy.pattern_of(name) != "*" or isinstance(decision, Recompute)
-        return Place(name, self._ledger, decision, keep_below, watched=watched)
+        return ModuleSites(name, self._ledger, decision, keep_below, watched=watched)
 
 
 def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[Wrapped]:

@@ -17,7 +17,7 @@ from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.plan.solver.solve import solve
 from actstore.policy import Auto, parse_chooser
-from actstore.rerun.state import State, require_initialized
+from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import MIN_NBYTES, ActivationStore
 from actstore.session.arguments import wish_of
@@ -72,10 +72,10 @@ def make_plan(
     if is_active():
         raise StateError("make_plan was called inside a store's context; call it outside, it enters a store of its own")
     store = ActivationStore(model, _read_auto(budget), tiers=tiers, min_bytes=min_bytes)
-    run = _Run(model, step)
+    run = _TrialRun(model, step)
     with closing(store):
         require_initialized(model)
-        with State(model, (), stateful):
+        with ModelState(model, (), stateful):
             return _settled(store, run)
 
 
@@ -103,7 +103,7 @@ def _read_auto(budget: Any) -> Auto:
     return chooser if isinstance(chooser, Auto) else Auto(budget)
 
 
-def _settled(store: ActivationStore, run: _Run) -> Plan:
+def _settled(store: ActivationStore, run: _TrialRun) -> Plan:
     """The plan of a store after enough steps."""
     looks = 0
     for _ in range(MOST):
@@ -126,7 +126,7 @@ def _plan_of(store: ActivationStore) -> Plan | None:
     return store.plan if isinstance(store.plan, Plan) else None
 
 
-class _Run:
+class _TrialRun:
     """Runs a step with a store, and its backward where the step leaves that out, as its first run tells."""
 
     def __init__(self, model: Module, step: Callable[..., Any]) -> None:

@@ -13,11 +13,11 @@ from actstore.base.ticket import Ticket
 from actstore.codecs.base import Bound
 from actstore.errors import ActstoreError
 from actstore.kernels.base import storage_slice
-from actstore.store.payload import Entry
+from actstore.store.payload import Payload
 from actstore.store.tierset import TierSet
 
 
-class Comparison:
+class PayloadComparison:
     """Comparison of a payload and a tensor by the device, whose result is on its way to the host.
 
     Parameters
@@ -43,10 +43,10 @@ class Comparison:
         self._end.result()
 
 
-Later = list[tuple[Comparison, ActstoreError]]
+Later = list[tuple[PayloadComparison, ActstoreError]]
 
 
-def compare(entry: Entry, src: Tensor, place: TierSet, later: Later) -> bool | Comparison:
+def compare(entry: Payload, src: Tensor, place: TierSet, later: Later) -> bool | PayloadComparison:
     """Compare a payload with the one that `src` would have now.
 
     Parameters
@@ -97,18 +97,18 @@ def _decoded(bound: Bound, payload: Tensor, like: Tensor, key: int) -> Tensor:
     return out
 
 
-def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> bool | Comparison:
+def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> bool | PayloadComparison:
     nbytes = payload.numel()
     if memory.numel() < nbytes:  # of variable size, and longer than the one that is there
         return False
     if place.device.on_host:
         return same_on_host(memory.data_ptr(), payload.data_ptr(), nbytes)
     differs = difference_on_device(memory[:nbytes], payload).to("cpu", non_blocking=True)
-    return Comparison(differs, place.device.record(place.device.current()), later)
+    return PayloadComparison(differs, place.device.record(place.device.current()), later)
 
 
 @contextmanager
-def _at_hand(entry: Entry, place: TierSet) -> Iterator[Tensor | None]:
+def _at_hand(entry: Payload, place: TierSet) -> Iterator[Tensor | None]:
     """Give the payload in the memory of the compute device, for work on the current stream; None where it has left."""
     berth = entry.berth
     if entry.memory is not None:

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 
 from actstore.base.ledger import Account, Claim, Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.ticket import Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
 from actstore.store.tierset import TierSet
 from actstore.tiers import Slot
-from actstore.transfer import Berth, Run
+from actstore.transfer import Berth, TransferRun
 
 
 class Home(Protocol):
@@ -22,12 +22,12 @@ class Home(Protocol):
 
     ledger: Ledger
 
-    def get(self, entry: Entry, out: torch.Tensor) -> None: ...
+    def get(self, entry: Payload, out: torch.Tensor) -> None: ...
 
-    def borrow(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None: ...
+    def borrow(self, entry: Payload, dtype: torch.dtype) -> torch.Tensor | None: ...
 
 
-class Entry:
+class Payload:
     """One payload, or none yet: in `memory` of a pool, in a `slot` of the device, or in a `berth` of what is moved.
 
     Frees it when it dies: a slot gives its memory back when it dies with the entry; `last` gives memory back, books the
@@ -44,7 +44,7 @@ class Entry:
     slot: Slot | None
     berth: Berth | None
     memory: torch.Tensor | None
-    last: Last | Claim | None
+    last: Finalizer | Claim | None
 
     def __init__(self, account: Account) -> None:
         self.account = account
@@ -57,11 +57,11 @@ class Entry:
         self.memory = self.slot = self.berth = self.last = None
 
 
-class Forward:
+class ForwardPass:
     """One forward pass: what its payloads have in common, on each device."""
 
     def __init__(self) -> None:
-        self.runs: dict[TierSet, Run[Berth]] = {}
+        self.runs: dict[TierSet, TransferRun[Berth]] = {}
         self.ended = False
         self.place: TierSet | None = None  # of the device on which it runs, where that is known
         self.mark: Ticket | None = None  # its begin

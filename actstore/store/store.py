@@ -14,7 +14,7 @@ import torch
 
 from actstore import devices
 from actstore.base.ledger import Account, Circumstances, Claim, Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.ticket import DONE, Between, Ticket
 from actstore.base.units import format_nbytes, round_up
 from actstore.codecs import Codec
@@ -23,14 +23,14 @@ from actstore.devices import Device
 from actstore.errors import CapacityError, StateError
 from actstore.kernels.base import ALIGN
 from actstore.store.comparison import Later
-from actstore.store.payload import Entry, Forward, Route
+from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
 from actstore.store.verified import verified
 from actstore.tiers import Slot
 from actstore.trace import Trace
 from actstore.transfer import Berth
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=Payload)
 
 
 class Gauge(Protocol):
@@ -91,7 +91,7 @@ class Store:
         self._steps = 0
         self._started_ns = 0  # the step that runs
         self.step_ns = 0  # how long the last one took
-        self._forward = Forward()  # the last that began
+        self._forward = ForwardPass()  # the last that began
         self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
@@ -117,7 +117,7 @@ class Store:
             route = account.route = Route(src, codec, tiers, self.place(src.device))
         return route
 
-    def put(self, entry: E, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> ref[E] | None:
+    def put(self, entry: E, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> ref[E] | None:
         """Encode `src` into the first tier of its route that has room, where `entry` holds the payload.
 
         Parameters
@@ -171,7 +171,7 @@ class Store:
         entry.memory = memory
         return claim
 
-    def get(self, entry: Entry, out: torch.Tensor) -> None:
+    def get(self, entry: Payload, out: torch.Tensor) -> None:
         """Decode a payload into `out`. Repeatable, and safe from any thread.
 
         Raises
@@ -208,7 +208,7 @@ class Store:
         finally:
             berth.engine.leave(berth)
 
-    def borrow(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+    def borrow(self, entry: Payload, dtype: torch.dtype) -> torch.Tensor | None:
         """A payload as the memory of a 1-d tensor, which may change it like one of its own; None: ask `get`.
 
         Raises
@@ -225,28 +225,28 @@ class Store:
             self._note_backward(place, now, now)
         return tensor
 
-    def _decode(self, entry: Entry, slot: Slot, out: torch.Tensor) -> None:
+    def _decode(self, entry: Payload, slot: Slot, out: torch.Tensor) -> None:
         memory = slot.buffer
         entry.bound.decode(slot.memory if memory is None else memory, out, entry.key)
         if slot.place is not None:
             slot.tier.used(slot)
         self.ledger.touch_peak(entry.account, out.nbytes)
 
-    def begin(self, device: torch.device) -> Forward:
+    def begin(self, device: torch.device) -> ForwardPass:
         """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
-        self._forward = forward = Forward()
+        self._forward = forward = ForwardPass()
         forward.place = place = self.place(device) if self.options.trace else self._places.get(device)
         if place is not None:
             forward.mark = place.device.mark(place.device.current())
         return forward
 
-    def turn(self, forward: Forward) -> None:
+    def turn(self, forward: ForwardPass) -> None:
         """Backward begins, inside of the context or after it: the end of forward."""
         if forward.mark is not None and forward.place is not None and forward.span is None:
             device = forward.place.device
             forward.span = Between(forward.mark, device.mark(device.current()))
 
-    def end(self, forward: Forward) -> None:
+    def end(self, forward: ForwardPass) -> None:
         """The forward pass is over: send what waits for more."""
         forward.ended = True
         for place, run in forward.runs.items():
@@ -256,7 +256,7 @@ class Store:
             device = forward.place.device
             forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
 
-    def recomputing(self, forward: Forward, account: Account) -> Callable[[], None] | None:
+    def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
         """A region begins to run again. Returns what to call at its end; None where nobody traces."""
         place = forward.place
         if place is None or self.trace is None:
@@ -431,7 +431,7 @@ class Store:
             place, begin, end = backward
             place.engine.note("backward", Between(begin, end), [])
 
-    def _put_in_tier(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
+    def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
         """Encode into a slot of the device, or on the way to another tier; False when none has room."""
         account, bound = entry.account, entry.bound
         slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
@@ -443,7 +443,7 @@ class Store:
                 raise
             entry.last = self.ledger.hold(account, saved, bound.nbytes, slot.nbytes)
         elif berth is not None:
-            entry.last = Last(berth.engine.drop, berth)
+            entry.last = Finalizer(berth.engine.drop, berth)
             try:
                 bound.encode(src, berth.memory, entry.key)
             except BaseException:
@@ -467,7 +467,7 @@ class Store:
             )
 
     def _find(
-        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: Forward
+        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: ForwardPass
     ) -> tuple[Slot | None, Berth | None]:
         """Room on the device, or on the way to another tier; neither when no tier has any."""
         when_full = self.options.window.when_full
@@ -494,7 +494,7 @@ class Store:
 
     # -- payloads of variable size ------------------------------------------------------------------------------------
 
-    def _put_variable(self, entry: Entry, src: torch.Tensor, route: Route, saved: int, forward: Forward) -> bool:
+    def _put_variable(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
         """Encode into room for the longest payload, and move what there is to room for just that.
 
         On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
@@ -546,7 +546,7 @@ class Store:
                     place.engine.flush(forward.runs[place])
 
     def _move(
-        self, entry: Entry, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: Forward
+        self, entry: Payload, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass
     ) -> bool:
         """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
         account, room = entry.account, min(_roomy(used), stage.nbytes)
@@ -565,7 +565,7 @@ class Store:
             except BaseException:
                 berth.engine.cancel(berth)
                 raise
-            entry.last = Last(berth.engine.drop, berth)
+            entry.last = Finalizer(berth.engine.drop, berth)
             berth.engine.depart(berth)
             self.ledger.add(account, 0, used, 0)
         else:

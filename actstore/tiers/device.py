@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from actstore.base.job import Job
-from actstore.base.reaper import Last, Reaper
+from actstore.base.reaper import Finalizer, Reaper
 from actstore.base.ticket import JobTicket, Ticket
 from actstore.devices.base import Device
 from actstore.errors import StateError
@@ -38,7 +38,7 @@ class DeviceTier(Tier):
     def reserve(self, nbytes: int) -> Slot | None:
         if self.pool is not None:
             memory, idle = self.pool.take(nbytes)
-            last = Last(idle.append, memory)
+            last = Finalizer(idle.append, memory)
             slot = Slot(nbytes, memory)
             slot.last = last
             return slot
@@ -46,7 +46,7 @@ class DeviceTier(Tier):
             raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
         self._let_go()
         home = self._device.current()
-        return Slot(nbytes, self._device.empty(nbytes), _Place(home))
+        return Slot(nbytes, self._device.empty(nbytes), _ReservedMemory(home))
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         if self._closed:
@@ -61,7 +61,7 @@ class DeviceTier(Tier):
 
     def used(self, slot: Slot) -> None:
         if self.pool is None:
-            place: _Place = slot.place
+            place: _ReservedMemory = slot.place
             stream = self._device.current()
             if stream != place.home:
                 self._lend(slot, self._device.record(stream))
@@ -100,7 +100,7 @@ class DeviceTier(Tier):
         """Keep the memory of a slot, should it die, until another stream has left it."""
         slot.place.strangers.append(ticket)
         if slot.last is None:
-            slot.last = Last(self._back.put, (slot.buffer, slot.place.strangers))
+            slot.last = Finalizer(self._back.put, (slot.buffer, slot.place.strangers))
 
     def _let_go(self) -> None:
         """Let go of memory that other streams have left."""
@@ -113,7 +113,7 @@ class DeviceTier(Tier):
         self._lent.append(item)
 
 
-class _Place:
+class _ReservedMemory:
     """The stream on which memory was reserved, and operations that others have started on it."""
 
     __slots__ = ("home", "strangers")

@@ -21,7 +21,7 @@ from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
 from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
 from actstore.tiers.gpu_direct import GpuDirect
-from actstore.tiers.parts import Mover, Part, Place, split
+from actstore.tiers.parts import Extent, FileSlot, Mover, split
 
 # For writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the others make checksums
 # or wait for a processor that computes: benchmarks/disk.py shows what fewer lose.
@@ -83,10 +83,10 @@ class DiskTier(Tier):
                 if not found:
                     here.extents.give(start, size)
             here.high_nbytes = max(here.high_nbytes, here.extents.end)
-            return Slot(nbytes, place=Place(here.file, start, size)) if found else None
+            return Slot(nbytes, place=FileSlot(here.file, start, size)) if found else None
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        place: Place = slot.place
+        place: FileSlot = slot.place
         with self._lock:
             here = self._here_locked()
         if place.file is not here.file:
@@ -102,7 +102,7 @@ class DiskTier(Tier):
         return slot.written
 
     def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        place: Place = slot.place
+        place: FileSlot = slot.place
         copies: list[Ticket] = []
         try:
             with self._lock:
@@ -173,7 +173,7 @@ class _Open:
         self.file = file
         self.extents = Extents()
         self.high_nbytes = 0  # the most that was in use since the last `trim`
-        self.freed: list[Place] = []  # given back; jobs may still be at work on them
+        self.freed: list[FileSlot] = []  # given back; jobs may still be at work on them
         self.mover = mover
         self.writers = device.workers(WORKERS, "actstore-disk-write")
         self.readers = device.workers(WORKERS, "actstore-disk-read")
@@ -199,7 +199,7 @@ class _Open:
         self.file.close()
 
 
-def _written_parts(place: Place, nbytes: int) -> Iterable[Part]:
+def _written_parts(place: FileSlot, nbytes: int) -> Iterable[Extent]:
     if place.parts is None:
         raise StateError("the disk tier was asked for a payload before it was given one; write the slot first")
     written = place.parts[-1].end if place.parts else 0
@@ -209,7 +209,7 @@ def _written_parts(place: Place, nbytes: int) -> Iterable[Part]:
 
 
 def _submit(
-    workers: Workers, move: Callable[..., Span], place: Place, parts: Iterable[Part], rest: tuple[Any, ...]
+    workers: Workers, move: Callable[..., Span], place: FileSlot, parts: Iterable[Extent], rest: tuple[Any, ...]
 ) -> list[Job[Span]]:
     """A job for each part."""
     jobs: list[Job[Span]] = []
@@ -228,7 +228,7 @@ def _submit(
     return jobs
 
 
-def _move(move: Callable[..., Span], place: Place, part: Part, rest: tuple[Any, ...]) -> Span:
+def _move(move: Callable[..., Span], place: FileSlot, part: Extent, rest: tuple[Any, ...]) -> Span:
     place.active.append(part)  # before it looks whether the place was dropped, as who frees it looks here after that
     try:
         return move(place, part, *rest)

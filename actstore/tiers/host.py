@@ -51,10 +51,10 @@ class HostTier(Tier):
 
     def reserve(self, nbytes: int) -> Slot | None:
         taken = self._arena.take(nbytes)
-        return None if taken is None else Slot(nbytes, taken.memory, _Place(taken))
+        return None if taken is None else Slot(nbytes, taken.memory, _PinnedRange(taken))
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        place: _Place = slot.place
+        place: _PinnedRange = slot.place
         with self._lock:
             if self._closed:
                 raise StateError("the host tier is closed; make a new ActivationStore")
@@ -66,7 +66,7 @@ class HostTier(Tier):
         return slot.written
 
     def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        place: _Place = slot.place
+        place: _PinnedRange = slot.place
         with self._lock:
             if self._closed:
                 return too_late(self.name)
@@ -77,7 +77,7 @@ class HostTier(Tier):
         return ticket
 
     def free(self, slot: Slot) -> None:
-        place: _Place = slot.place
+        place: _PinnedRange = slot.place
         memory, slot.buffer = slot.buffer, None
         if memory is None:
             return
@@ -97,7 +97,7 @@ class HostTier(Tier):
         self._arena.close()
 
 
-class _Place:
+class _PinnedRange:
     """Where the memory of a slot is, and what may still read it."""
 
     __slots__ = ("range", "reads", "starting")

@@ -7,7 +7,7 @@ from threading import Lock
 
 import torch
 
-from actstore.base.reaper import Last, Reaper
+from actstore.base.reaper import Finalizer, Reaper
 from actstore.base.ticket import Ticket
 from actstore.tiers.base import Slot, Tier
 
@@ -34,7 +34,7 @@ class Limited(Tier):
             if self._used_nbytes + taken > self.budget_nbytes:
                 return None
             self._used_nbytes += taken
-            toll = Last(self._back.put, taken)
+            toll = Finalizer(self._back.put, taken)
         slot = self.tier.reserve(nbytes)
         if slot is not None:
             slot.last = (slot.last, toll)

@@ -19,7 +19,7 @@ from actstore.tiers.file import BLOCK, NamelessFile, digest
 from actstore.tiers.staging import Ring
 
 
-class Part:
+class Extent:
     """Bytes [begin, end) of a payload, which one job writes and one job reads. `begin` is a multiple of a block.
 
     Attributes
@@ -37,14 +37,14 @@ class Part:
         self.job: Job[Span] | None = None
 
 
-def split(nbytes: int) -> list[Part]:
+def split(nbytes: int) -> list[Extent]:
     """Parts of a payload, equal up to a block, so that several workers share it evenly."""
     count = -(-nbytes // Ring.chunk_nbytes)
     step = round_up(-(-nbytes // max(1, count)), BLOCK)
-    return [Part(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
+    return [Extent(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
 
 
-class Place:
+class FileSlot:
     """Where in which file a payload is, and what is known of it.
 
     Attributes
@@ -61,9 +61,9 @@ class Place:
         self.file = file
         self.start = start
         self.size = size
-        self.parts: Sequence[Part] | None = None
+        self.parts: Sequence[Extent] | None = None
         self.jobs: list[Job[Span]] = []
-        self.active: list[Part] = []
+        self.active: list[Extent] = []
         self.dropped = False
 
 
@@ -90,7 +90,7 @@ class Mover:
         """Return what it holds; no job runs any more."""
         self.ring.close()
 
-    def write(self, place: Place, part: Part, src: torch.Tensor, after: Sequence[Ticket]) -> Span:
+    def write(self, place: FileSlot, part: Extent, src: torch.Tensor, after: Sequence[Ticket]) -> Span:
         """Write a part of the payload `src`, after all of `after`, and remember its checksum.
 
         Raises
@@ -104,7 +104,9 @@ class Mover:
             part.digest = self._write(place.file, src, place.start + part.begin, after)
         return begin, perf_counter_ns()
 
-    def read(self, place: Place, part: Part, dst: torch.Tensor, after: Sequence[Ticket], copies: list[Ticket]) -> Span:
+    def read(
+        self, place: FileSlot, part: Extent, dst: torch.Tensor, after: Sequence[Ticket], copies: list[Ticket]
+    ) -> Span:
         """Fill a part of `dst`, after the write of the part and all of `after`; or queue a copy and add it to `copies`.
 
         Raises

@@ -2,7 +2,7 @@
 
 from actstore.transfer.cells import Cell, Cells
 from actstore.transfer.engine import Engine
-from actstore.transfer.order import Run
+from actstore.transfer.order import TransferRun
 from actstore.transfer.parcel import Berth
 
-__all__ = ["Berth", "Cell", "Cells", "Engine", "Run"]
+__all__ = ["Berth", "Cell", "Cells", "Engine", "TransferRun"]

@@ -30,8 +30,8 @@ from actstore.errors import ActstoreError, StateError
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.loan import Loan
-from actstore.transfer.order import Lessons, Run
-from actstore.transfer.parcel import Berth, Parcel, State
+from actstore.transfer.order import Lessons, TransferRun
+from actstore.transfer.parcel import Berth, Parcel, ParcelState
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.traffic import GRAIN, Traffic
 
@@ -79,11 +79,11 @@ class Engine:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Run[Berth]:
+    def begin(self) -> TransferRun[Berth]:
         """A new forward pass."""
-        return Run(self._lessons)
+        return TransferRun(self._lessons)
 
-    def admits(self, run: Run[Berth], tier: Tier, nbytes: int) -> bool:
+    def admits(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
         """Whether a payload could leave for `tier` now without waiting for others."""
         with self._lock:
             self._tidy()
@@ -105,7 +105,7 @@ class Engine:
                 return
             self._wait_for(oldest, shares)
 
-    def board(self, run: Run[Berth], tier: Tier, nbytes: int, account: Account) -> Berth | None:
+    def board(self, run: TransferRun[Berth], tier: Tier, nbytes: int, account: Account) -> Berth | None:
         """Room for one payload on the device, and in `tier`; None when the tier is full.
 
         When the window is full, or the limit of what is held, the compute stream waits for the oldest copy; the host
@@ -143,7 +143,7 @@ class Engine:
                     return self._traffic.assign(self, parcel, size, nbytes, account)
             self._wait_for(oldest, [(account, nbytes)])
 
-    def _together(self, run: Run[Berth]) -> int:
+    def _together(self, run: TransferRun[Berth]) -> int:
         """Return the bytes of a parcel of several payloads of `run`.
 
         It leaves and comes back as a whole: where little may be on the device, little comes along that backward does
@@ -159,7 +159,7 @@ class Engine:
             with self._lock:
                 parcel = berth.parcel
                 parcel.filling -= 1
-                if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
+                if parcel.closed and not parcel.filling and parcel.state is ParcelState.OPEN:
                     self._traffic.dispatch(parcel)
         except BaseException:  # an interrupt (Ctrl-C)
             self.drop(berth)
@@ -171,7 +171,7 @@ class Engine:
             parcel = berth.parcel
             parcel.filling -= 1
             self._traffic.forget(berth)
-            if parcel.closed and not parcel.filling and parcel.state is State.OPEN:
+            if parcel.closed and not parcel.filling and parcel.state is ParcelState.OPEN:
                 self._traffic.dispatch(parcel)
 
     def peek(self, berth: Berth) -> torch.Tensor | None:
@@ -194,7 +194,7 @@ class Engine:
             berth.parcel.reads.append(read)
             self._traffic.release(berth.parcel, 1)
 
-    def flush(self, run: Run[Berth]) -> None:
+    def flush(self, run: TransferRun[Berth]) -> None:
         """Send what waits for more payloads of a forward that has ended."""
         with self._lock:
             for parcel in [parcel for parcel in self._traffic.open.values() if parcel.run is run]:
@@ -220,7 +220,7 @@ class Engine:
     def _arrive(self, berth: Berth) -> torch.Tensor | None:
         """`arrive`, once; None where another thread has changed the bytes, which it was lent: the tier has them."""
         stream, account = self._device.current(), berth.account
-        if berth.parcel.state is State.RESIDENT and not self._traffic.ledger.fits(berth.parcel.used):
+        if berth.parcel.state is ParcelState.RESIDENT and not self._traffic.ledger.fits(berth.parcel.used):
             self.make_room(berth.parcel.used)
         with self._lock:
             self._tidy()
@@ -229,8 +229,8 @@ class Engine:
                 raise StateError("this payload was given back; close the store after the last backward")
             if parcel.loan is not None and parcel.loan.spoiled():
                 self._traffic.renounce(parcel.loan)
-            begun = parcel.state is State.FETCHING
-            missed = parcel.state is State.RESIDENT
+            begun = parcel.state is ParcelState.FETCHING
+            missed = parcel.state is ParcelState.RESIDENT
             if missed and parcel.run.upcoming() is berth:  # what was looked ahead to took all the room
                 self._traffic.quota.lookahead.late(parcel.capacity)
             parcel.run.ask(berth.serial)
@@ -267,7 +267,7 @@ class Engine:
             elif not missed:
                 self._traffic.ledger.judge(account, late=False)
                 self._traffic.quota.lookahead.in_time()
-            if parcel.state is State.FETCHING and parcel.motion is arrival:
+            if parcel.state is ParcelState.FETCHING and parcel.motion is arrival:
                 self._traffic.turn_ready(parcel)
             return berth.memory
 
@@ -286,7 +286,7 @@ class Engine:
             lent = None
             with self._lock:
                 try:
-                    if berth.parcel.state is State.READY and self._traffic.lendable(berth):
+                    if berth.parcel.state is ParcelState.READY and self._traffic.lendable(berth):
                         lent = self._traffic.lend(berth, dtype, self._returned.put)
                         return lent
                 finally:
@@ -336,7 +336,7 @@ class Engine:
         with self._lock:
             return self._traffic.times.left_ns()
 
-    def bound_nbytes(self, run: Run[Berth]) -> int:
+    def bound_nbytes(self, run: TransferRun[Berth]) -> int:
         """Return the most bytes of `run` that wait on the device although a tier has them or is about to."""
         with self._lock:
             return self._traffic.quota.limit_nbytes(run)
@@ -374,7 +374,7 @@ class Engine:
         with self._lock:
             if stall is not None:
                 self._traffic.times.expect("stall", stall, parcel.tier.name, shares, for_room=True)
-            if parcel.state is State.OFFLOADING:
+            if parcel.state is ParcelState.OFFLOADING:
                 self._traffic.land(parcel)  # 3
 
     def _tidy(self) -> None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 
 P = TypeVar("P")  # what the bytes travel in
@@ -31,7 +31,7 @@ class Loan(Generic[P]):
         self.parcel: P | None = parcel
         self.users = 0
         self._key = hold_weak(tensor.untyped_storage())
-        self._last = Last(free_weak, self._key)
+        self._last = Finalizer(free_weak, self._key)
         self._witness = tensor.detach()  # shares the version counter,
         self._witness.data = tensor.new_empty(0)  # and none of the memory
         self._version = tensor._version
@@ -53,7 +53,7 @@ class Loan(Generic[P]):
 class _Pages(np.ndarray):
     """Memory that a storage holds, and that holds its buffer's. Not an array of ctypes: each size of one is a class."""
 
-    last: Last
+    last: Finalizer
 
 
 def lend(
@@ -69,5 +69,5 @@ def lend(
     pages = memory.numpy().view(_Pages)
     tensor = torch.frombuffer(pages, dtype=dtype)
     loan = Loan(parcel, tensor)
-    pages.last = Last(returned, loan)  # dies with the pages
+    pages.last = Finalizer(returned, loan)  # dies with the pages
     return loan, tensor

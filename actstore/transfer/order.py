@@ -38,7 +38,7 @@ class Lesson:
         return found
 
 
-class Run(Generic[B]):
+class TransferRun(Generic[B]):
     """One forward and its backward, or several of both between an enter and an exit. Not thread-safe.
 
     Attributes

@@ -23,10 +23,10 @@ from actstore.errors import StateError
 from actstore.tiers import Slot
 from actstore.transfer.buffers import Buffer
 from actstore.transfer.loan import Loan
-from actstore.transfer.order import Run
+from actstore.transfer.order import TransferRun
 
 
-class State(Enum):
+class ParcelState(Enum):
     OPEN = auto()
     OFFLOADING = auto()
     RESIDENT = auto()
@@ -36,12 +36,12 @@ class State(Enum):
 
 
 NEXT = {
-    State.OPEN: {State.OFFLOADING, State.DROPPED},
-    State.OFFLOADING: {State.READY, State.DROPPED},
-    State.RESIDENT: {State.FETCHING, State.DROPPED},
-    State.FETCHING: {State.READY, State.RESIDENT, State.DROPPED},
-    State.READY: {State.RESIDENT, State.DROPPED},
-    State.DROPPED: set[State](),
+    ParcelState.OPEN: {ParcelState.OFFLOADING, ParcelState.DROPPED},
+    ParcelState.OFFLOADING: {ParcelState.READY, ParcelState.DROPPED},
+    ParcelState.RESIDENT: {ParcelState.FETCHING, ParcelState.DROPPED},
+    ParcelState.FETCHING: {ParcelState.READY, ParcelState.RESIDENT, ParcelState.DROPPED},
+    ParcelState.READY: {ParcelState.RESIDENT, ParcelState.DROPPED},
+    ParcelState.DROPPED: set[ParcelState](),
 }
 
 
@@ -70,8 +70,8 @@ class Parcel:
         "loan", "motion", "reads", "run", "slot", "state", "tier", "unread", "used", "users", "waiting_nbytes",
     )  # fmt: skip
 
-    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: Run[Berth]) -> None:
-        self.state = State.OPEN
+    def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: TransferRun[Berth]) -> None:
+        self.state = ParcelState.OPEN
         self.buffer: Buffer | None = buffer
         self.slot: Slot | None = slot
         self.capacity = slot.nbytes
@@ -94,11 +94,13 @@ class Parcel:
 
     def gone(self) -> bool:
         """Whether nobody needs it any more."""
-        return self.state is State.DROPPED
+        return self.state is ParcelState.DROPPED
 
     def waits(self) -> bool:
         """Return whether it is on the device although its tier has it, or gets it, and no thread reads it."""
-        return self.state not in (State.RESIDENT, State.DROPPED) and self.slot is not None and not self.users
+        return (
+            self.state not in (ParcelState.RESIDENT, ParcelState.DROPPED) and self.slot is not None and not self.users
+        )
 
     def wanted(self) -> bool:
         """Whether backward is expected to ask for it now, or has begun to read it."""
@@ -108,7 +110,7 @@ class Parcel:
         """Whose bytes they are."""
         return [(berth.account, berth.nbytes) for berth in self.berths]
 
-    def turn(self, state: State) -> None:
+    def turn(self, state: ParcelState) -> None:
         """Go to another state.
 
         Raises

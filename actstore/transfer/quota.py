@@ -6,9 +6,9 @@ from math import inf
 
 from actstore.base.ledger import Ledger
 from actstore.tiers import Tier
-from actstore.transfer.order import Run
-from actstore.transfer.parcel import Berth, Parcel, State
-from actstore.transfer.window import Lookahead, Window
+from actstore.transfer.order import TransferRun
+from actstore.transfer.parcel import Berth, Parcel, ParcelState
+from actstore.transfer.window import FlightWindow, Lookahead
 
 SHARE = 3  # of the bytes that forwards move, one part in so many waits on the device
 LEAST_NBYTES = 4 * 2**20  # of that part: less frees little memory, and its many small copies cost time
@@ -30,9 +30,9 @@ class Quota:
     def __init__(self, ledger: Ledger, window_nbytes: int) -> None:
         self._ledger = ledger
         self.window_nbytes = window_nbytes
-        self.windows: dict[Tier, Window] = {}
+        self.windows: dict[Tier, FlightWindow] = {}
         self.lookahead = Lookahead(window_nbytes)
-        self.runs: set[Run[Berth]] = set()
+        self.runs: set[TransferRun[Berth]] = set()
         self.nbytes = 0
 
     def resize(self, window_nbytes: int) -> None:
@@ -40,14 +40,14 @@ class Quota:
         self.window_nbytes = window_nbytes
         self.lookahead.resize(window_nbytes)
 
-    def window(self, tier: Tier) -> Window:
+    def window(self, tier: Tier) -> FlightWindow:
         """Return the window of a tier."""
         window = self.windows.get(tier)
         if window is None:
-            window = self.windows[tier] = Window()
+            window = self.windows[tier] = FlightWindow()
         return window
 
-    def limit_nbytes(self, run: Run[Berth]) -> int:
+    def limit_nbytes(self, run: TransferRun[Berth]) -> int:
         """Return the bound: the window, or a share of what `run` and the other runs move, as far as it is known.
 
         Under a budget of all that is held, the window alone: there the budget bounds the sum.
@@ -57,11 +57,11 @@ class Quota:
         others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
         return int(min(self.window_nbytes, max(LEAST_NBYTES, (run.moved_nbytes + others) / SHARE)))
 
-    def may_leave(self, run: Run[Berth], tier: Tier, nbytes: int) -> bool:
+    def may_leave(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
         """Return whether `nbytes` of `run` may begin to leave for `tier`, beside what leaves for it and what stays."""
         return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
 
-    def admits(self, run: Run[Berth], nbytes: int) -> bool:
+    def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
         """Return whether `nbytes` may come back before they are asked for.
 
         What is on its way out takes no room from them: a link that works in both directions is to be busy in both.
@@ -69,7 +69,7 @@ class Quota:
         ahead = self.lookahead.nbytes
         return self.lookahead.admits(nbytes) and (not ahead or ahead + nbytes <= self.limit_nbytes(run))
 
-    def begin(self, run: Run[Berth]) -> None:
+    def begin(self, run: TransferRun[Berth]) -> None:
         """Count `run` from its first payload on. Half of the bound may stay for backward: others leave beside it."""
         self.runs.add(run)
         run.keep_soon(min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2))
@@ -79,14 +79,14 @@ class Quota:
         fits = self.nbytes <= max(parcel.capacity, self.limit_nbytes(parcel.run))
         return fits and self.lookahead.admits(parcel.capacity)
 
-    def has_room(self, run: Run[Berth], nbytes: int) -> bool:
+    def has_room(self, run: TransferRun[Berth], nbytes: int) -> bool:
         """Return whether `nbytes` more may wait within the bound."""
         return self.nbytes + nbytes <= self.limit_nbytes(run)
 
     def weigh(self, parcel: Parcel) -> None:
         """Count a parcel anew, after a change of its state or of its users."""
         waits = parcel.capacity if parcel.waits() else 0
-        ahead = waits if parcel.state in (State.FETCHING, State.READY) else 0
+        ahead = waits if parcel.state in (ParcelState.FETCHING, ParcelState.READY) else 0
         self.nbytes += waits - parcel.waiting_nbytes
         self.lookahead.nbytes += ahead - parcel.ahead_nbytes
         parcel.run.ahead_nbytes += ahead - parcel.ahead_nbytes

@@ -17,11 +17,11 @@ from actstore.errors import ActstoreError, StateError, TransferError
 from actstore.tiers import Tier
 from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.loan import Loan, lend
-from actstore.transfer.order import Run
-from actstore.transfer.parcel import Berth, Carrier, Parcel, State
+from actstore.transfer.order import TransferRun
+from actstore.transfer.parcel import Berth, Carrier, Parcel, ParcelState
 from actstore.transfer.quota import Quota
 from actstore.transfer.timekeeper import Timekeeper
-from actstore.transfer.window import Window
+from actstore.transfer.window import FlightWindow
 
 GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
 
@@ -47,13 +47,13 @@ class Traffic:
         self.times = times
         self.buffers = Buffers(device, poison=poison)
         self.quota = Quota(ledger, window_nbytes)
-        self.open: dict[tuple[Run[Berth], Tier, Any], Parcel] = {}
+        self.open: dict[tuple[TransferRun[Berth], Tier, Any], Parcel] = {}
         self.fetching: deque[Parcel] = deque()
         self.ready: dict[Parcel, None] = {}
         self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
         self.troubles: deque[ActstoreError] = deque()
 
-    def load(self, run: Run[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
+    def load(self, run: TransferRun[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """An empty parcel with room in `tier`, or None."""
         slot = tier.reserve(capacity)
         if slot is None:
@@ -102,7 +102,7 @@ class Traffic:
         assert buffer is not None
         parcel.used = round_up(parcel.used, GRAIN)
         parcel.arrival = self.device.record(parcel.home)
-        parcel.turn(State.OFFLOADING)
+        parcel.turn(ParcelState.OFFLOADING)
         self.quota.window(parcel.tier).flights.append(parcel)
         try:
             parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
@@ -143,7 +143,7 @@ class Traffic:
         """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
         self.leave_window(parcel)
         self.free_slot(parcel)
-        parcel.turn(State.READY)
+        parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
         for berth in parcel.berths:
             berth.account.note = f"kept: {parcel.tier.name} failed"
@@ -161,7 +161,7 @@ class Traffic:
         except BaseException:
             self.buffers.forget(buffer)
             raise
-        parcel.turn(State.FETCHING)
+        parcel.turn(ParcelState.FETCHING)
         parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True
         parcel.unread = set(parcel.berths)
         for berth in parcel.berths:
@@ -178,7 +178,7 @@ class Traffic:
             and parcel.alone
             and berth.nbytes > 0
             and parcel.slot is not None
-            and parcel.state not in (State.OPEN, State.OFFLOADING)
+            and parcel.state not in (ParcelState.OPEN, ParcelState.OFFLOADING)
         )
 
     def lend(self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan[Parcel]], None]) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Traffic:
         return False
 
     def turn_ready(self, parcel: Parcel) -> None:
-        parcel.turn(State.READY)
+        parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
         self.ready[parcel] = None
 
@@ -248,23 +248,23 @@ class Traffic:
         """Drop what is on the device; the tier has it too."""
         del self.ready[parcel]
         self.book_held(parcel, -1)
-        parcel.turn(State.RESIDENT)
+        parcel.turn(ParcelState.RESIDENT)
         self.quota.weigh(parcel)
         self.unload(parcel)
 
     def give_up(self, parcel: Parcel) -> None:
         """A fetch has failed; the next `arrive` tries again."""
-        if parcel.state is State.FETCHING:
+        if parcel.state is ParcelState.FETCHING:
             self.book_held(parcel, -1)
-            parcel.turn(State.RESIDENT)
+            parcel.turn(ParcelState.RESIDENT)
             self.quota.weigh(parcel)
             self.unload(parcel)
 
-    def look_ahead(self, run: Run[Berth]) -> None:
+    def look_ahead(self, run: TransferRun[Berth]) -> None:
         """Fetch what is expected next, while bytes last."""
         while (berth := run.upcoming()) is not None:
             parcel = berth.parcel
-            if parcel.state is State.RESIDENT:
+            if parcel.state is ParcelState.RESIDENT:
                 if not self.drop_unwanted(partial(self.quota.admits, run, parcel.capacity)):
                     return
                 if not self.ledger.fits(parcel.used + self.ledger.reserve):
@@ -299,7 +299,7 @@ class Traffic:
         for parcel in sorted(early, key=Parcel.wanted):
             if self.ledger.fits(nbytes):
                 break
-            if parcel.state is State.READY:
+            if parcel.state is ParcelState.READY:
                 self.evict(parcel)
             else:
                 self.give_up(parcel)
@@ -308,9 +308,9 @@ class Traffic:
     def _is_spare(self, parcel: Parcel) -> bool:
         """Whether a parcel that was fetched, or has left, can be dropped from the device."""
         idle = not parcel.users and not any(berth.reads for berth in parcel.unread)
-        return idle and (parcel in self.ready or parcel.state is State.FETCHING)
+        return idle and (parcel in self.ready or parcel.state is ParcelState.FETCHING)
 
-    def oldest(self, windows: Collection[Window]) -> Parcel | None:
+    def oldest(self, windows: Collection[FlightWindow]) -> Parcel | None:
         """A parcel that is on its way out, the oldest of its tier; what waits for more payloads leaves if none is."""
         if not any(window.flights for window in windows):
             for parcel in list(self.open.values()):
@@ -333,16 +333,16 @@ class Traffic:
         if parcel.berths:
             return
         state = parcel.state
-        if state is State.OPEN:
+        if state is ParcelState.OPEN:
             if not parcel.closed:
                 del self.open[parcel.run, parcel.tier, parcel.home]
             parcel.reads.append(self.device.record(parcel.home))
             self.quota.window(parcel.tier).nbytes -= parcel.capacity
-        elif state is State.OFFLOADING:
+        elif state is ParcelState.OFFLOADING:
             self.leave_window(parcel)
         else:
             self.ready.pop(parcel, None)
-        parcel.turn(State.DROPPED)
+        parcel.turn(ParcelState.DROPPED)
         self.quota.weigh(parcel)
         self.free_slot(parcel)
         if not parcel.users:
@@ -389,7 +389,7 @@ class Traffic:
                 self.land(window.flights[0])
         while self.fetching:
             parcel = self.fetching[0]
-            if parcel.state is State.FETCHING and parcel.motion is not None:
+            if parcel.state is ParcelState.FETCHING and parcel.motion is not None:
                 if not parcel.motion.ready():
                     break
                 if not parcel.users:

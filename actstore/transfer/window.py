@@ -7,7 +7,7 @@ from collections import deque
 from actstore.transfer.parcel import Parcel
 
 
-class Window:
+class FlightWindow:
     """The parcels that leave the device for one tier, oldest first. Not thread-safe.
 
     Their bytes count from the moment when the first payload is about to be encoded until the copy has left the buffer.

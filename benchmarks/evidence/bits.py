@@ -33,7 +33,7 @@ from rich.table import Table
 
 from actstore import ActivationStore, SampleErrors
 from actstore.accuracy.bits.chooser import BASE, LEVELS
-from actstore.accuracy.bits.payloads import Choice, Payload, Sensitivity
+from actstore.accuracy.bits.payloads import Choice, Sensitivity, SitePayload
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED
 from actstore.accuracy.influence.prediction import variances
@@ -90,7 +90,7 @@ def _s(bits: int) -> float:
     return float((2**bits - 1) ** -2)
 
 
-def chosen(payloads: Sequence[Payload], decisions: Mapping[Site, str]) -> Choice:
+def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Choice:
     """A choice that somebody else made, with our prediction."""
     rows = {p.site: next(c for c in p.candidates if c.decision == decisions[p.site]) for p in payloads}
     every = {site: decisions[p.site] for p in payloads for site in (p.site, *p.readers)}
@@ -121,7 +121,7 @@ def ours(subject: Subject) -> dict[str, Sensitivity]:
     }
 
 
-def among(payloads: Sequence[Payload], decisions: Sequence[str]) -> list[Payload]:
+def among(payloads: Sequence[SitePayload], decisions: Sequence[str]) -> list[SitePayload]:
     """The payloads with fewer candidates."""
     return [
         replace(payload, candidates=tuple(c for c in payload.candidates if c.decision in decisions))
@@ -153,8 +153,8 @@ class Comparison:
     def group(
         self,
         average: float,
-        payloads: Sequence[Payload],
-        measured: Sequence[Payload],
+        payloads: Sequence[SitePayload],
+        measured: Sequence[SitePayload],
         variances: Mapping[Site, float],
     ) -> dict[str, Any]:
         """GACT at some average bits, and ours beside it: `payloads` with our sensitivities, `measured` with GACT's."""
@@ -177,12 +177,14 @@ class Comparison:
             ],
         }
 
-    def equal_bytes(self, name: str, payloads: Sequence[Payload], gact: dict[str, Any], per: Per) -> dict[str, Any]:
+    def equal_bytes(self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per) -> dict[str, Any]:
         """Ours in GACT's bytes."""
         row = self.row(name, least_variance(payloads, nbytes=gact["nbytes"], per=per))
         return row | {"times_gact": row["variance"] / gact["variance"]}
 
-    def equal_variance(self, name: str, payloads: Sequence[Payload], gact: dict[str, Any], per: Per) -> dict[str, Any]:
+    def equal_variance(
+        self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per
+    ) -> dict[str, Any]:
         """Ours with GACT's measured variance, which a search for the variance to ask for comes near to."""
         low, high, asked = 0.0, None, gact["variance"]
         best = None

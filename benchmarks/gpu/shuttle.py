@@ -13,7 +13,7 @@ from actstore.base.spec import Site
 from actstore.devices import Device
 from actstore.tiers import Tier
 from actstore.trace import Trace
-from actstore.transfer import Berth, Engine, Run
+from actstore.transfer import Berth, Engine, TransferRun
 from benchmarks.gpu import chain as gpu_chain
 
 SAMPLES = 3
@@ -62,7 +62,7 @@ class Shuttle:
             self._engine.drop(berth)
         self._engine.close()
 
-    def _put(self, run: Run) -> Berth:
+    def _put(self, run: TransferRun) -> Berth:
         berth = self._engine.board(run, self._tier, self._nbytes, self._account)
         assert berth is not None
         berth.memory.copy_(self.source)

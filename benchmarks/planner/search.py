@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actstore.bench.environment import environment
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.dominance import useful
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.program import optimizer
@@ -36,7 +36,7 @@ CODEC = 1.25e9  # bytes/ms
 LINK = 25e6  # bytes/ms, each way
 
 
-def chain_of(layers: int, spread: float, seed: int = 0) -> Chain:
+def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
     """Blocks whose sizes and times differ by the factor `1 + spread` either way."""
     rng = random.Random(seed)
 
@@ -52,18 +52,18 @@ def chain_of(layers: int, spread: float, seed: int = 0) -> Chain:
         wide = {"forward_peak": 1.5 * size, "backward_peak": 1.5 * size}
         small, half = INPUT * size, size / 2
         options = (
-            Option("keep", size, **plain),
-            Option("recompute", small, backward=forward, **plain),
-            Option("recompute(raw @ host)", 0, small, small, backward=forward, **plain),
-            Option("raw @ host", 0, size, size, **plain),
-            Option("int8", half, **codec, **wide),
-            Option("int8 @ host", 0, half, half, **codec, **wide),
+            LayerOption("keep", size, **plain),
+            LayerOption("recompute", small, backward=forward, **plain),
+            LayerOption("recompute(raw @ host)", 0, small, small, backward=forward, **plain),
+            LayerOption("raw @ host", 0, size, size, **plain),
+            LayerOption("int8", half, **codec, **wide),
+            LayerOption("int8 @ host", 0, half, half, **codec, **wide),
         )
         blocks.append(Layer(f"blocks.{i}", forward, backward, options))
-    return Chain(tuple(blocks), Links(LINK, LINK), rest=30.0)
+    return LayerChain(tuple(blocks), Links(LINK, LINK), rest=30.0)
 
 
-def row_of(name: str, chain: Chain, budget: float, time_limit: float) -> dict[str, Any]:
+def row_of(name: str, chain: LayerChain, budget: float, time_limit: float) -> dict[str, Any]:
     """One plan, with the times that its parts took in s."""
     sizes = [layer.options[0].held for layer in chain.layers]
     limits = Limits(budget * sum(sizes) + 2 * max(sizes))

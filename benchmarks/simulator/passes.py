@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import Chain, Option
+from actstore.plan.solver.chain import LayerChain, LayerOption
 
 TINY = 1e-9  # of a limit: what sums of floats may exceed it by
 
@@ -31,7 +31,7 @@ class Pass:
     layer: int
     microbatch: int
     backward: bool
-    option: Option
+    option: LayerOption
     ms: float
     payload: float
     others: float
@@ -52,7 +52,7 @@ def order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
     return [(False, k) for k in range(ahead)] + steady + [(True, k) for k in range(microbatches - ahead, microbatches)]
 
 
-def passes_of(chain: Chain, choice: Sequence[int], stage: int, stages: int, microbatches: int) -> list[Pass]:
+def passes_of(chain: LayerChain, choice: Sequence[int], stage: int, stages: int, microbatches: int) -> list[Pass]:
     """The passes of a stage over its part of the layers."""
     count = len(chain.layers)
     part = range(stage * count // stages, (stage + 1) * count // stages)
@@ -74,7 +74,7 @@ def passes_of(chain: Chain, choice: Sequence[int], stage: int, stages: int, micr
     return passes
 
 
-def check(chain: Chain, passes: Sequence[Pass], limit: float) -> None:
+def check(chain: LayerChain, passes: Sequence[Pass], limit: float) -> None:
     """Refuse what cannot run even when nothing is on its way.
 
     Raises

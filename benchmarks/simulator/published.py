@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links
+from actstore.plan.solver.chain import Layer, LayerChain, Limits, Links
 from actstore.plan.solver.solve import Solution, solve
 from benchmarks.simulator.hardware import A100_SXM, H100_SXM, Hardware
 from benchmarks.simulator.simulate import Simulated, simulate
@@ -106,7 +106,7 @@ def short_context(decision: str) -> Simulated:
         replace(option, backward_peak=PEAK - BASE) if "recompute" in option.decision else option
         for option in first.options
     )
-    chain = Chain((replace(first, options=spike), *others), chain.links)
+    chain = LayerChain((replace(first, options=spike), *others), chain.links)
     last = "keep" if decision == "keep" else "recompute"  # its input is wanted at once
     return simulate(chain, chosen(chain, [decision] * 23 + [last]), H100_SXM, window=2 * INPUT)
 
@@ -165,7 +165,7 @@ def _crossing(link: float) -> int:
         layers = tuple(
             Layer(f"layers.{i}", block.flops(causal=True) / flops, 0.0, options(copied, 0, 0)) for i in range(8)
         )
-        chain = Chain(layers, Links(link * 1e6, link * 1e6))
+        chain = LayerChain(layers, Links(link * 1e6, link * 1e6))
         choice = chosen(chain, ["raw @ host"] * 7 + ["keep"])
         return simulate(chain, choice, limits=Limits(2.01 * copied), chunks=256).stages[0].stalls.get("memory", 0) > 0
 
@@ -186,7 +186,7 @@ def _hidden() -> Row:
 
 
 @cache
-def prototype(rate: float) -> tuple[Chain, Solution]:
+def prototype(rate: float) -> tuple[LayerChain, Solution]:
     """32 equal layers, 900 MB and 14 ms each; `rate` of codecs in MB/ms of bytes read plus written, 0 without."""
     ratios = {"int8": 8.125 / 16, "int4": 5 / 16} if rate else {}
     coders = [Coder(name, ratio, rate / (1 + ratio)) for name, ratio in ratios.items()]

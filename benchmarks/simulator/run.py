@@ -18,7 +18,7 @@ from typing import Any
 
 from actstore.bench.environment import environment
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import Chain, Limits, Links
+from actstore.plan.solver.chain import LayerChain, Limits, Links
 from actstore.plan.solver.solve import Solution, solve
 from benchmarks.markdown import table
 from benchmarks.simulator import published
@@ -36,14 +36,14 @@ GIB = 2**30
 Rows = list[dict[str, Any]]
 
 
-def plan(chain: Chain, share: float, time_limit: float = 10.0) -> tuple[Solution, Limits]:
+def plan(chain: LayerChain, share: float, time_limit: float = 10.0) -> tuple[Solution, Limits]:
     """A plan for that share of all activations, and two layers more."""
     nbytes = chain.layers[0].options[0].held
     limits = Limits(share * len(chain.layers) * nbytes + 2 * nbytes)
     return solve(chain, limits, gap=0.005, time_limit=time_limit), limits
 
 
-def mix(chain: Chain, choice: tuple[int, ...]) -> str:
+def mix(chain: LayerChain, choice: tuple[int, ...]) -> str:
     """How many layers do what."""
     names = Counter(layer.options[o].decision for layer, o in zip(chain.layers, choice, strict=True))
     return ", ".join(f"{count} {name}" for name, count in names.most_common())

@@ -19,7 +19,7 @@ from math import inf
 
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from benchmarks.simulator.copies import Node
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.hardware import Hardware
@@ -82,7 +82,7 @@ class Simulated:
 
 
 def simulate(
-    chain: Chain,
+    chain: LayerChain,
     choice: Sequence[int],
     hardware: Hardware | None = None,
     limits: Limits | None = None,
@@ -155,19 +155,19 @@ def simulate(
     return Simulated(end + chain.rest, tuple(found), clock.events)
 
 
-def _name(chain: Chain, device: Device, index: int) -> str:
+def _name(chain: LayerChain, device: Device, index: int) -> str:
     step = device.passes[index]
     return f"{'backward' if step.backward else 'forward'} of {chain.layers[step.layer].name}"
 
 
-def _stage(chain: Chain, node: Node, device: Device) -> Stage:
+def _stage(chain: LayerChain, node: Node, device: Device) -> Stage:
     copies = {lane: getattr(device.copies, lane).busy_ms for lane in ("out", "back", "write", "read")}
     at = _name(chain, device, device.peak_at)
     stalls = dict(sorted(device.stalls.items()))
     return Stage(device.compute.busy_ms, stalls, device.peak, at, node.host_peak, node.disk_peak, copies)
 
 
-def _standstill(chain: Chain, device: Device, limits: Limits) -> CapacityError:
+def _standstill(chain: LayerChain, device: Device, limits: Limits) -> CapacityError:
     used = format_nbytes(round(device.copies.host))
     allowed = "any number" if limits.host == inf else format_nbytes(round(limits.host))
     return CapacityError(

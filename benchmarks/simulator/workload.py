@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actstore.plan.solver.chain import Chain, Layer, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption
 from benchmarks.simulator.hardware import Hardware
 
 STREAMING = 0.85  # of the memory's rate: what elementwise kernels are commonly seen to reach
@@ -32,7 +32,7 @@ def options(
     *,
     host: bool = True,
     disk: bool = False,
-) -> tuple[Option, ...]:
+) -> tuple[LayerOption, ...]:
     """What a layer can do with its activations.
 
     Parameters
@@ -43,9 +43,11 @@ def options(
     host, disk : whether payloads may leave for these
     """
 
-    def option(decision: str, waiting: float, place: str, forward: float, backward: float, beside: float) -> Option:
+    def option(
+        decision: str, waiting: float, place: str, forward: float, backward: float, beside: float
+    ) -> LayerOption:
         away = place != "device"
-        return Option(
+        return LayerOption(
             decision,
             0.0 if away else waiting,
             link=waiting if away else 0.0,
@@ -70,7 +72,7 @@ def options(
     return tuple(found)
 
 
-def chosen(chain: Chain, decisions: Sequence[str]) -> tuple[int, ...]:
+def chosen(chain: LayerChain, decisions: Sequence[str]) -> tuple[int, ...]:
     """The choice that gives each layer the option of that decision.
 
     Raises
@@ -81,10 +83,10 @@ def chosen(chain: Chain, decisions: Sequence[str]) -> tuple[int, ...]:
     return tuple([option.decision for option in layer.options].index(decision) for layer, decision in pairs)
 
 
-def equal(count: int, forward: float, backward: float, ways: tuple[Option, ...], hardware: Hardware) -> Chain:
+def equal(count: int, forward: float, backward: float, ways: tuple[LayerOption, ...], hardware: Hardware) -> LayerChain:
     """A chain of `count` layers that do not differ."""
     layers = tuple(Layer(f"layers.{i}", forward, backward, ways) for i in range(count))
-    return Chain(layers, hardware.links)
+    return LayerChain(layers, hardware.links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class Block:
 
 def transformer(
     block: Block, count: int, hardware: Hardware, mfu: float, coders: Sequence[Coder] = (), *, disk: bool = False
-) -> Chain:
+) -> LayerChain:
     """A chain of `count` blocks whose attention keeps no scores (flash); backward takes twice as long as forward.
 
     Parameters
@@ -171,7 +173,7 @@ def transformer(
     return equal(count, ms, 2 * ms, ways, hardware)
 
 
-def recurrent(steps: int, hidden: int, batch: int, hardware: Hardware, mfu: float) -> Chain:
+def recurrent(steps: int, hidden: int, batch: int, hardware: Hardware, mfu: float) -> LayerChain:
     """An LSTM in float32 over `steps` steps, each a layer: it saves four gates, two cell states, its output."""
     ms = 16.0 * batch * hidden**2 / (hardware.flops * mfu)
     ways = options(28.0 * batch * hidden, 8.0 * batch * hidden, ms)

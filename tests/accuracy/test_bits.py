@@ -11,7 +11,7 @@ from torch import nn
 
 from actstore import ActivationStore, Encode, Keep, SampleErrors, encode, tag
 from actstore.accuracy.bits import solve as bits
-from actstore.accuracy.bits.payloads import Candidate, Payload, Sensitivity
+from actstore.accuracy.bits.payloads import Candidate, Sensitivity, SitePayload
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED, Trials
 from actstore.base.spec import Site, Spec
@@ -30,7 +30,7 @@ def linear(slope):
 
 def payload(name, rows, slope=1.0, index=0, readers=()):
     table = tuple(Candidate(decision, *row) for decision, row in zip(NAMES, rows, strict=False))
-    return Payload(Site(name, index), 8, linear(slope), table, tuple(readers))
+    return SitePayload(Site(name, index), 8, linear(slope), table, tuple(readers))
 
 
 @st.composite
@@ -106,7 +106,7 @@ def thousand():
     sizes, slopes = torch.rand(1000, generator=rng) * 9 + 1, torch.randn(1000, generator=rng).mul(3).exp()
     widths = (torch.rand(20, generator=rng) * 15 + 1).tolist()
     return [
-        Payload(
+        SitePayload(
             Site(f"blocks.{i // 10}.m.{i % 10}", 0),
             1000,
             linear(float(slopes[i])),
@@ -174,7 +174,7 @@ def test_rules_say_the_same_as_the_choice():
     wanted = ["fp8", "fp8", "int8", "int4", "int2", "int2", "fp8", "int8", "int4", "int4", "fp8", "int2"]
     sites = [Site(name, 0) for name in names] + [Site("a.0.c", 0, "qkv")]
     payloads = [
-        Payload(site, 8, linear(1), (Candidate(decision, 1, 0.0),))
+        SitePayload(site, 8, linear(1), (Candidate(decision, 1, 0.0),))
         for site, decision in zip(sites, [*wanted, "keep"], strict=True)
     ]
     found = least_bytes(payloads, variance=0)

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Encode, Keep, Rules, SampleErrors
-from actstore.accuracy.influence.graph import WEIGHT, Point, Walk
-from actstore.accuracy.influence.prediction import UNREACHED, Step
+from actstore.accuracy.influence.graph import WEIGHT, GraphNode, Walk
+from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
 from actstore.check import measure_gradient_error
 from actstore.devices import cpu_memory
-from actstore.transfer.order import Run
+from actstore.transfer.order import TransferRun
 from tests.accuracy.jitter import Jitter
 from tests.autograd.models import CASES, build
 
@@ -400,7 +400,7 @@ def test_backward_asks_for_payloads_in_the_same_order(monkeypatch):
 
     def asked(sample_errors):
         order = []
-        ask = Run.ask
+        ask = TransferRun.ask
 
         def noting(self, serial):
             order.append(serial)
@@ -409,7 +409,7 @@ def test_backward_asks_for_payloads_in_the_same_order(monkeypatch):
         model, batch = build("transformer")
         store = ActivationStore(model, "int8 @ disk", min_bytes=0, observe=[SampleErrors(every=sample_errors)])
         with monkeypatch.context() as patch:
-            patch.setattr(Run, "ask", noting)
+            patch.setattr(TransferRun, "ask", noting)
             for _ in range(3):
                 with store:
                     loss = model(*batch).square().mean()
@@ -425,7 +425,7 @@ def test_a_lossless_store_is_left_alone():
     with store:
         out = model(*batch)
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is Step]
+    assert not [thing for thing in gc.get_objects() if type(thing) is PredictedStep]
     F.mse_loss(out, torch.zeros_like(out)).backward()
     assert store.report().gradients is None
 
@@ -451,7 +451,7 @@ def tensors_after(steps, sample_errors):
     model.zero_grad()
     with store:
         pass
-    found = live(Tensor), live(Step)
+    found = live(Tensor), live(PredictedStep)
     report = store.report()
     assert report.peak_held_bytes == report.held_bytes == 0
     assert (report.gradients is not None) == bool(sample_errors)
@@ -487,10 +487,10 @@ def test_a_graph_that_nobody_runs_is_forgotten():
     with store:
         out = model(torch.randn(ROWS, WIDTH))
     with store:
-        assert live(Step) == 1  # its backward may yet come
+        assert live(PredictedStep) == 1  # its backward may yet come
     del out
     with store:
-        assert live(Step) == 0
+        assert live(PredictedStep) == 0
     assert not any(weight._backward_hooks for weight in model.parameters())
 
 
@@ -522,5 +522,5 @@ def test_numbers_of_several_threads_make_no_endless_walk():
     """The forward ran on two threads, each with a counter of its own."""
     walk = Walk()
     for number, following in ((3, 7), (7, 3)):
-        walk.points[number] = Point("MulBackward0", False, [(following, 0), (WEIGHT, 0)])
+        walk.points[number] = GraphNode("MulBackward0", False, [(following, 0), (WEIGHT, 0)])
     assert sorted(walk.first_weights_first()) == [3, 7]

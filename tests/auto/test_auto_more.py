@@ -16,7 +16,7 @@ from actstore.auto.attempt import Attempt
 from actstore.errors import CapacityError
 from actstore.model.units import shapes_of
 from actstore.plan.build import chain_of
-from actstore.plan.profile import Figures, Memory, Part, Profile, Unit
+from actstore.plan.profile import Memory, Profile, Unit, UnitBytes, UnitFigures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -291,7 +291,7 @@ def test_nothing_holds_a_model_whose_store_is_gone():
 
 
 def test_a_payload_that_is_not_a_number_is_no_option():
-    keep, lossy = (Figures(name, 1.0, 1.0, {"": Part(8, held)}, error=e) for name, held, e in
+    keep, lossy = (UnitFigures(name, 1.0, 1.0, {"": UnitBytes(8, held)}, error=e) for name, held, e in
                    [("keep", 8, 0.0), ("int8", 2, float("nan"))])  # fmt: skip
     profile = Profile((Unit("a", "A", 1, (), False),), {"A": {"keep": keep, "int8": lossy}}, probes.Links(), 0.0,
                       Memory(0, 0, 0, 0), "", {})  # fmt: skip

@@ -111,7 +111,7 @@ def nothing_waits(patch):
 
 
 def forgotten_slots(patch):
-    patch.setattr("actstore.store.store.Last", lambda *_: None)
+    patch.setattr("actstore.store.store.Finalizer", lambda *_: None)
     patch.setattr("actstore.store.store.Claim", lambda owner, _release: Claim(owner))
 
 

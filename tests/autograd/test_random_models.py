@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actstore import ActivationStore
 from actstore.errors import PolicyError
-from actstore.model.generators import Generators
+from actstore.model.generators import GeneratorStates
 from actstore.model.weights import Weights
 from actstore.recompute import replay
 from tests.autograd.checks import check_drained, check_same, gc_off
@@ -83,8 +83,8 @@ def loses_history(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = {
-    "random numbers go on": lambda patch: loses(patch, Generators, "rewind"),
-    "random numbers stay back": lambda patch: loses(patch, Generators, "resume"),
+    "random numbers go on": lambda patch: loses(patch, GeneratorStates, "rewind"),
+    "random numbers stay back": lambda patch: loses(patch, GeneratorStates, "resume"),
     "buffers are updated twice": lambda patch: loses(patch, Weights, "rewind"),
     "buffers stay back": lambda patch: loses(patch, Weights, "resume"),
     "inputs without history": loses_history,

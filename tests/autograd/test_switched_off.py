@@ -11,7 +11,7 @@ from actstore.autograd.tracker import Tracker
 from actstore.base.ledger import Claim, Ledger
 from actstore.base.spec import Spec
 from actstore.errors import ActstoreError
-from actstore.model.generators import Generators
+from actstore.model.generators import GeneratorStates
 from actstore.recompute import replay
 from actstore.recompute import wrapped as recompute
 from actstore.recompute.counting import CountSaved
@@ -59,11 +59,11 @@ def only_casts_of_parameters(patch):
 
 
 def no_rewind(patch):
-    patch.setattr(Generators, "rewind", nothing)
+    patch.setattr(GeneratorStates, "rewind", nothing)
 
 
 def no_resume(patch):
-    patch.setattr(Generators, "resume", nothing)
+    patch.setattr(GeneratorStates, "resume", nothing)
 
 
 def a_new_estimate(patch):
@@ -113,7 +113,7 @@ def one_key(patch):
 
 
 def released_too_late(patch):
-    patch.setattr("actstore.store.store.Last", nothing)
+    patch.setattr("actstore.store.store.Finalizer", nothing)
     patch.setattr("actstore.store.store.Claim", lambda owner, _release: Claim(owner))
 
 

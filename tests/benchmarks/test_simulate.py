@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.solve import solve
 from actstore.plan.solver.timeline import evaluate
 from benchmarks.simulator import published
@@ -25,14 +25,14 @@ NO_LIMIT = Limits(inf)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Chain, tuple[int, ...], Limits]:
+def cases(draw: st.DrawFn) -> tuple[LayerChain, tuple[int, ...], Limits]:
     """A small chain with one option a layer, and a limit under which it runs."""
     sizes = st.integers(0, 40)
     layers = []
     for i in range(draw(st.integers(1, 7))):
         held, payload = float(draw(sizes)), float(draw(sizes))
         peaks = [held + payload + draw(sizes) for _ in range(2)]
-        option = Option(
+        option = LayerOption(
             "any",
             held,
             link=payload,
@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[Chain, tuple[int, ...], Limits]:
             backward_peak=peaks[1],
         )
         layers.append(Layer(f"l{i}", draw(st.integers(1, 9)), draw(st.integers(1, 18)), (option,)))
-    chain = Chain(
+    chain = LayerChain(
         tuple(layers), Links(draw(st.integers(1, 12)), draw(st.integers(1, 12))), rest=draw(st.integers(0, 3))
     )
     choice = (0,) * len(layers)
@@ -53,7 +53,9 @@ def cases(draw: st.DrawFn) -> tuple[Chain, tuple[int, ...], Limits]:
 
 @given(cases(), st.integers(1, 9))
 @settings(max_examples=200)
-def test_the_timeline_is_the_limit_of_small_chunks(case: tuple[Chain, tuple[int, ...], Limits], chunks: int) -> None:
+def test_the_timeline_is_the_limit_of_small_chunks(
+    case: tuple[LayerChain, tuple[int, ...], Limits], chunks: int
+) -> None:
     """A chunk counts as a whole until it has left, and from when it begins to come back: never less memory than in the
     fluid timeline, and at most one chunk more. So the step lies between that of this limit and of a chunk less."""
     chain, choice, limits = case
@@ -71,7 +73,7 @@ def test_the_timeline_is_the_limit_of_small_chunks(case: tuple[Chain, tuple[int,
 
 @given(cases())
 @settings(max_examples=40)
-def test_many_chunks_give_the_timeline(case: tuple[Chain, tuple[int, ...], Limits]) -> None:
+def test_many_chunks_give_the_timeline(case: tuple[LayerChain, tuple[int, ...], Limits]) -> None:
     """Of a payload of 40 bytes a chunk has 0.2: so much longer each layer can wait at most, in either direction."""
     chain, choice, limits = case
     found = simulate(chain, choice, limits=limits, chunks=200, drain=True)
@@ -82,7 +84,7 @@ def test_many_chunks_give_the_timeline(case: tuple[Chain, tuple[int, ...], Limit
 @given(cases(), st.integers(1, 12), st.integers(1, 12), st.integers(0, 200))
 @settings(max_examples=40)
 def test_many_chunks_give_the_timeline_of_two_hops(
-    case: tuple[Chain, tuple[int, ...], Limits], out: int, back: int, room: int
+    case: tuple[LayerChain, tuple[int, ...], Limits], out: int, back: int, room: int
 ) -> None:
     """Everything goes on to a disk, through host memory with little room or much."""
     chain, choice, limits = case
@@ -100,7 +102,9 @@ def test_many_chunks_give_the_timeline_of_two_hops(
 
 @given(cases(), st.integers(1, 9))
 @settings(max_examples=100)
-def test_copies_beside_the_first_backward_never_cost(case: tuple[Chain, tuple[int, ...], Limits], chunks: int) -> None:
+def test_copies_beside_the_first_backward_never_cost(
+    case: tuple[LayerChain, tuple[int, ...], Limits], chunks: int
+) -> None:
     chain, choice, limits = case
     after, beside = (simulate(chain, choice, limits=limits, chunks=chunks, drain=drain) for drain in (True, False))
     assert beside.ms <= after.ms * (1 + 1e-9)
@@ -108,7 +112,7 @@ def test_copies_beside_the_first_backward_never_cost(case: tuple[Chain, tuple[in
 
 @given(cases(), st.integers(1, 5))
 @settings(max_examples=100)
-def test_the_disk_of_a_cpu_is_its_link(case: tuple[Chain, tuple[int, ...], Limits], chunks: int) -> None:
+def test_the_disk_of_a_cpu_is_its_link(case: tuple[LayerChain, tuple[int, ...], Limits], chunks: int) -> None:
     chain, choice, limits = case
     moved = tuple(
         replace(layer, options=(replace(layer.options[0], link=0.0, host=0.0, disk=layer.options[0].link),))
@@ -145,13 +149,13 @@ def test_lanes_share_a_pool_evenly() -> None:
     assert first.busy_ms == second.busy_ms == 15
 
 
-OFFLOADED = Option("raw @ host", 0, link=60, host=60, forward_peak=60, backward_peak=60)
-KEPT = Option("keep", 60, forward_peak=60, backward_peak=60)
+OFFLOADED = LayerOption("raw @ host", 0, link=60, host=60, forward_peak=60, backward_peak=60)
+KEPT = LayerOption("keep", 60, forward_peak=60, backward_peak=60)
 
 
-def pair(links: Links = Links(6, 3)) -> Chain:  # noqa: B008
+def pair(links: Links = Links(6, 3)) -> LayerChain:  # noqa: B008
     """Two layers of 10 ms forward and 20 backward; the first leaves in 10 ms and comes back in 20."""
-    return Chain((Layer("a", 10, 20, (KEPT, OFFLOADED)), Layer("b", 10, 20, (KEPT, OFFLOADED))), links)
+    return LayerChain((Layer("a", 10, 20, (KEPT, OFFLOADED)), Layer("b", 10, 20, (KEPT, OFFLOADED))), links)
 
 
 def test_copies_beside_compute_are_free() -> None:
@@ -231,9 +235,9 @@ def test_the_window_bounds_both_directions() -> None:
 
 
 def test_the_second_hop_goes_through_host_memory() -> None:
-    on_disk = Option("raw @ disk", 0, link=60, disk=60, forward_peak=60, backward_peak=60)
+    on_disk = LayerOption("raw @ disk", 0, link=60, disk=60, forward_peak=60, backward_peak=60)
     layers = (Layer("a", 10, 20, (on_disk,)), Layer("b", 10, 20, (KEPT,)), Layer("c", 10, 20, (KEPT,)))
-    chain = Chain(layers, Links(60, 60, 3, 6))
+    chain = LayerChain(layers, Links(60, 60, 3, 6))
     found = simulate(chain, (0, 0, 0), chunks=4)
     [stage] = found.stages
     assert found.ms == 90
@@ -242,7 +246,7 @@ def test_the_second_hop_goes_through_host_memory() -> None:
     tight = simulate(chain, (0, 0, 0), limits=Limits(inf, host=15), chunks=4)
     assert tight.stages[0].host == 15
     slow = Links(60, 60, 6, 6)
-    deep = Chain((*(Layer(f"d{i}", 10, 20, (on_disk,)) for i in range(6)), *layers[1:]), slow)
+    deep = LayerChain((*(Layer(f"d{i}", 10, 20, (on_disk,)) for i in range(6)), *layers[1:]), slow)
     ahead = simulate(deep, (0,) * 8, window=120)
     assert ahead.ms == deep.plain
     assert ahead.host <= 240

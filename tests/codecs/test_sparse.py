@@ -14,7 +14,7 @@ from actstore.codecs import Codec, Exact, Int8, Nm, Raw, Topk, Zmask
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ChainError, PayloadError
 from actstore.kernels.cpu import tiles as tiles_cpu
-from actstore.kernels.sparse import PERIOD, TILE, Growth, Sections
+from actstore.kernels.sparse import PERIOD, TILE, Growth, SparseSections
 from actstore.policy import parse_decision
 from actstore.policy.options import codec_text
 from tests.codecs.contract import GUARD, POISON, aligned, check_codec, check_guards, storage_bytes
@@ -157,7 +157,7 @@ def test_altered_payloads(codec, data):
 def test_altered_masks_and_starts_are_noticed(codec, data):
     x = half_zeros("bfloat16", 2100)
     payload = payload_of(codec, x).clone()
-    sections = Sections.of(2100)
+    sections = SparseSections.of(2100)
     used = [*range(16), *range(16, 16 + 4 * 66), *range(sections.starts, sections.starts + 24)]
     payload[data.draw(st.sampled_from(used))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(PayloadError, match="sparse payload"):
@@ -168,7 +168,17 @@ def test_altered_masks_and_starts_are_noticed(codec, data):
 def test_truncated_payloads(codec):
     x = half_zeros("float16", 2100)
     payload = payload_of(codec, x)
-    for nbytes in (0, 7, 8, 15, 16, 300, Sections.of(2100).inner - 1, Sections.of(2100).inner, len(payload) - 1):
+    for nbytes in (
+        0,
+        7,
+        8,
+        15,
+        16,
+        300,
+        SparseSections.of(2100).inner - 1,
+        SparseSections.of(2100).inner,
+        len(payload) - 1,
+    ):
         with pytest.raises(PayloadError):
             decode_guarded(codec, payload[:nbytes], x)
 
@@ -202,7 +212,7 @@ def test_loops_for_processors_that_cannot_compress(dtype):
         kept, tiles = len(x[x != 0]) * kind.itemsize, -(-numel // TILE)
         memory, values = aligned(kept)
         compact(x.data_ptr(), values.data_ptr(), numel, 0, payload.data_ptr(), 0, tiles)
-        assert torch.equal(values, payload[Sections.of(numel).inner :])
+        assert torch.equal(values, payload[SparseSections.of(numel).inner :])
         check_guards(memory, values, kept)
         back = torch.full_like(x, 7)
         expand(values.data_ptr(), back.data_ptr(), numel, 0, payload.data_ptr(), 0, tiles)
@@ -215,7 +225,7 @@ def test_the_check_of_a_whole_tile_too_many():
     wrong = ctypes.c_int64(0)
     tiles_cpu.check(payload.data_ptr(), ctypes.addressof(wrong), 2048, 0, 0, 0, 2)
     assert wrong.value == 0
-    payload[Sections.of(2048).starts + 8] += 1
+    payload[SparseSections.of(2048).starts + 8] += 1
     tiles_cpu.check(payload.data_ptr(), ctypes.addressof(wrong), 2048, 0, 0, 0, 2)
     assert wrong.value == 1
 

@@ -9,7 +9,7 @@ import torch
 
 from actstore.base.ticket import EventTicket
 from actstore.devices import Accelerator
-from actstore.devices.accelerator import Clock
+from actstore.devices.accelerator import DeviceClock
 from actstore.tiers.arena import Arena
 
 PAGE = mmap.PAGESIZE
@@ -51,7 +51,7 @@ def cudart(monkeypatch):
         if code:
             raise RuntimeError(f"CUDA error: {code}")
 
-    monkeypatch.setattr("actstore.devices.accelerator.Clock", lambda device: None)
+    monkeypatch.setattr("actstore.devices.accelerator.DeviceClock", lambda device: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
@@ -101,7 +101,7 @@ class Timed:
 def test_the_clock_stays_exact_for_hours(monkeypatch):
     monkeypatch.setattr(torch, "Event", Timed)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "stream")
-    clock = Clock(torch.device("cuda:0"))
+    clock = DeviceClock(torch.device("cuda:0"))
     event, zero = Timed(), clock.ns(Timed())
     for step in range(1, 4000):
         event = Timed()

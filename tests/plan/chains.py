@@ -4,14 +4,14 @@ import random
 from itertools import product
 from math import inf
 
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.tables import Tables
 from actstore.plan.solver.timeline import evaluated
 
 
-def random_chain(rng: random.Random, layers: int, most_options: int = 6) -> Chain:
+def random_chain(rng: random.Random, layers: int, most_options: int = 6) -> LayerChain:
     on_host = rng.random() < 0.25
-    return Chain(
+    return LayerChain(
         tuple(_layer(rng, i, most_options, on_host) for i in range(layers)),
         Links(*(rng.choice([inf, 5, 20, 50]) for _ in range(4)), on_host),
         rest=rng.choice([0.0, 5.0]),
@@ -25,14 +25,14 @@ def _layer(rng, index, most_options, on_host):
     codec = {"forward": 0.5, "backward": 0.75, "error": 1}
     link = 0 if on_host else 1
     options = [
-        Option("keep", size, **_peaks(size)),
-        Option("recompute", min(small, size), backward=forward, **_peaks(size)),
-        Option("recompute(raw @ host)", 0, link * small, small, backward=forward, **_peaks(size)),
-        Option("int8", quarter, **codec, **_peaks(size + quarter)),
-        Option("raw @ host", 0, link * size, size, **_peaks(size)),
-        Option("int8 @ host", 0, link * quarter, quarter, **codec, **_peaks(size + quarter)),
-        Option("raw @ disk", 0, link * size, disk=size, **_peaks(size)),
-        Option("int8 @ disk", 0, link * quarter, disk=quarter, **codec, **_peaks(size + quarter)),
+        LayerOption("keep", size, **_peaks(size)),
+        LayerOption("recompute", min(small, size), backward=forward, **_peaks(size)),
+        LayerOption("recompute(raw @ host)", 0, link * small, small, backward=forward, **_peaks(size)),
+        LayerOption("int8", quarter, **codec, **_peaks(size + quarter)),
+        LayerOption("raw @ host", 0, link * size, size, **_peaks(size)),
+        LayerOption("int8 @ host", 0, link * quarter, quarter, **codec, **_peaks(size + quarter)),
+        LayerOption("raw @ disk", 0, link * size, disk=size, **_peaks(size)),
+        LayerOption("int8 @ disk", 0, link * quarter, disk=quarter, **codec, **_peaks(size + quarter)),
     ]
     return Layer(f"blocks.{index}", forward, backward, tuple(rng.sample(options, rng.randint(1, most_options))))
 
@@ -41,7 +41,7 @@ def _peaks(size):
     return {"forward_peak": size, "backward_peak": size}
 
 
-def random_limits(rng: random.Random, chain: Chain) -> Limits:
+def random_limits(rng: random.Random, chain: LayerChain) -> Limits:
     whole = sum(max(option.forward_peak for option in layer.options) for layer in chain.layers)
     return Limits(
         whole * rng.uniform(0.2, 0.9) + 100,
@@ -51,17 +51,17 @@ def random_limits(rng: random.Random, chain: Chain) -> Limits:
     )
 
 
-def crowded_chain(rng: random.Random, layers: int) -> tuple[Chain, Limits, list[int]]:
+def crowded_chain(rng: random.Random, layers: int) -> tuple[LayerChain, Limits, list[int]]:
     """A chain whose disk is slower than its link, a choice, and limits with little to spare for it on the device and
     in host memory."""
     peaks = _peaks(100)
     kinds = (
-        Option("keep", 100, **peaks),
-        Option("raw @ host", 0, 100, 100, **peaks),
-        Option("raw @ disk", 0, 100, disk=100, **peaks),
-        Option("int8 @ disk", 0, 40, disk=40, **peaks),
+        LayerOption("keep", 100, **peaks),
+        LayerOption("raw @ host", 0, 100, 100, **peaks),
+        LayerOption("raw @ disk", 0, 100, disk=100, **peaks),
+        LayerOption("int8 @ disk", 0, 40, disk=40, **peaks),
     )
-    chain = Chain(
+    chain = LayerChain(
         tuple(Layer(f"blocks.{i}", rng.choice([0, 1, 2]), rng.choice([1, 2, 3]), kinds) for i in range(layers)),
         Links(rng.choice([20, 50, inf]), rng.choice([20, 50, inf]), rng.choice([5, 10, 30]), rng.choice([5, 10, 30])),
     )
@@ -72,7 +72,7 @@ def crowded_chain(rng: random.Random, layers: int) -> tuple[Chain, Limits, list[
     return chain, Limits(needed + rng.randint(0, 150), host + rng.randint(0, 120)), choice
 
 
-def enumerated(chain: Chain, limits: Limits) -> float:
+def enumerated(chain: LayerChain, limits: Limits) -> float:
     """The least time of all choices; infinite where none keeps the limits."""
     tables = Tables(chain, limits)
     found = (evaluated(tables, choice) for choice in product(*(range(len(layer.options)) for layer in chain.layers)))

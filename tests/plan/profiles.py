@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actstore.plan.profile import KEEP, Figures, Memory, Part, Profile, Unit
+from actstore.plan.profile import KEEP, Memory, Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.solver.chain import Links
 
 MIB = 2**20
@@ -12,20 +12,22 @@ MACHINE = {"device": "a GPU", "threads": "8", "torch": "2.11", "actstore": "0.1.
 SAVED = {"": 10 * MIB, "attn": 40 * MIB, "mlp": 50 * MIB}
 
 
-def block_figures() -> dict[str, Figures]:
+def block_figures() -> dict[str, UnitFigures]:
     """Of a block: keep, both recomputations, a codec, and host memory."""
 
-    def parts(**held: int) -> dict[str, Part]:
-        return {name: Part(nbytes, held.get(name or "own", nbytes)) for name, nbytes in SAVED.items()}
+    def parts(**held: int) -> dict[str, UnitBytes]:
+        return {name: UnitBytes(nbytes, held.get(name or "own", nbytes)) for name, nbytes in SAVED.items()}
 
-    moved = {name: Part(nbytes, 0, nbytes) for name, nbytes in SAVED.items()}
-    coded = {name: Part(nbytes, nbytes // 4) for name, nbytes in SAVED.items()}
+    moved = {name: UnitBytes(nbytes, 0, nbytes) for name, nbytes in SAVED.items()}
+    coded = {name: UnitBytes(nbytes, nbytes // 4) for name, nbytes in SAVED.items()}
     return {
-        KEEP: Figures(KEEP, 10.0, 20.0, parts()),
-        "recompute": Figures("recompute", 10.0, 30.0, parts(own=5 * MIB, attn=0, mlp=0), 95 * MIB, work_backward=10.0),
-        "mlp : recompute": Figures("mlp : recompute", 10.0, 24.0, parts(mlp=5 * MIB), 45 * MIB, work_backward=4.0),
-        "raw @ host": Figures("raw @ host", 10.5, 20.5, moved, 0, work_forward=0.5, work_backward=0.5),
-        "int8": Figures("int8", 11.0, 21.0, coded, 0, 1e-4, work_forward=1.0, work_backward=1.0),
+        KEEP: UnitFigures(KEEP, 10.0, 20.0, parts()),
+        "recompute": UnitFigures(
+            "recompute", 10.0, 30.0, parts(own=5 * MIB, attn=0, mlp=0), 95 * MIB, work_backward=10.0
+        ),
+        "mlp : recompute": UnitFigures("mlp : recompute", 10.0, 24.0, parts(mlp=5 * MIB), 45 * MIB, work_backward=4.0),
+        "raw @ host": UnitFigures("raw @ host", 10.5, 20.5, moved, 0, work_forward=0.5, work_backward=0.5),
+        "int8": UnitFigures("int8", 11.0, 21.0, coded, 0, 1e-4, work_forward=1.0, work_backward=1.0),
     }
 
 
@@ -34,14 +36,14 @@ def profile(layers: int = 12, *, memory: Memory | None = None, logits: int = 20 
     noise = {"": 0.5, "attn": 2.0, "mlp": 4.0}
     block = [Unit(f"blocks.{i}", "Block", 1, ("attn", "mlp"), recomputable=True, noise=noise) for i in range(layers)]
     units = (Unit("wte", "wte", 1, (), recomputable=False), *block, Unit("head", "head", 1, (), recomputable=False))
-    small = {"": Part(MIB, MIB)}
+    small = {"": UnitBytes(MIB, MIB)}
     return Profile(
         (*units, Unit("", "whole", 1, (), recomputable=False)),
         {
-            "wte": {KEEP: Figures(KEEP, 0.1, 0.1, small)},
+            "wte": {KEEP: UnitFigures(KEEP, 0.1, 0.1, small)},
             "Block": block_figures(),
-            "head": {KEEP: Figures(KEEP, 1.0, 2.0, small)},
-            "whole": {KEEP: Figures(KEEP, 0.0, 0.0, {"": Part(logits, logits)})},
+            "head": {KEEP: UnitFigures(KEEP, 1.0, 2.0, small)},
+            "whole": {KEEP: UnitFigures(KEEP, 0.0, 0.0, {"": UnitBytes(logits, logits)})},
         },
         Links(out=2 * MIB, back=2.5 * MIB),
         6.7,

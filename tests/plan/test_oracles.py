@@ -4,7 +4,7 @@ from math import ceil, floor, inf
 
 import pytest
 
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.least import least
 from actstore.plan.solver.solve import solve
 
@@ -13,25 +13,25 @@ BACKWARD = 2.0
 
 
 def equal_layers(n, forward, *options, rate=inf, backward=BACKWARD):
-    return Chain(tuple(Layer(f"{i}", forward, backward * forward, options) for i in range(n)), Links(rate, rate))
+    return LayerChain(tuple(Layer(f"{i}", forward, backward * forward, options) for i in range(n)), Links(rate, rate))
 
 
 def keep(size):
-    return Option("keep", size, forward_peak=size, backward_peak=size)
+    return LayerOption("keep", size, forward_peak=size, backward_peak=size)
 
 
 def recompute(size, small, time):
-    return Option("recompute", small, backward=time, forward_peak=size, backward_peak=size)
+    return LayerOption("recompute", small, backward=time, forward_peak=size, backward_peak=size)
 
 
 def recompute_offloaded(size, small, time):
-    return Option(
+    return LayerOption(
         "recompute(raw @ host)", 0, small, small, backward=time, forward_peak=size, backward_peak=size
     )  # fmt: skip
 
 
 def offload(size):
-    return Option("raw @ host", 0, size, size, forward_peak=size, backward_peak=size)
+    return LayerOption("raw @ host", 0, size, size, forward_peak=size, backward_peak=size)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Options of a unit that is called again and again, from figures made up so that every number is known."""
 
 from actstore.plan.build import kept
-from actstore.plan.profile import Figures, Part, Unit
+from actstore.plan.profile import Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import SEGMENT, SLOTS, recurrent_options, revolve_of, segments_of
 from actstore.plan.solver.revolve import advances
 
@@ -11,7 +11,7 @@ UNIT = Unit("cell", "kind", CALLS, (), True)
 
 
 def figures(decision, held, backward, work=0.0):
-    return Figures(decision, 320.0, backward, {"": Part(CALLS * SAVED, held)}, work_backward=work)
+    return UnitFigures(decision, 320.0, backward, {"": UnitBytes(CALLS * SAVED, held)}, work_backward=work)
 
 
 def measured():

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.dominance import useful
 from actstore.plan.solver.least import least
 from actstore.plan.solver.linear import Linear
@@ -186,20 +186,20 @@ def test_without_links_a_knapsack():
             replace(layer, options=(*(o for o in layer.options if not o.link + o.host + o.disk), KEEP))
             for layer in chain.layers
         )
-        chain = Chain(layers)
+        chain = LayerChain(layers)
         whole = sum(max(o.held for o in layer.options) for layer in layers)
         limit = float(round(whole * rng.uniform(0.4, 0.8)) + 400)
         assert best(chain, Limits(limit)) == pytest.approx(knapsack(chain, limit)), seed
 
 
-KEEP = Option("keep", 100, forward_peak=100, backward_peak=100)
+KEEP = LayerOption("keep", 100, forward_peak=100, backward_peak=100)
 
 
 def test_equal_layers_are_proven():
     layers = tuple(
         Layer(f"blocks.{i}", 10, 20, _transformer_options(GIB, GIB // 17, 10, 0.86)) for i in range(48)
     )  # fmt: skip
-    chain = Chain(layers, Links(25e6, 25e6))
+    chain = LayerChain(layers, Links(25e6, 25e6))
     solution = solve(chain, Limits(14 * GIB), time_limit=60)
     assert solution.gap <= 0.002
 
@@ -209,19 +209,19 @@ def _transformer_options(size, small, forward, codec):
     half = size / 2
     more = {"forward_peak": size + half, "backward_peak": size + half, "forward": codec, "backward": codec, "error": 1}
     return (
-        Option("keep", size, **peak),
-        Option("recompute", small, backward=forward, **peak),
-        Option("recompute(raw @ host)", 0, small, small, backward=forward, **peak),
-        Option("raw @ host", 0, size, size, **peak),
-        Option("int8", half, **more),
-        Option("int8 @ host", 0, half, half, **more),
+        LayerOption("keep", size, **peak),
+        LayerOption("recompute", small, backward=forward, **peak),
+        LayerOption("recompute(raw @ host)", 0, small, small, backward=forward, **peak),
+        LayerOption("raw @ host", 0, size, size, **peak),
+        LayerOption("int8", half, **more),
+        LayerOption("int8 @ host", 0, half, half, **more),
     )
 
 
 def transformer(layers=12):
     rng = random.Random(1)
     sizes = [GIB * rng.uniform(0.7, 1.4) for _ in range(layers)]
-    return Chain(
+    return LayerChain(
         tuple(
             Layer(f"blocks.{i}", 10 * s / GIB, 20 * s / GIB, _transformer_options(s, s / 17, 10 * s / GIB, s / GIB))
             for i, s in enumerate(sizes)
@@ -237,8 +237,10 @@ def test_prices_are_what_a_little_more_saves():
         replace(layer, options=tuple(replace(o, host=0, disk=o.host) for o in layer.options)) for layer in chain.layers
     )
     slow = Links(25e6, 25e6, 20e6, 20e6)
-    _check_prices(Chain(to_disk, slow), Limits(3 * GIB, host=GIB / 8, disk=GIB), "device", "disk")
-    _check_prices(Chain(to_disk, slow), Limits(6 * GIB, host=GIB / 8, disk=9 * GIB, error=3), "device", "host", "error")
+    _check_prices(LayerChain(to_disk, slow), Limits(3 * GIB, host=GIB / 8, disk=GIB), "device", "disk")
+    _check_prices(
+        LayerChain(to_disk, slow), Limits(6 * GIB, host=GIB / 8, disk=9 * GIB, error=3), "device", "host", "error"
+    )
 
 
 def _check_prices(chain, limits, *positive):
@@ -279,9 +281,9 @@ def test_the_same_plan_each_time():
 
 def test_too_little_memory_says_how_much_is_needed_and_where():
     layers = [*transformer().layers]
-    big = Option("recompute", GIB, backward=5, forward_peak=4 * GIB, backward_peak=6 * GIB)
+    big = LayerOption("recompute", GIB, backward=5, forward_peak=4 * GIB, backward_peak=6 * GIB)
     layers[7] = Layer("head", 10, 20, (big,))
-    chain = Chain(tuple(layers), Links(25e6, 25e6))
+    chain = LayerChain(tuple(layers), Links(25e6, 25e6))
     with pytest.raises(CapacityError) as refused:
         solve(chain, Limits(5 * GIB))
     assert str(refused.value) == (
@@ -301,17 +303,17 @@ def test_too_little_memory_says_how_much_is_needed_and_where():
     ],
 )
 def test_a_limit_that_no_choice_keeps(limits, words):
-    option = Option("x", 0, 2 * GIB, 2 * GIB, 2 * GIB, error=2)
+    option = LayerOption("x", 0, 2 * GIB, 2 * GIB, 2 * GIB, error=2)
     with pytest.raises(CapacityError, match=words):
-        solve(Chain((Layer("a", 1, 1, (option,)),), Links(1e9, 1e9)), limits)
+        solve(LayerChain((Layer("a", 1, 1, (option,)),), Links(1e9, 1e9)), limits)
 
 
 def test_limits_that_exclude_each_other():
     to_host, to_disk = (
-        Option("raw @ host", 0, 100, 100, forward_peak=100, backward_peak=100),
-        Option("raw @ disk", 0, 100, disk=100, forward_peak=100, backward_peak=100),
+        LayerOption("raw @ host", 0, 100, 100, forward_peak=100, backward_peak=100),
+        LayerOption("raw @ disk", 0, 100, disk=100, forward_peak=100, backward_peak=100),
     )
-    chain = Chain((Layer("a", 1, 1, (to_host, to_disk)),) * 3)
+    chain = LayerChain((Layer("a", 1, 1, (to_host, to_disk)),) * 3)
     with pytest.raises(CapacityError, match="no choice of options keeps the other limits"):
         solve(chain, Limits(inf, host=100, disk=100))
 
@@ -352,8 +354,8 @@ def test_a_front_of_memory_and_time():
 
 
 def test_a_chain_without_layers():
-    solution = solve(Chain((), rest=3.0), Limits(0))
+    solution = solve(LayerChain((), rest=3.0), Limits(0))
     assert solution.choice == ()
     assert solution.evaluation.total == 3.0
     with pytest.raises(ConfigError, match="without layers"):
-        least(Chain(()), Limits(0))
+        least(LayerChain(()), Limits(0))

@@ -8,21 +8,21 @@ import pytest
 
 from actstore.errors import ConfigError
 from actstore.plan.solver.batch import scores
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.tables import Tables
 from actstore.plan.solver.timeline import evaluate, evaluated
 from tests.oracles.fluid import step_time
 from tests.plan.chains import crowded_chain, random_chain, random_limits
 
-KEEP = Option("keep", 100, forward_peak=100, backward_peak=100)
-OFFLOAD = Option("raw @ host", 0, 100, 100, forward_peak=100, backward_peak=100)
-DISK = Option("raw @ disk", 0, 100, disk=100, forward_peak=100, backward_peak=100)
+KEEP = LayerOption("keep", 100, forward_peak=100, backward_peak=100)
+OFFLOAD = LayerOption("raw @ host", 0, 100, 100, forward_peak=100, backward_peak=100)
+DISK = LayerOption("raw @ disk", 0, 100, disk=100, forward_peak=100, backward_peak=100)
 
 
 def chain(*options, out=inf, back=inf, disk_out=inf, disk_back=inf, on_host=False):
     layers = tuple(Layer(f"blocks.{i}", 10, 20, (option,)) for i, option in enumerate(options))
-    return Chain(layers, Links(out, back, disk_out, disk_back, on_host))
+    return LayerChain(layers, Links(out, back, disk_out, disk_back, on_host))
 
 
 def evaluation(of, **limits):
@@ -161,11 +161,11 @@ def test_a_broken_limit_is_named(limits, words):
 
 
 def test_layers_that_take_no_time_and_no_bytes():
-    nothing = Option("keep", 0)
-    found = evaluate(Chain((Layer("a", 0, 0, (nothing,)),) * 3), [0, 0, 0], Limits(0))
+    nothing = LayerOption("keep", 0)
+    found = evaluate(LayerChain((Layer("a", 0, 0, (nothing,)),) * 3), [0, 0, 0], Limits(0))
     assert found.total == 0
     assert found.feasible
-    assert evaluate(Chain((), rest=7.0), [], Limits(0)).total == 7.0
+    assert evaluate(LayerChain((), rest=7.0), [], Limits(0)).total == 7.0
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_limits_links_and_choices_that_cannot_be():
     with pytest.raises(ConfigError, match="rate `back` is 0"):
         evaluation(chain(KEEP, back=0))
     with pytest.raises(ConfigError, match="layer a has no option"):
-        evaluation(Chain((Layer("a", 1, 1, ()),)))
+        evaluation(LayerChain((Layer("a", 1, 1, ()),)))
     with pytest.raises(ConfigError, match="forward of layer a takes inf ms"):
-        evaluation(Chain((Layer("a", inf, 1, (KEEP,)),)))
+        evaluation(LayerChain((Layer("a", inf, 1, (KEEP,)),)))
     for choice in ([1], [-1], [], [0, 0]):
         with pytest.raises(ConfigError, match="1 layers need the index of one of their options each"):
             evaluate(of, choice, Limits(inf))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, check_gradients
-from actstore.rerun.state import State
+from actstore.rerun.state import ModelState
 from actstore.session.entries import is_active
 from tests.check.planted import Chatty
 
@@ -275,7 +275,7 @@ def test_sparse_tensors_are_put_back(layout):
     model.parameter = nn.Parameter(torch.eye(4).to_sparse(layout=layout, **blocks))
     model.register_buffer("buffer", torch.eye(4).to_sparse(layout=layout, **blocks))
     kept = model.buffer.values()
-    with State(model, (), ()), torch.no_grad():
+    with ModelState(model, (), ()), torch.no_grad():
         model.parameter.mul_(2)
         kept.mul_(3)
         if layout == torch.sparse_coo:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from actstore.session.advice import Figures, why
+from actstore.session.advice import StepFigures, why
 
 MIB = 2**20
 BASE: dict[str, Any] = {"saved_bytes": 100 * MIB, "lower": "disk", "window": 32 * MIB, "bound": 32 * MIB}
@@ -380,7 +380,7 @@ RULES_HIDDEN = {
 
 
 def sentence(case: Case, lead: str) -> str:
-    (found,) = why(Figures(**{**BASE, **case.when}))
+    (found,) = why(StepFigures(**{**BASE, **case.when}))
     assert found == lead + case.says
     return found
 
@@ -388,7 +388,7 @@ def sentence(case: Case, lead: str) -> str:
 def check(case: Case, lead: str) -> None:
     sentence(case, lead)
     for near in case.unless:
-        assert all(case.says not in found for found in why(Figures(**{**BASE, **case.when, **near}))), near
+        assert all(case.says not in found for found in why(StepFigures(**{**BASE, **case.when, **near}))), near
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -408,25 +408,25 @@ def test_so_little_that_it_travels_in_one_parcel() -> None:
 @pytest.mark.parametrize("name", RULES_HIDDEN)
 def test_rules_that_saw_nothing(name: str) -> None:
     check(RULES_HIDDEN[name], "")
-    found = why(Figures(**{**BASE, **RULES_HIDDEN[name].when, "peak_held_bytes": 400 * MIB}))
+    found = why(StepFigures(**{**BASE, **RULES_HIDDEN[name].when, "peak_held_bytes": 400 * MIB}))
     assert [text.split()[0] for text in found] == ["The", "400.0"]
 
 
 def test_nothing_saved_at_all() -> None:
-    (found,) = why(Figures())
+    (found,) = why(StepFigures())
     assert "saved 0 bytes" in found
     assert "with store:" in found
-    assert not any("saved 0 bytes" in one for one in why(Figures(saved_bytes=1, kept_small=1)))
+    assert not any("saved 0 bytes" in one for one in why(StepFigures(saved_bytes=1, kept_small=1)))
 
 
 def test_all_figures_are_in_the_table() -> None:
     cases = [*BYTES.values(), *STALLS.values(), *RULES_HIDDEN.values(), PARCELS]
     used = set(BASE).union(*(case.when for case in cases), *(near for case in cases for near in case.unless))
-    assert used == {field.name for field in dataclasses.fields(Figures)}
+    assert used == {field.name for field in dataclasses.fields(StepFigures)}
 
 
 def test_nothing_amiss_needs_no_words() -> None:
-    fine = Figures(
+    fine = StepFigures(
         saved_bytes=1000, held_bytes=100, peak_held_bytes=300, kept_small=99, in_flight=50, stall_ms=1, step_ms=100
     )
     assert why(fine) == []
@@ -434,7 +434,7 @@ def test_nothing_amiss_needs_no_words() -> None:
 
 def test_the_weightiest_three_in_their_order() -> None:
     found = why(
-        Figures(
+        StepFigures(
             saved_bytes=100,
             kept_small=15,
             kept_window=30,
@@ -454,5 +454,5 @@ def test_the_table_of_the_guide_quotes_sentences() -> None:
     quoted = re.findall(r"^\| \*(.+?)\* \|", table, re.MULTILINE)
     assert len(quoted) >= 10
     cases = [*BYTES.values(), *RULES_HIDDEN.values(), PARCELS]
-    said = " ".join([*why(Figures()), *(case.says for case in cases)])
+    said = " ".join([*why(StepFigures()), *(case.says for case in cases)])
     assert [words for words in quoted if words not in said] == []

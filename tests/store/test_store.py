@@ -13,7 +13,7 @@ from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw, Zmask
 from actstore.devices import Cpu
 from actstore.errors import CapacityError, PayloadError, StateError, TransferError
-from actstore.store.payload import Entry
+from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import DeviceTier
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 TIERS = ["device", "host", "disk"]
 
 
-class Owned(Entry):
+class Owned(Payload):
     __slots__ = ()
 
     def __init__(self, store, site=0):

@@ -10,10 +10,10 @@ from actstore import Disk, Host
 from actstore.base.spec import Site
 from actstore.codecs import AtMost, Codec, Expack, Int8, Intpack, Zmask, Zstd
 from actstore.errors import CapacityError
-from actstore.store.payload import Entry
+from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.transfer.parcel import State
+from actstore.transfer.parcel import ParcelState
 from tests.contracts.clean import all_freed
 from tests.simulation import install, simulation
 from tests.tiers.conftest import disk_folder
@@ -50,7 +50,7 @@ class Counted(Codec):
         out[:kept] = buf[16 : 16 + kept]
 
 
-class Owned(Entry):
+class Owned(Payload):
     __slots__ = ()
 
     def __init__(self, store, site=0):
@@ -181,7 +181,7 @@ def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, d
         for i, entry in enumerate(entries):
             if entry is not None:
                 assert tier_of(entry) == tier
-                assert entry.berth is None or entry.berth.parcel.state is not State.OPEN  # it left, though late
+                assert entry.berth is None or entry.berth.parcel.state is not ParcelState.OPEN  # it left, though late
                 assert 16 + kept[i] <= room_of(entry) <= (16 + kept[i]) * 17 / 16 + 16
                 fetch(i)
         stored = [account.stored for account in store.ledger.accounts()]

@@ -16,7 +16,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from actstore import ActivationStore, Disk, SampleErrors
 from actstore.autograd import tracker as modules
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.errors import StateError
 from actstore.session.entries import is_active
 from tests.autograd.checks import check_drained, check_same, train_step
@@ -183,11 +183,11 @@ def test_an_interrupt_while_a_graph_dies(tmp_path: Path, policy: str, unraised: 
 
 def test_what_dies_is_given_back_once() -> None:
     given: list[int] = []
-    last = Last(given.append, 1)
+    last = Finalizer(given.append, 1)
     assert given == []
     del last
     assert given == [1]
-    cycle = [Last(given.append, 2)]
+    cycle = [Finalizer(given.append, 2)]
     cycle.append(cycle)  # type: ignore[arg-type]
     del cycle
     gc.collect()

@@ -28,7 +28,7 @@ import torch
 from actstore import Disk, Host, Window
 from actstore.base.spec import Site, Spec
 from actstore.codecs import AtMost, Codec, Raw
-from actstore.store.payload import Entry, Forward
+from actstore.store.payload import ForwardPass, Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import arena, staging
@@ -93,7 +93,7 @@ class Failing(Raw):
 RAW, COUNTED, FAILING = Raw(), Counted(), Failing()
 
 
-class Owned(Entry):
+class Owned(Payload):
     """An entry of a site of its own."""
 
     __slots__ = ()
@@ -260,7 +260,7 @@ class Lane:
         with self.program.device.on(stream), self.program.may_wait():
             yield
 
-    def put(self, forward: Forward, i: int) -> None:
+    def put(self, forward: ForwardPass, i: int) -> None:
         program, random, device = self.program, self.random, self.program.device
         numel = random.choice((1, 100, 700, 1500, 3000, PAGE, 5000, 3 * PAGE))
         codec: Codec = RAW

@@ -7,7 +7,7 @@ import pytest
 from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
 from actstore.transfer.engine import PARCEL_NBYTES, SMALL_NBYTES
-from actstore.transfer.parcel import State
+from actstore.transfer.parcel import ParcelState
 from tests.transfer.bench import KIB, MIB, Bench
 
 
@@ -18,16 +18,16 @@ def bench():
 
 def test_a_large_payload_leaves_at_once_and_comes_back(bench):
     berth = bench.put(2 * MIB, 7)
-    assert berth.parcel.state is State.OFFLOADING
+    assert berth.parcel.state is ParcelState.OFFLOADING
     assert bench.figures == (2 * MIB, 0)
     bench.tier.copies[0].end()
     bench.engine.poll()
-    assert berth.parcel.state is State.RESIDENT
+    assert berth.parcel.state is ParcelState.RESIDENT
     assert berth.parcel.buffer is None
     assert bench.figures == (0, 2 * MIB)
     for _ in range(2):
         assert bench.get(berth) == 7
-        assert berth.parcel.state is State.RESIDENT
+        assert berth.parcel.state is ParcelState.RESIDENT
     assert bench.outcomes == (0, 0, 2)
     bench.drop(berth)
     assert bench.figures == (0, 0)
@@ -41,7 +41,7 @@ def test_what_is_still_on_the_device_is_not_fetched(bench):
     assert bench.tier.waits == 0
     assert bench.outcomes == (1, 0, 0)
     bench.drop(berth)
-    assert berth.parcel.state is State.DROPPED
+    assert berth.parcel.state is ParcelState.DROPPED
     assert len(bench.engine._traffic.leaving) == 1  # the write may still read the buffer
     bench.tier.copies[0].end()
 
@@ -75,7 +75,7 @@ def test_a_parcel_is_free_when_its_last_payload_is(bench):
 
 def test_an_open_parcel_can_be_read_and_dropped(bench):
     berth = bench.put(100 * KIB, 3)
-    assert berth.parcel.state is State.OPEN
+    assert berth.parcel.state is ParcelState.OPEN
     assert bench.get(berth) == 3
     bench.drop(berth)
     assert bench.tier.copies == []
@@ -105,9 +105,9 @@ def test_a_payload_that_serves_several_stays_until_all_have_read_it(bench):
     bench.engine.poll()
     for _ in range(2):
         assert bench.get(berth) == 7
-        assert berth.parcel.state is State.READY
+        assert berth.parcel.state is ParcelState.READY
         assert bench.get(berth) == 7
-        assert berth.parcel.state is State.RESIDENT
+        assert berth.parcel.state is ParcelState.RESIDENT
     assert bench.outcomes == (2, 0, 2)
     bench.drop(berth)
 
@@ -155,7 +155,7 @@ def test_a_full_window_sends_what_waits_for_more():
     bench = Bench(window_nbytes=4 * MIB)
     small = bench.put(100 * KIB, 1)
     large = bench.put(4 * MIB, 2)
-    assert small.parcel.state is State.RESIDENT
+    assert small.parcel.state is ParcelState.RESIDENT
     assert bench.tier.waits == 1
     bench.drop(small, large)
     bench.tier.copies[1].end()
@@ -166,7 +166,7 @@ def test_a_full_tier_is_a_value(bench):
     assert bench.put(2 * MIB) is None
     small = bench.put(100 * KIB, 4)  # there is no room for a parcel of several
     assert small is not None
-    assert small.parcel.state is State.OPEN
+    assert small.parcel.state is ParcelState.OPEN
     assert bench.put(300 * KIB) is None
     bench.engine.flush(bench.run)
     assert bench.get(small) == 4
@@ -253,10 +253,10 @@ def test_what_nobody_asks_for_makes_room():
     for copy in bench.tier.copies:
         copy.end()
     bench.engine.poll()
-    assert berths[6].parcel.state is State.READY
+    assert berths[6].parcel.state is ParcelState.READY
     bench.get(berths[3])  # a jump: 6 was not wanted
     bench.get(berths[2])
-    assert berths[6].parcel.state is State.RESIDENT
+    assert berths[6].parcel.state is ParcelState.RESIDENT
     assert run is berths[6].parcel.run
     bench.drop(*berths)
     for copy in bench.tier.copies:
@@ -310,7 +310,7 @@ def test_a_failed_look_ahead_is_repeated_for_who_asks(bench):
     assert bench.get(berths[1]) == 1
     bench.tier.copies[-1].end(TransferError("planted"))
     bench.engine.poll()
-    assert berths[0].parcel.state is State.RESIDENT
+    assert berths[0].parcel.state is ParcelState.RESIDENT
     assert bench.get(berths[0]) == 0
     bench.drop(*berths)
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from actstore.transfer.parcel import NEXT, Parcel, State
+from actstore.transfer.parcel import NEXT, Parcel, ParcelState
 from tests.transfer.programs import Options, check, small_memory
 
 PROGRAMS = 20_000
@@ -58,5 +58,5 @@ def test_programs_come_through_every_state(monkeypatch, disk_folder):
     monkeypatch.setattr(Parcel, "turn", watched)
     for seed in range(150):
         check(seed, disk_folder)
-    rare = {(State.FETCHING, State.RESIDENT)}  # a read that failed
+    rare = {(ParcelState.FETCHING, ParcelState.RESIDENT)}  # a read that failed
     assert {(state, after) for state, following in NEXT.items() for after in following} - set(seen) <= rare

@@ -13,7 +13,7 @@ from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw
 from actstore.devices import Cpu
 from actstore.errors import StateError
-from actstore.store.payload import Entry
+from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.transfer import engine, loan
@@ -35,7 +35,7 @@ def small_payloads_travel_alone(monkeypatch):
     monkeypatch.setattr(engine, "SMALL_NBYTES", 64)
 
 
-class Owned(Entry):
+class Owned(Payload):
     __slots__ = ()
 
     def __init__(self, account):
@@ -253,7 +253,7 @@ def back_at_once(monkeypatch):
 
 
 def never_back(monkeypatch):
-    monkeypatch.setattr(loan, "Last", lambda *_: None)
+    monkeypatch.setattr(loan, "Finalizer", lambda *_: None)
 
 
 @pytest.mark.parametrize("bug", [never_spoiled, back_at_once, never_back])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.transfer.order import REMEMBERED, Lessons, Run
+from actstore.transfer.order import REMEMBERED, Lessons, TransferRun
 
 WINDOW = 100
 
@@ -42,7 +42,7 @@ def backward(run, order):
 
 
 def test_the_first_time_the_last_comes_first():
-    run = Run(Lessons())
+    run = TransferRun(Lessons())
     assert forward(run, "abcd") == [0, 1, 2, 3]
     assert foreseen(run) == []
     run.ask(3)
@@ -52,10 +52,10 @@ def test_the_first_time_the_last_comes_first():
 @given(st.permutations(range(6)))
 def test_the_order_is_learned(order):
     lessons = Lessons()
-    first = Run(lessons)
+    first = TransferRun(lessons)
     forward(first, "abcdef")
     backward(first, order)
-    again = Run(lessons)
+    again = TransferRun(lessons)
     forward(again, "abcdef", nbytes=41)  # other sizes, same sites
     again.ask(order[0])
     assert foreseen(again) == list(order[1:])
@@ -63,43 +63,43 @@ def test_the_order_is_learned(order):
 
 def test_what_is_needed_first_is_known_in_forward():
     lessons = Lessons()
-    first = Run(lessons)
+    first = TransferRun(lessons)
     forward(first, "abcdef")
     backward(first, [2, 5, 4, 3, 1, 0])
-    again = Run(lessons)
+    again = TransferRun(lessons)
     forward(again, "abc")
     assert again.soon == {2, 5}  # 80 of 100 bytes
     forward(again, "x")
     assert again.soon == set()  # another forward after all
-    large = Run(lessons)
+    large = TransferRun(lessons)
     forward(large, "a")
     assert large.soon == {2, 5}
 
 
 def test_one_payload_at_least_is_needed_first():
     lessons = Lessons()
-    first = Run(lessons)
+    first = TransferRun(lessons)
     forward(first, "abc", nbytes=2 * WINDOW)
     backward(first, [1, 0, 2])
-    again = Run(lessons)
+    again = TransferRun(lessons)
     forward(again, "a")
     assert again.soon == {1}
 
 
 def test_another_forward_is_not_foreseen_by_this_one():
     lessons = Lessons()
-    first = Run(lessons)
+    first = TransferRun(lessons)
     forward(first, "abcd")
     backward(first, [0, 1, 2, 3])
     for sites in ("abc", "abcde", "abxd"):
-        run = Run(lessons)
+        run = TransferRun(lessons)
         last = forward(run, sites)[-1]
         run.ask(last)
         assert foreseen(run) == list(range(last - 1, -1, -1))
 
 
 def test_a_jump_moves_the_look_ahead():
-    run = Run(Lessons())
+    run = TransferRun(Lessons())
     forward(run, "abcdef")
     run.ask(5)
     run.ask(2)
@@ -111,7 +111,7 @@ def test_a_jump_moves_the_look_ahead():
 
 
 def test_what_is_gone_or_was_asked_for_is_not_offered():
-    run = Run(Lessons())
+    run = TransferRun(Lessons())
     forward(run, "abcde")
     run.ask(4)
     run.forget(3)
@@ -121,7 +121,7 @@ def test_what_is_gone_or_was_asked_for_is_not_offered():
 
 
 def test_a_context_without_an_end_begins_anew_when_all_is_used():
-    run = Run(Lessons())
+    run = TransferRun(Lessons())
     for _ in range(3):
         serials = forward(run, "abc")
         assert serials == [0, 1, 2]
@@ -133,7 +133,7 @@ def test_a_context_without_an_end_begins_anew_when_all_is_used():
 
 
 def test_forwards_that_follow_on_each_other_before_their_backwards():
-    run = Run(Lessons())
+    run = TransferRun(Lessons())
     forward(run, "ab")
     run.ask(1)
     assert forward(run, "ab") == [2, 3]
@@ -143,12 +143,12 @@ def test_forwards_that_follow_on_each_other_before_their_backwards():
 
 def test_a_backward_that_uses_a_part_foresees_that_part():
     lessons = Lessons()
-    first = Run(lessons)
+    first = TransferRun(lessons)
     forward(first, "abcd")
     backward(first, [3, 1])
     first.forget(0)
     first.forget(2)
-    again = Run(lessons)
+    again = TransferRun(lessons)
     forward(again, "abcd")
     again.ask(3)
     assert foreseen(again) == [1]
@@ -157,7 +157,7 @@ def test_a_backward_that_uses_a_part_foresees_that_part():
 def test_lessons_are_few():
     lessons = Lessons()
     for i in range(REMEMBERED + 5):
-        run = Run(lessons)
+        run = TransferRun(lessons)
         forward(run, [i])
         backward(run, [0])
     assert len(lessons._of) == REMEMBERED
@@ -168,7 +168,7 @@ def test_a_lesson_tells_what_differed_from_the_one_before():
 
     def train(sites, order):
         lessons.differed = ""
-        run = Run(lessons)
+        run = TransferRun(lessons)
         forward(run, sites)
         backward(run, order)
         return lessons.differed

@@ -9,25 +9,25 @@ from actstore.devices import Cpu
 from actstore.errors import StateError
 from actstore.tiers import Slot
 from actstore.transfer.buffers import Buffers
-from actstore.transfer.order import Lessons, Run
-from actstore.transfer.parcel import NEXT, Berth, Parcel, State
+from actstore.transfer.order import Lessons, TransferRun
+from actstore.transfer.parcel import NEXT, Berth, Parcel, ParcelState
 
 
 @pytest.fixture
 def parcel():
     slot = Slot(4096)
     slot.tier = None
-    return Parcel(Buffers(Cpu(torch.device("cpu"))).take(4096), slot, None, Run(Lessons()))
+    return Parcel(Buffers(Cpu(torch.device("cpu"))).take(4096), slot, None, TransferRun(Lessons()))
 
 
 def test_the_table_is_complete_and_every_way_ends():
-    assert set(NEXT) == set(State)
-    for state in set(State) - {State.DROPPED}:
-        assert State.DROPPED in NEXT[state]
-    assert NEXT[State.DROPPED] == set()
+    assert set(NEXT) == set(ParcelState)
+    for state in set(ParcelState) - {ParcelState.DROPPED}:
+        assert ParcelState.DROPPED in NEXT[state]
+    assert NEXT[ParcelState.DROPPED] == set()
 
 
-@pytest.mark.parametrize(("here", "there"), list(product(State, State)))
+@pytest.mark.parametrize(("here", "there"), list(product(ParcelState, ParcelState)))
 def test_only_what_the_table_allows(parcel, here, there):
     parcel.state = here
     if there in NEXT[here]:

@@ -14,9 +14,9 @@ from actstore.tiers import HostTier
 from actstore.tiers.arena import Arena
 from actstore.transfer.buffers import Buffers
 from actstore.transfer.engine import Engine
-from actstore.transfer.parcel import State
+from actstore.transfer.parcel import ParcelState
 from actstore.transfer.traffic import Traffic
-from actstore.transfer.window import Window
+from actstore.transfer.window import FlightWindow
 from tests.simulation import SimDevice, here
 from tests.transfer.programs import PAGE, Options, check, small_memory
 
@@ -45,7 +45,7 @@ def resident_when_the_copy_is_enqueued(patch):
 
     def at_once(self, parcel):
         dispatch(self, parcel)
-        if parcel.state is State.OFFLOADING:
+        if parcel.state is ParcelState.OFFLOADING:
             self.land(parcel)
 
     patch.setattr(Traffic, "dispatch", at_once)
@@ -137,7 +137,7 @@ def encoding_on_the_copy_stream(patch):
 
 def packed_and_never_unpacked(patch):
     """axolotl 3638: what nobody asks for is never freed."""
-    patch.setattr(store, "Last", lambda *_: None)
+    patch.setattr(store, "Finalizer", lambda *_: None)
 
 
 def interleaved_graphs_share_state(patch):
@@ -190,7 +190,7 @@ def decoding_before_the_fetch(patch):
 
 def window_not_counted(patch):
     """torchtitan 467 and others: whatever the link, all of forward is on its way at once."""
-    patch.setattr(Window, "admits", lambda self, nbytes, limit_nbytes: True)
+    patch.setattr(FlightWindow, "admits", lambda self, nbytes, limit_nbytes: True)
 
 
 def host_waits_for_the_copy(patch):

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.transfer.window import Lookahead, Window
+from actstore.transfer.window import FlightWindow, Lookahead
 
 MIB = 2**20
 
 
 def test_a_window_admits_up_to_its_limit_and_one_of_any_size():
-    window = Window()
+    window = FlightWindow()
     assert window.admits(1000, 100)
     window.nbytes = 60
     assert window.admits(40, 100)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from actstore.accuracy.bits.payloads import Choice, Payload, Sensitivity
+from actstore.accuracy.bits.payloads import Choice, Sensitivity, SitePayload
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, Trials
 from actstore.accuracy.influence.effect import GradientEffect
@@ -169,7 +169,7 @@ class BitsController:
         self._trials = self._tried = trials = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
         return trials
 
-    def _choose(self, payloads: list[Payload], noise: float) -> None:
+    def _choose(self, payloads: list[SitePayload], noise: float) -> None:
         """Choose from what is known now."""
         budget, max_noise = self._limits.budget_nbytes, self._limits.max_noise
         try:

@@ -71,7 +71,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class SitePayload:
     """What one site stores in a step.
 
     Attributes
@@ -89,7 +89,7 @@ class Payload:
     candidates: tuple[Candidate, ...]
     readers: tuple[Site, ...] = ()
 
-    def up_to(self, error: float) -> Payload:
+    def up_to(self, error: float) -> SitePayload:
         """The same without candidates of a larger squared relative error."""
         return replace(self, candidates=tuple(one for one in self.candidates if one.error <= error))
 
@@ -175,7 +175,7 @@ class _BySite:
         return self._decisions.get(site, Keep())
 
 
-def tied(payloads: Sequence[Payload], per: Literal["module", "site"]) -> list[list[int]]:
+def tied(payloads: Sequence[SitePayload], per: Literal["module", "site"]) -> list[list[int]]:
     """Indices of the payloads that are decided alike, by group, in the order of the first of each.
 
     Raises
@@ -191,7 +191,7 @@ def tied(payloads: Sequence[Payload], per: Literal["module", "site"]) -> list[li
             key = above
         return key
 
-    def keys(payload: Payload) -> list[object]:
+    def keys(payload: SitePayload) -> list[object]:
         sites = (payload.site, *payload.readers)
         return [_pattern(site) if per == "module" else site for site in sites]
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from actstore.accuracy.bits.payloads import Choice, Payload, tied
+from actstore.accuracy.bits.payloads import Choice, SitePayload, tied
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, ConfigError
 from actstore.plan.solver.program import Program, Terms
@@ -33,7 +33,7 @@ DOUBLINGS = 1100  # all of the exponents of a float
 
 
 def least_bytes(
-    payloads: Sequence[Payload],
+    payloads: Sequence[SitePayload],
     *,
     variance: float,
     per: Literal["module", "site"] = "module",
@@ -65,7 +65,7 @@ def least_bytes(
 
 
 def least_variance(
-    payloads: Sequence[Payload],
+    payloads: Sequence[SitePayload],
     *,
     nbytes: float,
     per: Literal["module", "site"] = "module",
@@ -82,23 +82,23 @@ def least_variance(
     return _choose(payloads, "variance", nbytes, per, gap, time_limit)
 
 
-class _Option(NamedTuple):
+class _CodecOption(NamedTuple):
     decision: str
     nbytes: int
     variance: float
     ms: float
 
 
-def _nbytes(option: _Option) -> float:
+def _nbytes(option: _CodecOption) -> float:
     return float(option.nbytes)
 
 
-def _variance(option: _Option) -> float:
+def _variance(option: _CodecOption) -> float:
     return option.variance
 
 
 def _choose(
-    payloads: Sequence[Payload],
+    payloads: Sequence[SitePayload],
     minimised: Literal["bytes", "variance"],
     limit: float,
     per: Literal["module", "site"],
@@ -139,7 +139,7 @@ def _choose(
     )
 
 
-def _options(payloads: Sequence[Payload]) -> list[_Option]:
+def _options(payloads: Sequence[SitePayload]) -> list[_CodecOption]:
     """What payloads that are decided alike can be, without what another option equals or betters."""
     for payload in payloads:
         _check(payload)
@@ -152,20 +152,20 @@ def _options(payloads: Sequence[Payload]) -> list[_Option]:
             "them, or choose per='site'",
             sites=tuple(payload.site for payload in payloads),
         )
-    found: list[_Option] = []
+    found: list[_CodecOption] = []
     for decision in common:
         rows = [table[decision] for table in tables]
         noise = fsum(payload.sensitivity.at(row.error) for payload, row in zip(payloads, rows, strict=True))
-        found.append(_Option(decision, sum(row.nbytes for row in rows), noise, fsum(row.ms for row in rows)))
+        found.append(_CodecOption(decision, sum(row.nbytes for row in rows), noise, fsum(row.ms for row in rows)))
     found.sort(key=lambda option: option[1:])
-    useful: list[_Option] = []
+    useful: list[_CodecOption] = []
     for option in found:
         if not useful or option.variance < useful[-1].variance:
             useful.append(option)
     return useful
 
 
-def _check(payload: Payload) -> None:
+def _check(payload: SitePayload) -> None:
     figures = [("variance", variance) for _, variance in payload.sensitivity.points]
     figures += [(name, getattr(row, name)) for row in payload.candidates for name in ("nbytes", "error", "ms")]
     for name, value in figures:

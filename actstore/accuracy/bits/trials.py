@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from actstore.accuracy.bits.payloads import Candidate, Payload, Sensitivity
+from actstore.accuracy.bits.payloads import Candidate, Sensitivity, SitePayload
 from actstore.base.spec import Site, Spec
 from actstore.codecs import Codec, Raw
 from actstore.codecs.base import Exact, Size
@@ -145,7 +145,7 @@ class Trials:
                 sums.setdefault(text, _Sums()).add(nbytes, some.numel(), torch.stack((square, *parts, zeros)))
         shapes.append(src.numel())
 
-    def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[Payload]:
+    def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[SitePayload]:
         """The payloads of all sites that were met since these trials were made, as one step.
 
         Parameters
@@ -168,7 +168,7 @@ class Trials:
             ]
             readers = tuple(self._readers.get(site, ()))
             sensitivity = sensitivities.get(str(site), Sensitivity(()))
-            found.append(Payload(site, sum(self._shapes[site]), sensitivity, tuple(table), readers))
+            found.append(SitePayload(site, sum(self._shapes[site]), sensitivity, tuple(table), readers))
         return found
 
     def _keyed(self, text: str) -> bool:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from actstore.accuracy.influence.node_error import book, norm
 from actstore.accuracy.influence.scalars import Scalars
 from actstore.base.ledger import Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 
 MOST = 2**10  # elements of a weight that are compared
 
@@ -54,7 +54,7 @@ class Minibatch:
         self._hooks: dict[int, Any] = {}
         self._squares = Scalars()  # of the first batch's gradients,
         self._others = Scalars()  # and of the second's
-        self._samples: dict[int, tuple[Tensor, Last]] = {}  # by the weight's identity
+        self._samples: dict[int, tuple[Tensor, Finalizer]] = {}  # by the weight's identity
         self._numels: dict[int, int] = {}
         self._nbytes = 0  # of all samples
         self._differences = Scalars()  # from the batch that follows

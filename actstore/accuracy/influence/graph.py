@@ -21,7 +21,7 @@ Edge = tuple[int, int] | None
 
 
 @dataclass
-class Point:
+class GraphNode:
     """An autograd node.
 
     name : of its class
@@ -49,7 +49,7 @@ class Walk:
     """
 
     def __init__(self) -> None:
-        self.points: dict[int, Point] = {}
+        self.points: dict[int, GraphNode] = {}
         self.full = False
 
     def add(self, roots: Iterable[Any], meet: Callable[[int, Any], None]) -> None:
@@ -63,7 +63,7 @@ class Walk:
             if len(self.points) == MOST_NODES:
                 self.full = True
                 return
-            point = self.points[number] = Point(node.name(), BUILT_IN.fullmatch(node.name()) is None)
+            point = self.points[number] = GraphNode(node.name(), BUILT_IN.fullmatch(node.name()) is None)
             for following, output in node.next_functions:
                 edge: Edge = None
                 if following is not None and (weight := weight_behind(following)) is not None:

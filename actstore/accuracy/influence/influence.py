@@ -10,7 +10,7 @@ import torch
 
 from actstore.accuracy.influence.batch_noise import Minibatch
 from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
-from actstore.accuracy.influence.prediction import UNREACHED, Relative, Step, variances
+from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep, Relative, variances
 from actstore.base.ledger import Ledger
 
 REST = 100  # steps
@@ -32,7 +32,7 @@ class Influence:
         self._relative = relative
         self._look: _Look | None = None  # the last
         self._before: _Look | None = None  # what is shown until the next backward
-        self._open: Step | None = None  # whose forward has yet to end
+        self._open: PredictedStep | None = None  # whose forward has yet to end
         self._levels: tuple[float, ...] = ()  # of the next step
         self._asked = False
         self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
@@ -44,7 +44,7 @@ class Influence:
         """
         self._rest, self._levels, self._asked = 0, levels, True
 
-    def begin(self, *, sampled: bool) -> Step | None:
+    def begin(self, *, sampled: bool) -> PredictedStep | None:
         """A step begins. Returns what looks at it, if it is to be looked at."""
         model, last = self._model(), self._look
         self.end_forward()
@@ -60,7 +60,7 @@ class Influence:
         self._settle()
         if last is not None and last.came:
             self._before = last
-        step = Step(self._ledger, self._relative, self._levels, whole=self._asked)
+        step = PredictedStep(self._ledger, self._relative, self._levels, whole=self._asked)
         self._levels, self._asked = (), False
         self._look, self._open = _Look(step, minibatch), step
         minibatch.begin(model)
@@ -111,8 +111,8 @@ class _Look:
     parts : None when the figures are final
     """
 
-    def __init__(self, step: Step, minibatch: Minibatch) -> None:
-        self.parts: tuple[Step, Minibatch] | None = step, minibatch
+    def __init__(self, step: PredictedStep, minibatch: Minibatch) -> None:
+        self.parts: tuple[PredictedStep, Minibatch] | None = step, minibatch
         self._effect: GradientEffect | None = None
         self._made_of = (0, 0)  # numbers of figures
 
@@ -155,7 +155,7 @@ class _Look:
         return self._effect
 
 
-def _figures(step: Step, minibatch: Minibatch) -> GradientEffect | None:
+def _figures(step: PredictedStep, minibatch: Minibatch) -> GradientEffect | None:
     square, noise = minibatch.read()
     if not square or not isfinite(square):  # an overflow of a loss scale
         return None

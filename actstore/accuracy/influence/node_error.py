@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actstore.base.layout import layout_of
 from actstore.base.ledger import Account, Ledger
-from actstore.base.reaper import Last
+from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.kernels.base import storage_slice
 
@@ -63,7 +63,7 @@ def norm(tensor: Tensor) -> Tensor:
     return size.float()
 
 
-def book(ledger: Ledger, nbytes: int) -> Last:
+def book(ledger: Ledger, nbytes: int) -> Finalizer:
     """Book bytes that looking on takes as held, of no site, for as long as what this returns is there."""
     return ledger.hold(Account(Site("", -1)), 0, 0, nbytes)
 
@@ -79,7 +79,7 @@ class Noise:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._drawn: dict[torch.device, tuple[Tensor, Last]] = {}
+        self._drawn: dict[torch.device, tuple[Tensor, Finalizer]] = {}
         self._at = 0
 
     def _draw(self, tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ElementRange:
     """A run of elements, in storage order, of tensors that have one shape and one order of elements.
 
     Attributes
@@ -168,7 +168,7 @@ def saved_count(node: Any) -> int:
     return sum(isinstance(getattr(node, name), Tensor) for name in names)
 
 
-def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> Part | None:
+def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> ElementRange | None:
     """A run of at most `numel` elements on which a pointwise node can run; None for other nodes.
 
     Parameters
@@ -181,7 +181,7 @@ def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> Part | None:
         return None
     count = min(first.numel(), numel) // BLOCK * BLOCK
     begin = (first.numel() - count) // 2 // BLOCK * BLOCK
-    return Part(begin, count, first.numel()) if count >= FEWEST else None
+    return ElementRange(begin, count, first.numel()) if count >= FEWEST else None
 
 
 def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor]:

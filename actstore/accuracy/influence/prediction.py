@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from actstore.accuracy.influence.batch_noise import odd
-from actstore.accuracy.influence.graph import Point, Walk, is_compiled, roots_of
+from actstore.accuracy.influence.graph import GraphNode, Walk, is_compiled, roots_of
 from actstore.accuracy.influence.node_error import (
     MATMULS,
     OVERWRITING,
     POINTWISE,
+    ElementRange,
     Noise,
-    Part,
     changes,
     fan_in,
     is_sum,
@@ -50,8 +50,8 @@ UNREACHED = "no gradient came from the model's outputs to what read it"
 
 
 @dataclass
-class _Seen:
-    """Places of norms in `Step.norms`: of what came to a node and of what it computed, by edge.
+class _NodeNorms:
+    """Places of norms in `PredictedStep.norms`: of what came to a node and of what it computed, by edge.
 
     white : of what white noise grows by on its way to weights
     local : how far an account's errors moved what the node computed, of the measured size (None) or of a given one
@@ -63,7 +63,7 @@ class _Seen:
     local: list[tuple[Account, float | None, dict[int, int]]] = field(default_factory=list)
 
 
-class Step:
+class PredictedStep:
     """One step that is looked at: its hooks are on nodes of its graph, and go with them. Holds no tensors of it.
 
     Parameters
@@ -79,7 +79,7 @@ class Step:
         self.levels = levels
         self.readers = Readers()
         self.walk = Walk()
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, _NodeNorms] = {}
         self.trouble = ""  # why nothing can be predicted
         self.reasons: dict[Account, str] = {}  # all lossy sites; "" until one is known
         self.norms = Scalars()
@@ -155,7 +155,7 @@ class Step:
             self.trouble = "backward is compiled"
         if self.trouble:
             return
-        point, seen = self.walk.points[number], _Seen()
+        point, seen = self.walk.points[number], _NodeNorms()
         self.seen[number] = seen
         put = self.norms.put
         seen.incoming = [put(norm(grad)) for grad in incoming if grad is not None]
@@ -178,7 +178,7 @@ class Step:
         except torch.OutOfMemoryError:
             self._refuse(readers, "no memory to run its reader once more")
 
-    def _why_not(self, number: int, point: Point, readers: list[Reader]) -> str:
+    def _why_not(self, number: int, point: GraphNode, readers: list[Reader]) -> str:
         """Why a node must not run again, and its saved tensors not be read again."""
         if why := _not_twice(point):
             return why
@@ -192,7 +192,7 @@ class Step:
         self,
         node: Any,
         number: int,
-        point: Point,
+        point: GraphNode,
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> dict[int, int]:
@@ -214,8 +214,8 @@ class Step:
     def _local(
         self,
         node: Any,
-        point: Point,
-        seen: _Seen,
+        point: GraphNode,
+        seen: _NodeNorms,
         only: Reader | None,
         every: list[Reader],
         readers: list[Reader],
@@ -258,7 +258,7 @@ class Step:
         every: list[Reader],
         lossy: list[Reader],
         size: Tensor,
-        part: Part | bool,
+        part: ElementRange | bool,
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> dict[int, Tensor]:
@@ -269,7 +269,7 @@ class Step:
         shown = {reader: reader.captured for reader in every if reader.captured is not None}
         scale, expected = 1.0, outgoing
         try:
-            if isinstance(part, Part):
+            if isinstance(part, ElementRange):
                 shown = {reader: part.of(tensor) for reader, tensor in shown.items()}
                 incoming = tuple(None if grad is None else part.of(grad) for grad in incoming)
                 for reader, tensor in shown.items():
@@ -286,13 +286,13 @@ class Step:
     def _part(
         self,
         node: Any,
-        point: Point,
+        point: GraphNode,
         every: list[Reader],
         lossy: list[Reader],
         account: Account,
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
-    ) -> Part | bool:
+    ) -> ElementRange | bool:
         """The elements that a node can run on once more, in the memory that there is: True for all, False for none."""
         read = [reader.captured for reader in every if reader.captured is not None]
         changed = sum(reader.captured.nbytes for reader in lossy if reader.captured is not None)
@@ -307,7 +307,7 @@ class Step:
         part = part_of(point.name, [*given, *read, *computed], int((self._spare(read) - scratch) / of_one))
         return part if part is not None and self._book(account, read, int(of_one * part.count) + scratch) else False
 
-    def _expanded(self, point: Point, incoming: tuple[Tensor | None, ...]) -> int:
+    def _expanded(self, point: GraphNode, incoming: tuple[Tensor | None, ...]) -> int:
         """The bytes that a pointwise node computes for a weight before it sums them to the weight's shape."""
         return max(nbytes_of(g) for g in incoming if g is not None) if point.name in POINTWISE else 0
 
@@ -336,14 +336,14 @@ class _Hook:
 
     __slots__ = ("_number", "_step")
 
-    def __init__(self, step: Step, number: int) -> None:
+    def __init__(self, step: PredictedStep, number: int) -> None:
         self._step, self._number = step, number
 
     def __call__(self, outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
         self._step.ran(self._number, outgoing, incoming)
 
 
-def _not_twice(point: Point) -> str:
+def _not_twice(point: GraphNode) -> str:
     """Why a node may not run twice; empty where it may."""
     if is_compiled(point.name):
         return "read by a compiled region"
@@ -352,7 +352,9 @@ def _not_twice(point: Point) -> str:
     return f"read by {point.name}, which may not run twice" if point.once else ""
 
 
-def growth(step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None) -> dict[int, float]:
+def growth(
+    step: PredictedStep, norms: Mapping[int, float], shares: Mapping[int, float] | None = None
+) -> dict[int, float]:
     """The energy that reaches all weights for each unit of the energy of noise that comes to a node, by its number.
 
     norms : those of the step, on the host
@@ -384,7 +386,10 @@ def growth(step: Step, norms: Mapping[int, float], shares: Mapping[int, float] |
 
 
 def variances(
-    step: Step, norms: Mapping[int, float], shares: Mapping[int, float] | None = None, level: float | None = None
+    step: PredictedStep,
+    norms: Mapping[int, float],
+    shares: Mapping[int, float] | None = None,
+    level: float | None = None,
 ) -> dict[Account, float]:
     """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`.
 

@@ -13,7 +13,7 @@ from actstore.kernels.base import Inner, Kernels, payload_pointer
 from actstore.kernels.cpu.language import Parallel
 from actstore.kernels.cpu.largest import compile_mark_groups, compile_mark_tiles
 from actstore.kernels.cpu.tiles import check, compile_compact, compile_expand, compile_mark_nonzero, scan
-from actstore.kernels.sparse import TILE, Rule, Sections, check_header
+from actstore.kernels.sparse import TILE, Rule, SparseSections, check_header
 
 Run = Callable[[int, int, int, int, int, int], None]
 
@@ -26,7 +26,12 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
     lossy = None if inner.name == "raw" else inner.kernels("cpu", dtype, device)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> int:
-        payload, source, head, tiles = payload_pointer(out), src.data_ptr(), Sections.of(numel).inner, -(-numel // TILE)
+        payload, source, head, tiles = (
+            payload_pointer(out),
+            src.data_ptr(),
+            SparseSections.of(numel).inner,
+            -(-numel // TILE),
+        )
         keep, last = (rule.of(rule.row), rule.kept(numel % TILE)) if rule else (0, 0)
         mark(source, payload, numel, keep, last, tiles)
         scan(0, payload, numel, 0, 0, 0, tiles)
@@ -45,7 +50,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
         return head + used
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        payload, head, tiles = payload_pointer(buf), Sections.of(numel).inner, -(-numel // TILE)
+        payload, head, tiles = payload_pointer(buf), SparseSections.of(numel).inner, -(-numel // TILE)
         if buf.numel() < head:
             raise PayloadError(f"a sparse payload ends after {buf.numel()} bytes; {head} stand before its elements")
         length, count = _header(payload)

@@ -8,7 +8,7 @@ import torch
 
 from actstore.kernels.base import Inner, Kernels, aligned
 from actstore.kernels.cuda import launch
-from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, Sections
+from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, SparseSections
 
 SCANNED = 2048  # tiles, in csrc/sparse.cu
 
@@ -52,7 +52,7 @@ def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: Inner, loss
         compact(blocks, src, masks, starts, before, values, numel)
         if lossy is not None:
             lossy.encode(values, payload, numel, key, count=_count(header))
-        measure(1, header, payload, table, Sections.of(numel).inner, PERIOD, growth.step)
+        measure(1, header, payload, table, SparseSections.of(numel).inner, PERIOD, growth.step)
 
     return encode
 
@@ -66,7 +66,7 @@ def _encode_largest(
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         header, masks, starts, payload = _sections(aligned(out), numel)
-        head = Sections.of(numel).inner
+        head = SparseSections.of(numel).inner
         values = payload if lossy is None else _scratch(rule, numel, dtype, device)
         last = rule.kept(numel % TILE)
         length = head + inner._nbytes(rule.kept(numel), dtype.itemsize)
@@ -81,7 +81,7 @@ def _encode_largest(
 
 def _sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Header, masks, starts and inner payload."""
-    masks, starts, inner = Sections.of(numel)
+    masks, starts, inner = SparseSections.of(numel)
     return payload[:masks], payload[masks:starts], payload[starts:inner], payload[inner:]
 
 

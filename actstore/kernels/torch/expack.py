@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer, storage_slice
-from actstore.kernels.expack import SPLITS, Sections, check
+from actstore.kernels.expack import SPLITS, ExpackSections, check
 from actstore.kernels.planes import HEADER_NBYTES, TILE
 from actstore.kernels.torch.expack_tiles import Tiles, choose
 from actstore.kernels.torch.planes import chunks, tiled
@@ -20,14 +20,14 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, ...]:
         """Descriptors, low halves, bytes and the parts of the tiles."""
         payload_pointer(payload)
-        at = Sections.of(numel, itemsize)
+        at = ExpackSections.of(numel, itemsize)
         descriptors = payload[at.descriptors :][: 8 * -(-numel // TILE)].view(torch.int64)
         halves = payload[at.halves :][: 2 * numel].view(torch.int16) if itemsize == 4 else payload[:0]
         return descriptors, halves, payload[at.bytes :][:numel], payload[at.tiles :]
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> int:
         descriptors, halves, low, parts = sections(out, numel)
-        length = Sections.of(numel, itemsize).tiles
+        length = ExpackSections.of(numel, itemsize).tiles
         out[:length].zero_()
         for start, count in chunks(numel):
             elements = storage_slice(src, start, count).view(BITS[dtype]).to(torch.int64)

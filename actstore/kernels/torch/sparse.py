@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from actstore.errors import PayloadError
 from actstore.kernels.base import Inner, Kernels, payload_pointer, storage_slice
-from actstore.kernels.sparse import HEADER_NBYTES, TILE, Largest, Rule, Sections, check_header
+from actstore.kernels.sparse import HEADER_NBYTES, TILE, Largest, Rule, SparseSections, check_header
 from actstore.kernels.torch.groups import chunks
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,7 +23,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> int:
         payload_pointer(out)
-        sections = Sections.of(numel)
+        sections = SparseSections.of(numel)
         out[HEADER_NBYTES : sections.inner].zero_()
         masks, starts = out[sections.masks : sections.starts], out[sections.starts : sections.inner].view(torch.int64)
         values, counts = [], []
@@ -49,7 +49,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         payload_pointer(buf)
-        sections = Sections.of(numel)
+        sections = SparseSections.of(numel)
         if len(buf) < sections.inner:
             raise PayloadError(f"a sparse payload ends after {len(buf)} bytes; it starts with {sections.inner} others")
         length, total = buf[:HEADER_NBYTES].view(torch.int64).tolist()

@@ -8,7 +8,7 @@ from math import inf
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LayerOption:
     """One way for the activations of a layer to wait.
 
     Attributes
@@ -42,7 +42,7 @@ class Layer:
     name: str
     forward: float
     backward: float
-    options: tuple[Option, ...]
+    options: tuple[LayerOption, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class LayerChain:
     """A step: its layers, and the time that no layer takes (loss, optimizer, data)."""
 
     layers: tuple[Layer, ...]

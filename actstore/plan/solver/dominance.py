@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from actstore.plan.solver.chain import Layer, Option
+from actstore.plan.solver.chain import Layer, LayerOption
 
-_NUMBERS = tuple(field.name for field in fields(Option) if field.name != "decision")
+_NUMBERS = tuple(field.name for field in fields(LayerOption) if field.name != "decision")
 
 
 def useful(layer: Layer) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.dominance import useful
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FORWARD, SLACK, Tables, slack
@@ -33,7 +33,7 @@ class Least:
     layer: str
 
 
-def least(chain: Chain, limits: Limits, *, within: float = inf, time_limit: float = 10.0) -> Least:
+def least(chain: LayerChain, limits: Limits, *, within: float = inf, time_limit: float = 10.0) -> Least:
     """The choice that needs least device memory; `limits.device` does not count.
 
     Parameters

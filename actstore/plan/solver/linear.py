@@ -74,7 +74,7 @@ class Linear(Program):
         self._held = self._resident()
         for direction in (FORWARD, BACKWARD):
             if timeline:
-                Half(self, direction, costs=not smallest).write()
+                DirectionRows(self, direction, costs=not smallest).write()
             elif "device" in self.limits:
                 for i in range(len(allowed)):
                     self.memory_row(i, direction, [])
@@ -182,7 +182,7 @@ class Linear(Program):
         return chosen
 
 
-class Half:
+class DirectionRows:
     """Writes the rows of one direction; `costs` says whether its waits count in the cost."""
 
     def __init__(self, program: Linear, direction: int, *, costs: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from actstore.errors import ConfigError
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.dominance import useful
 from actstore.plan.solver.least import least
 from actstore.plan.solver.search import fastest
@@ -15,7 +15,7 @@ from actstore.plan.solver.timeline import evaluated
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ParetoPoint:
     """A device limit in bytes, and the plan under it."""
 
     device: float
@@ -23,8 +23,8 @@ class Point:
 
 
 def pareto(
-    chain: Chain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
-) -> tuple[Point, ...]:
+    chain: LayerChain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
+) -> tuple[ParetoPoint, ...]:
     """Plans from the least device memory that is possible to the most that is of use, or to `limits.device`.
 
     Limits are evenly spaced. Each point is faster than those before it: others are left out, and a plan that was found
@@ -48,14 +48,14 @@ def pareto(
     high = max(low.device, min(limits.device, evaluated(tables, fastest(tables, allowed)).device_peak))
     if limits.device < low.device:
         solve(chain, limits, time_limit=time_limit, gap=gap)  # says what is missing
-    front: list[Point] = []
+    front: list[ParetoPoint] = []
     start = low.evaluation.choice
     for step in range(points):
         device = low.device + (high - low.device) * step / (points - 1)
         solution = solve(chain, replace(limits, device=device), time_limit=time_limit, gap=gap, start=start)
         start = solution.choice
         if not front or solution.evaluation.total < front[-1].solution.evaluation.total * (1 - 1e-9):
-            front.append(Point(device, solution))
+            front.append(ParetoPoint(device, solution))
         if high == low.device:
             break
     return tuple(front)

@@ -14,7 +14,7 @@ from time import monotonic
 
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.dominance import useful
 from actstore.plan.solver.least import check_totals, least
 from actstore.plan.solver.linear import Linear
@@ -63,7 +63,7 @@ class Solution:
 
 
 def solve(
-    chain: Chain,
+    chain: LayerChain,
     limits: Limits,
     *,
     time_limit: float = 30.0,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actstore.errors import ConfigError
-from actstore.plan.solver.chain import Chain, Layer, Limits, Links, Option
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +46,7 @@ class Tables:
         what is held, bytes that reach the disk and did not cross the link
     """
 
-    def __init__(self, chain: Chain, limits: Limits) -> None:
+    def __init__(self, chain: LayerChain, limits: Limits) -> None:
         _check_limits(chain, limits)
         for layer in chain.layers:
             _check_layer(layer, chain.links)
@@ -88,7 +88,7 @@ def slack(limit: float) -> float:
     return SLACK * limit if isfinite(limit) else 0.0
 
 
-def _check_limits(chain: Chain, limits: Limits) -> None:
+def _check_limits(chain: LayerChain, limits: Limits) -> None:
     for name in ("device", "host", "disk", "error"):
         value = getattr(limits, name)
         if isnan(value) or value < 0:
@@ -138,5 +138,5 @@ def _check_layer(layer: Layer, links: Links) -> None:
             )
 
 
-def _refuse(layer: Layer, option: Option, what: str) -> NoReturn:
+def _refuse(layer: Layer, option: LayerOption, what: str) -> NoReturn:
     raise ConfigError(f"option {option.decision!r} of layer {layer.name}: {what}")

@@ -24,7 +24,7 @@ from math import inf
 
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError
-from actstore.plan.solver.chain import Chain, Limits
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FAST, FORWARD, Tables, slack
 
 
@@ -116,7 +116,7 @@ class Evaluation:
         return direction, layer
 
 
-def evaluate(chain: Chain, choice: Sequence[int], limits: Limits) -> Evaluation:
+def evaluate(chain: LayerChain, choice: Sequence[int], limits: Limits) -> Evaluation:
     """The step that `choice` gives; O(layers). See the module for the model.
 
     Parameters
@@ -168,7 +168,7 @@ def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
 
 
 @dataclass(slots=True)
-class _Half:
+class _Direction:
     """Forward, or backward in reversed time."""
 
     stalls: list[float] = field(default_factory=list)
@@ -179,10 +179,10 @@ class _Half:
     breach: Breach | None = None
 
 
-def _half(tables: Tables, choice: Sequence[int], direction: int, room: float) -> _Half:
+def _half(tables: Tables, choice: Sequence[int], direction: int, room: float) -> _Direction:
     near_rate, far_rate = tables.near_rate[direction], tables.far_rate[direction]
     limit = tables.limits.device
-    half = _Half()
+    half = _Direction()
     held = waiting = 0.0
     queued = undelivered = bound = 0.0  # L and C of the module's text, and of L what is bound for the disk
     for i, (layer, o) in enumerate(zip(tables.chain.layers, choice, strict=True)):

@@ -1,0 +1,86 @@
+"""The rules for words of CONTRIBUTING that a program can check: ``python -m tests.release.words actstore/store``."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+READ = ("actstore", "csrc", "docs", "benchmarks", "examples")  # and the pages beside them
+SUFFIXES = (".py", ".md", ".cu", ".cuh", ".hpp", ".cpp")
+
+VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
+QUESTIONS = frozenset(["what", "which", "how", "where", "when", "who", "whose", "whether", "why"])
+NOUN = re.compile(r"\w+(?:,| (?:of|that|which|in|from|at|by|is|are|and)\b)")  # "Order of ..." is the noun
+PRONOUNS = re.compile(r"\b(?:somebody|nobody|whoever|others)\b", re.IGNORECASE)
+NEGATIONS = re.compile(r"\b(?:is no|is none|are no)\b(?! longer| more\b)")
+VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
+
+
+def _text(source: str) -> Iterator[tuple[int, str]]:
+    """The comments and strings of a Python file, line by line."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def _of_docstrings(path: Path, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            continue
+        text = ast.get_docstring(node)
+        first = re.match(r"[\W_]*(\w+)", text or "")
+        if text is None or first is None:
+            continue
+        word, line = first[1].lower(), getattr(node, "lineno", 1)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and any("property" in ast.unparse(each) for each in node.decorator_list):
+            is_function = False
+        if word in QUESTIONS:
+            yield f"{path}:{line}: rule 1: a docstring begins with {first[1]!r}: {text.splitlines()[0]}"
+        elif is_function and (word not in VERBS or NOUN.match(text)):
+            yield f"{path}:{line}: rule 1: a function's docstring begins without a verb: {text.splitlines()[0]}"
+
+
+def findings(folder: str = "") -> Iterator[str]:
+    """One line for each place in `folder` that breaks rule 1, 2, 4 or 9."""
+    classes = defaultdict[str, list[str]](list)
+    pages = list(ROOT.glob("*.md"))
+    for path in sorted(pages + [p for room in READ for p in (ROOT / room).rglob("*") if p.suffix in SUFFIXES]):
+        name = path.relative_to(ROOT)
+        source = path.read_text(encoding="utf-8")
+        lines = list(enumerate(source.splitlines(), 1))
+        if path.suffix == ".py":
+            tree, lines = ast.parse(source), list(_text(source))
+            if name.parts[0] == "actstore":
+                if str(name).startswith(folder):
+                    yield from _of_docstrings(name, tree)
+                if name.parts[1] not in ("bench", "cli", "integrations"):
+                    for node in ast.walk(tree):
+                        if isinstance(node, ast.ClassDef):
+                            classes[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+        if not str(name).startswith(folder) or "results" in name.parts:
+            continue
+        for number, line in lines:
+            if found := PRONOUNS.search(line):
+                yield f"{name}:{number}: rule 2: {found[0]!r} names no actor: {line.strip()}"
+            if found := NEGATIONS.search(line):
+                yield f"{name}:{number}: rule 4: {found[0]!r}: {line.strip()}"
+    for name, places in classes.items():
+        if not any(place.startswith(folder) for place in places):
+            continue
+        if name in VAGUE:
+            yield f"{', '.join(places)}: rule 9: {name} names no thing"
+        elif len(places) > 1:
+            yield f"{', '.join(places)}: rule 9: several classes are named {name}"
+
+
+if __name__ == "__main__":
+    found = list(findings(*sys.argv[1:]))
+    print(*found, f"{len(found)} findings", sep="\n")
