@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".md", ".cu", ".cuh", ".hpp", ".cpp")
 
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
 QUESTIONS = frozenset(["what", "which", "how", "where", "when", "who", "whose", "whether", "why"])
-NOUN = re.compile(r"\w+(?:,| (?:of|that|which|in|from|at|by|is|are|and)\b)")  # "Order of ..." is the noun
+NOUN = re.compile(r"\w+(?:,| (?:of|is|are)\b)")  # "Order of ..." is the noun
 PRONOUNS = re.compile(r"\b(?:somebody|nobody|whoever|others)\b", re.IGNORECASE)
 NEGATIONS = re.compile(r"\b(?:is no|is none|are no)\b(?! longer| more\b)")
 VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
