@@ -4,7 +4,8 @@ A finalizer runs at any moment on any thread, also on the thread that holds the 
 appends here, which is atomic; the items are handled later, under the lock, by ordinary code.
 
 An interrupt (Ctrl-C) that arrives while the main thread computes in C is raised in the first Python function after it.
-Where that is a ``__del__``, Python prints the interrupt, forgets it, and the object is never freed. `Finalizer` has none.
+Where that is a ``__del__``, Python prints the interrupt, forgets it, and the object is never freed. `Finalizer` has
+none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class Finalizer(partial[object]):
-    """``Finalizer(put, item)`` calls ``put(item)`` when it dies. Who owns what must be given back owns one of these for it.
+    """An owner of what must be given back: ``Finalizer(put, item)`` calls ``put(item)`` when it dies.
 
     `put` is a function written in C, such as `Reaper.put`: then no Python code runs, and no interrupt comes between.
     """
