@@ -77,7 +77,7 @@ class Decisions:
         self._shared = False
 
     def ended(self) -> None:
-        """Book the kept decisions as held, for as long as this object lives."""
+        """Record the kept decisions as held, for as long as this object lives."""
         self.nbytes = sum(getattr(choice, "nbytes", 0) for decision in self.kept for choice in decision.choices)
         if self.kept:
             self._held = self._ledger.hold(self._account, 0, self.nbytes, self.nbytes)

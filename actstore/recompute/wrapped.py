@@ -265,7 +265,7 @@ class Wrapped:
             expected = self._lengths.get(nth, self._alike)
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
             if calls.begin(CallChain):
-                call.account.note = "begins another chain: its inputs are no outputs of a recomputed call"
+                call.account.note = "begins another chain: no recomputed call returned its inputs"
         last = chain.arrive(call)
         carries = {}
         for i, (producer, index) in found.items():

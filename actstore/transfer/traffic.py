@@ -378,7 +378,7 @@ class Traffic:
         window.nbytes -= parcel.capacity
 
     def book_held(self, parcel: Parcel, sign: int) -> None:
-        """Record payloads as come to the device (1), or gone from it (-1). In both places they count as on the device."""
+        """Record payloads as come to the device (1), or gone from it (-1). In both places, they count as there."""
         for berth in parcel.berths:
             self.ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes, has_room=True)
 
