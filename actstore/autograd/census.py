@@ -11,7 +11,7 @@ from actstore.base.storage import expired, free_weak, hold_weak
 
 
 class Census:
-    """Counts each storage once. Until `clear`, no new storage gets the identity of one that was met."""
+    """Count of storages, each once. Until `clear`, no new storage gets the identity of one that was met."""
 
     def __init__(self) -> None:
         self.met: set[int] = set()

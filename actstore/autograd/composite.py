@@ -101,7 +101,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def _names(wrapper: Any) -> list[str]:
-    """Return the names of the parts that may move: only the values of a jagged tensor, which needs its own offsets."""
+    """Return the names of the movable parts: of a jagged tensor the values; its offsets are known by identity."""
     if wrapper.is_nested:
         return ["_values"]
     return [name for name in wrapper.__tensor_flatten__()[0] if isinstance(getattr(wrapper, name), Tensor)]

@@ -520,7 +520,7 @@ class Scope:
         turns.append(self)
 
     def close(self, *, failed: bool) -> None:
-        """Record what is still open, and forget every storage. After a `failed` forward, nothing more is encoded."""
+        """Record the open frames, and forget every storage. After a `failed` forward, nothing more is encoded."""
         try:
             if not failed:
                 self.settle()

@@ -60,11 +60,11 @@ class Delegating:
         raise AssertionError
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack what the region saves."""
+        """Pack a tensor that the region saves."""
         return pack(tensor)
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Return a function that reads back what the region saved."""
+        """Return the unpack hook of the region's saved tensors."""
         return unpack
 
     def end(self, seen: _RegionBytes) -> None:
@@ -155,8 +155,8 @@ class CountRecomputed(Delegating):
         seen.booked, seen.repeating = booked, repeating
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack what is saved. Where backward needs nothing more, the mode ends the run before its next operator, which
-        may have to move what was saved.
+        """Pack a saved tensor. Where backward needs nothing more, the mode ends the run before its next operator, which
+        may first have to move the saved tensor.
         """
         repeating = seen.repeating
         if repeating is None:

@@ -467,7 +467,7 @@ def _stream_of(tensor: Tensor) -> Any:
 
 
 def _no_hooks() -> saved_tensors_hooks:
-    """Return hooks that keep what a replay saves from the enclosing recomputation's hooks and from a store's."""
+    """Return hooks for a replay, whose saves must reach neither an enclosing recomputation's hooks nor a store's."""
     return saved_tensors_hooks(Tensor.detach, _as_it_is)
 
 
