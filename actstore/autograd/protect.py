@@ -50,8 +50,8 @@ LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     """Return the reason why `tensor`, the output of the node `producer`, must come back exactly, or an empty text.
 
-    Exact are integers and bools, float64 and complex, tensors that require no gradient (norm statistics, logsumexp,
-    masks, noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
+    Exact are integers and bools, float64 and complex, and tensors that require no gradient (norm statistics, logsumexp,
+    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies.
     """
     if dtype not in LOSSY_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is never lossy"

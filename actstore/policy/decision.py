@@ -131,8 +131,8 @@ class Derive:
 class Recompute:
     """The decision to save only the inputs of the module, and to run its forward again in backward.
 
-    An input that an earlier recomputed call returned, as between the blocks of a model or the steps of a
-    recurrent cell, need not be stored either: it is *replayed*, by running that call, and those before it, once more
+    An input that an earlier recomputed call returned need not be stored either, as between the blocks of a model or
+    the steps of a recurrent cell. It is *replayed*, by running that call, and those before it, once more
     from the last stored input. Such calls are a chain. `segment` and `schedule` choose the inputs of a chain to
     store; the input of its last call always waits as it is. Gradients are identical, bit for bit.
 

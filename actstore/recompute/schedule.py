@@ -51,8 +51,8 @@ class Revolve:
     """A schedule of at most `slots` inputs at once, at the positions that cost the fewest forwards.
 
     For a chain of the expected length, `plan.revolve` gives the positions. Beyond it, inputs are stored at a spacing.
-    When the slots are full, every second input is given up and the spacing doubles, so that between half of the slots
-    and all of them are in use at the end.
+    When the slots are full, every second input is given up and the spacing doubles. So between half of the slots and
+    all of them are in use at the end.
 
     Parameters
     ----------

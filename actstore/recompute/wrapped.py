@@ -51,7 +51,7 @@ class Entered(Protocol):
 class Wrapped:
     """One module, with a wrapped forward while a store is active.
 
-    The wrapper is an attribute of the instance, set at entry and removed at exit, so that the model can be copied and
+    The wrapper is an attribute of the instance, set at entry and removed at exit. So the model can be copied and
     pickled in between. It acts on threads that have entered the store, and calls through on other threads.
 
     Parameters

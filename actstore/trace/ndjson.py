@@ -1,7 +1,7 @@
 """The file of a trace: a header line, then one line for each event, each a JSON object.
 
 The first line has `format` ("actstore-trace"), `version` (1), `clock`, the number of `events` that follow and of those
-`lost` before them, the `device`, and the versions of actstore and torch that wrote it. An event's line has the
+`lost` before them. It also has the `device`, and the versions of actstore and torch that wrote it. An event's line has the
 attributes of `Event`; those that are empty or 0 may be left out.
 """
 
