@@ -1,8 +1,8 @@
 """The file of a trace: a header line, then one line for each event, each a JSON object.
 
 The first line has `format` ("actstore-trace"), `version` (1), `clock`, the number of `events` that follow and of those
-`lost` before them. It also has the `device`, and the versions of actstore and torch that wrote it. An event's line has the
-attributes of `Event`; those that are empty or 0 may be left out.
+`lost` before them. It also has the `device`, and the versions of actstore and torch that wrote it. An event's line
+has the attributes of `Event`; those that are empty or 0 may be left out.
 """
 
 from __future__ import annotations
