@@ -20,13 +20,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from actstore.autograd.census import Census
+from actstore.autograd.protect import COMPUTED
+from actstore.autograd.storages import Storages
 from actstore.base.checkpoints import in_checkpoint, in_reentrant
 from actstore.base.compiler import tell_compiler
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
-from actstore.base.storage import storages_of
 from actstore.codecs import Codec, Raw
 from actstore.policy import Decision, Derive, Encode, Offload
 from actstore.store.payload import Route
@@ -63,7 +63,6 @@ class Deriving(NamedTuple):
 
 
 DEVICE: tuple[str, ...] = ("device",)
-COMPUTED = "a weight that is computed from parameters"  # a reason why the tensors that a call saves must be exact
 ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
 
 
@@ -198,53 +197,51 @@ class Tracker:
     """The running modules of one thread under one entry of a store."""
 
     __slots__ = (
-        "census", "computed", "counted", "derives", "ended", "frame", "hidden", "owned", "parameters", "places",
-        "stack",
+        "derives", "ended", "frame", "hidden", "places", "remember", "stack", "storages",
     )  # fmt: skip
 
     def __init__(
-        self, places: dict[Module, ModuleSites], top: ModuleSites, census: Census, parameters: set[int], exact: str = ""
+        self,
+        places: dict[Module, ModuleSites],
+        top: ModuleSites,
+        remember: Callable[[list[Any]], None],
+        *,
+        exact: str = "",
+        ended: Callable[[Any], None] | None = None,
     ) -> None:
         self.places = places
-        self.census = census
-        self.counted = census.counted  # storages that are booked elsewhere
-        self.parameters = parameters  # storages of parameters
-        self.computed: set[int] = set()  # storages of weights that are computed from parameters
-        self.owned: set[int] = set()
-        self.ended: Callable[[Any], None] | None = None  # called with the output of each outermost call
+        self.storages = Storages()
+        self.remember = remember  # takes the handles of freed storages whose payloads are still needed
+        self.ended = ended  # called with the output of each outermost call
         self.hidden = 0  # calls of watched modules in checkpoints of the model's own
         self.derives = False  # whether the policy derives tensors, which needs facts of normalisations
         self.stack: list[Frame] = []
-        self.frame = Frame(None, top, self.owned, exact=exact)
+        self.frame = Frame(None, top, self.storages.small, exact=exact)
 
     def knows(self, key: int) -> bool:
         """Return whether a storage is small and saved."""
-        return key in self.owned or key in self.frame.small
+        return key in self.storages.small or key in self.frame.small
+
+    def saved_nbytes(self, key: int, storage: torch.UntypedStorage) -> int:
+        """Count a storage that is saved now. Returns the bytes that plain autograd holds because of it."""
+        storages, frame = self.storages, self.frame
+        if storages.is_full():
+            self.remember(storages.prune())
+        if frame.inputs is not None:
+            storages.meet(key, storage)  # the input of a region: plain autograd need not save it
+            return 0
+        nbytes = storages.count(key, storage)
+        return 0 if key in storages.small or key in frame.small else nbytes
 
     def push(self, module: Module | None, place: ModuleSites, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
         computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
         exact = COMPUTED if computed else ""
-        self.frame = Frame(module, place, self.owned, inputs, exact, counted=not in_reentrant())
+        self.frame = Frame(module, place, self.storages.small, inputs, exact, counted=not in_reentrant())
 
     def pop(self) -> None:
-        self.frame.end(self.counted)
+        self.frame.end(self.storages.counted)
         self.frame = self.stack.pop()
-
-    def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
-        """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
-
-        A weight that is not a Parameter was given to `functional_call`, or was `computed` from parameters.
-        """
-        known = self.computed if computed else self.parameters
-        for storage in storages_of(weight):
-            self.census.meet(storage._cdata, storage)
-            known.add(storage._cdata)
-
-    def forget(self, gone: set[int]) -> None:
-        """Forget weights whose storages are freed."""
-        self.parameters -= gone
-        self.computed -= gone
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and the calls inside it, because an interrupt runs no hooks."""
@@ -262,8 +259,8 @@ class Tracker:
     def renew(self) -> None:
         """Continue with a new frame of the same call, because the old frame has its share of small tensors."""
         old = self.frame
-        old.end(self.counted)
-        self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact, counted=old.counted)
+        old.end(self.storages.counted)
+        self.frame = Frame(old.module, old.place, self.storages.small, old.inputs, old.exact, counted=old.counted)
         self.frame.index = old.index
 
     def end(self) -> None:
@@ -314,7 +311,7 @@ def before_call(module: Module, _: Any) -> None:
         weights: Iterable[Any] = module._parameters.values()
         for weight in weights:
             if type(weight) is not Parameter and weight is not None and not isinstance(weight, Parameter):
-                tracker.adopt(weight, computed=not weight.is_leaf)
+                tracker.storages.adopt(weight, computed=not weight.is_leaf)
         place = tracker.places.get(module)
         if place is None and "_orig_mod" in module._modules:  # the whole model is compiled: its own hooks may not run
             tell_compiler()
@@ -336,7 +333,7 @@ def after_call(module: Module, _args: Any, output: Any) -> None:
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
-            tracker.adopt(output, computed=True)
+            tracker.storages.adopt(output, computed=True)
         elif tracker.derives and type(module).forward in _NORMS and type(output) is Tensor:
             _note_norm(module, output, tracker.frame.place.name)
         tracker.leave(module)

@@ -25,10 +25,10 @@ from actstore.auto.attempt import Attempt
 from actstore.auto.controller import AutoController, check_plan
 from actstore.autograd import compiled
 from actstore.autograd import tracker as modules
-from actstore.autograd.census import Census
 from actstore.autograd.compiled import NamedCall
-from actstore.autograd.hooks import Scope, turns, unpack
+from actstore.autograd.hooks import Scope
 from actstore.autograd.tracker import Tracker
+from actstore.autograd.unpack import turns, unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
@@ -240,30 +240,31 @@ class ActivationStore:
                 self._follow(self._controller.next(self._store.place(device), named))
             self._store.start()
             self._fitted.name_modules(named)
-        census = Census()
-        parameters = set[int]()
-        outside = "" if self._model is None else "saved outside of the model: part of the loss"
-        tracker = Tracker(self._fitted.places, self._fitted.top, census, parameters, outside)
+        step = None
+        if first and self._influence is not None:
+            sampled = self._store.sampling is not None and may_be_lossy(self._fitted.policy)
+            step = self._influence.begin(sampled=sampled)
+        tracker = Tracker(
+            self._fitted.places,
+            self._fitted.top,
+            self._store.remember,
+            exact="" if self._model is None else "saved outside of the model: part of the loss",
+            ended=None if step is None else step.put_out,
+        )
         for _, module in named:
             for weight in chain(module._parameters.values(), module._buffers.values()):
                 if weight is not None:
-                    tracker.adopt(weight)
-        scope = Scope(
+                    tracker.storages.adopt(weight)
+        return Scope(
             self._store,
             self._fitted.policy,
             tracker,
-            census,
-            parameters,
             self._store.begin(device),
             min_nbytes=self._min_nbytes,
             allow_mutation=self._allow_mutation,
             on_accelerator=device.type != "cpu" or self._model is None,
+            readers=None if step is None else step.readers,
         )
-        if first and self._influence is not None:
-            step = self._influence.begin(sampled=self._store.sampling is not None and may_be_lossy(self._fitted.policy))
-            if step is not None:
-                scope.readers, tracker.ended = step.readers, step.put_out
-        return scope
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

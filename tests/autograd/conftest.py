@@ -7,8 +7,7 @@ from weakref import WeakSet
 
 import pytest
 
-import actstore.autograd.census
-import actstore.autograd.hooks
+import actstore.autograd.storages
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, train_step
 from tests.autograd.models import build, policy_of
@@ -49,9 +48,9 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scope asks for a storage by an address that another one may have by then: that would read freed memory."""
     held = Counter()
     hold, free, revive = (
-        actstore.autograd.census.hold_weak,
-        actstore.autograd.census.free_weak,
-        actstore.autograd.hooks.revive,
+        actstore.autograd.storages.hold_weak,
+        actstore.autograd.storages.free_weak,
+        actstore.autograd.storages.revive,
     )
 
     def hold_weak(storage):
@@ -66,6 +65,6 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held[key] > 0, "an address without a weak reference"
         return revive(key)
 
-    monkeypatch.setattr(actstore.autograd.census, "hold_weak", hold_weak)
-    monkeypatch.setattr(actstore.autograd.census, "free_weak", free_weak)
-    monkeypatch.setattr(actstore.autograd.hooks, "revive", revived)
+    monkeypatch.setattr(actstore.autograd.storages, "hold_weak", hold_weak)
+    monkeypatch.setattr(actstore.autograd.storages, "free_weak", free_weak)
+    monkeypatch.setattr(actstore.autograd.storages, "revive", revived)

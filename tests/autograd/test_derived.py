@@ -484,7 +484,7 @@ def test_a_context_without_an_end_does_not_grow():
         x = torch.randn(2, 8)
         for _ in range(3000):
             model(x).sum().backward()
-        assert len(modules.current().census.met) < 2500
+        assert len(modules.current().storages.met) < 2500
 
 
 @pytest.mark.parametrize(

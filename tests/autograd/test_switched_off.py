@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from actstore.autograd import hooks, tracker
+from actstore.autograd import hooks, tracker, verdict
 from actstore.autograd.handles import Stored
 from actstore.autograd.hooks import Scope
 from actstore.autograd.protect import is_cast_parameter
+from actstore.autograd.storages import Storages
 from actstore.autograd.tracker import Tracker
 from actstore.base.ledger import Claim, Ledger
 from actstore.base.spec import Spec
@@ -47,15 +48,15 @@ def no_fake_modes(patch):
 
 
 def no_bounds(patch):
-    patch.setattr(hooks, "_fits", lambda *_: True)
+    patch.setattr(verdict, "_fits", lambda *_: True)
 
 
 def only_parameters(patch):
-    patch.setattr(Tracker, "adopt", nothing)
+    patch.setattr(Storages, "adopt", nothing)
 
 
 def only_casts_of_parameters(patch):
-    patch.setattr(hooks, "is_cast_parameter", lambda tensor, _: is_cast_parameter(tensor, set()))
+    patch.setattr(verdict, "is_cast_parameter", lambda tensor, _: is_cast_parameter(tensor, set()))
 
 
 def no_rewind(patch):
@@ -83,7 +84,7 @@ def unnoticed_regions(patch):
 
 
 def no_protection_of_values(patch):
-    patch.setattr(hooks, "lossy_reason", lambda *_: "")
+    patch.setattr(verdict, "lossy_reason", lambda *_: "")
 
 
 def no_form_check(patch):
@@ -101,11 +102,11 @@ def no_parts(patch):
 def parameters_like_others(patch):
     patch.setattr(hooks, "Parameter", type(None))
     patch.setattr(hooks, "is_parameter", nothing)
-    patch.setattr(hooks, "is_cast_parameter", lambda *_: False)
+    patch.setattr(verdict, "is_cast_parameter", lambda *_: False)
 
 
 def nothing_known_of_the_model(patch):
-    patch.setattr(session.Tracker, "adopt", nothing)
+    patch.setattr(Storages, "adopt", nothing)
 
 
 def one_key(patch):
@@ -122,7 +123,7 @@ def nobody_holds_claims(patch):
 
 
 def no_look_at_regions(patch):
-    patch.setattr(session, "_refuse_checkpointed_region", nothing)
+    patch.setattr(session, "refuse_checkpointed_region", nothing)
 
 
 def no_look_at_reentrant_checkpoints(patch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Window
-from actstore.autograd.hooks import turns
+from actstore.autograd.unpack import turns
 
 POLICIES = ["keep", "raw", "int8", "derive", "recompute", "raw @ disk", "recompute(raw @ disk)"]
 

@@ -1,0 +1,146 @@
+"""Encoding of saved tensors: into the store at once, one node later, or not at all where a payload serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._C._autograd import _get_sequence_nr
+
+from actstore.autograd.handles import Stored
+from actstore.autograd.protect import TRANSPARENT
+from actstore.autograd.regions import is_whole, region_of
+from actstore.autograd.sharing import Sharing
+from actstore.autograd.tracker import Precedent
+from actstore.base.ledger import Account
+from actstore.base.spec import describe
+from actstore.codecs import Codec
+from actstore.errors import ActstoreError
+
+if TYPE_CHECKING:
+    from actstore.autograd.tracker import Target, Tracker
+    from actstore.store.payload import ForwardPass, Route
+    from actstore.store.store import Store
+
+
+class Encoder:
+    """Encoding of the tensors that one scope saves.
+
+    Attributes
+    ----------
+    sharing : the search for payloads that can serve again
+    unsettled : handles that wait for the node that runs to end, each with its codec and its tiers
+    unsettled_nr : the sequence number of that node
+    """
+
+    def __init__(self, store: Store, forward: ForwardPass, tracker: Tracker) -> None:
+        self.sharing = Sharing(store)
+        self.unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
+        self.unsettled_nr = 0
+        self._store = store
+        self._forward = forward
+        self._tracker = tracker
+        self._storages = tracker.storages
+        self._empty: dict[torch.dtype, Tensor] = {}
+
+    def put(self, handle: Stored, tensor: Tensor, route: Route, key: int, saved: int) -> bool:
+        """Encode a dense tensor of the storage `key`. Returns whether a tier had room."""
+        weak = self._store.put(handle, tensor, route, saved, self._forward)
+        if weak is None:
+            if saved:  # the handle that keeps the storage counts it
+                self._storages.counted.discard(key)
+            return False
+        stored = self._storages.stored
+        if key in stored:
+            stored[key].append(weak)
+        else:  # never an empty list, even if an interrupt comes between
+            stored[key] = [weak]
+        return True
+
+    def encode(
+        self, handle: Stored, tensor: Tensor, storage: UntypedStorage, whole: bool, codec: Codec, tiers: tuple[str, ...]
+    ) -> Route | None:
+        """Put the bytes that `handle` needs into the store. Returns the route; None when no tier has room."""
+        if not whole:
+            tensor, handle.region = region_of(tensor, lossless=codec.lossless)
+        key = storage._cdata
+        if handle.alias is None:
+            saved = self._tracker.saved_nbytes(key, storage)
+        else:  # it has been counted; its snapshot has a storage of its own, which is freed after this
+            saved = 0
+            self._storages.meet(key, storage)
+        route = self._store.route(handle.account, tensor, codec, tiers)
+        return route if self.put(handle, tensor, route, key, saved) else None
+
+    def share(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
+        """Let an earlier payload of the same storage serve `handle`, if one can. Returns whether one does."""
+        owner = self.sharing.find(self._storages.stored[key], handle, tensor, codec)
+        if owner is None:
+            return False
+        handle.owner = owner
+        if owner.berth is not None:
+            owner.berth.readers += 1
+        self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
+        return True
+
+    def defer(self, handle: Stored, codec: Codec, tiers: tuple[str, ...]) -> None:
+        """Encode the tensor of `handle` when the node that runs has ended."""
+        self.unsettled.append((ref(handle), codec, tiers))
+        self.unsettled_nr = _get_sequence_nr()
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return an empty tensor of the dtype and the device of `tensor`, the same one again and again."""
+        empty = self._empty.get(tensor.dtype)
+        if empty is None or empty.device != tensor.device:
+            empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty
+
+    def settle(self) -> bool:
+        """Encode the tensors that waited for their operator to end. Returns whether a payload was stored.
+
+        A tensor that cannot be encoded stays an alias.
+        """
+        unsettled, has_stored = self.unsettled[:], False
+        self.unsettled.clear()
+        for weak, codec, tiers in unsettled:
+            handle = weak()
+            if handle is None or handle.alias is None:
+                continue
+            tensor = handle.alias.alias
+            if tensor._version != handle.version:
+                if handle.snapshot is None:
+                    continue  # unpack raises autograd's error
+                tensor, handle.offset = handle.snapshot, 0
+            storage = tensor.untyped_storage()
+            try:
+                route = self.encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
+            except ActstoreError as error:
+                name(error, handle.account, tensor)
+                raise
+            if route is not None:
+                handle.alias = handle.snapshot = None
+                has_stored = True
+            else:
+                handle.account.note = f"kept: {no_room(tiers)}"
+        return has_stored
+
+
+def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
+    """Let the next tensor of a site follow the tensor that was just encoded."""
+    is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
+    if is_plain and (target[0].lossless or "Norm" not in producer):
+        handle.account.precedent = Precedent(
+            target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
+        )
+
+
+def no_room(tiers: tuple[str, ...]) -> str:
+    """Return the reason for a tensor that found no room."""
+    return f"no room in {' > '.join(tiers)}"
+
+
+def name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
+    """Add the saved tensor to the context of an error."""
+    error.add_context(f"while saving {account.site} ({describe(tensor)}, {account.where})")

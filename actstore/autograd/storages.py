@@ -1,0 +1,117 @@
+"""Book of the storages that one forward meets, by identity."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, UntypedStorage
+
+from actstore.base.reaper import Finalizer
+from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
+
+_MIN_PRUNE_COUNT = 1024  # storages
+
+
+class Storages:
+    """Book of storages. Until `clear`, no new storage gets the identity of one that was met.
+
+    Attributes
+    ----------
+    met : all storages
+    counted : those that plain autograd holds; each counts once
+    parameters : storages of parameters, which are neither counted nor moved
+    computed : storages of weights that are computed from parameters
+    small : small storages that handles of ended calls keep; each belongs to the first call that saved it
+    kept : the first handle that keeps a storage as it is
+    stored : the handles whose payloads have bytes of a storage; never an empty list
+    tags : names that users gave
+    """
+
+    __slots__ = (
+        "_held", "_last", "_prune_count", "computed", "counted", "kept", "met", "parameters", "small", "stored", "tags",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.met = set[int]()
+        self.counted = set[int]()
+        self.parameters = set[int]()
+        self.computed = set[int]()
+        self.small = set[int]()
+        self.kept: dict[int, ref[Any]] = {}
+        self.stored: dict[int, list[ref[Any]]] = {}
+        self.tags: dict[int, str] = {}
+        self._prune_count = _MIN_PRUNE_COUNT
+        self._held: list[int] = []
+        self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
+
+    def meet(self, key: int, storage: UntypedStorage) -> None:
+        """Keep the identity `key` of `storage` from reuse."""
+        if key not in self.met:
+            hold_weak(storage)  # first, so that an interrupt leaves one reference too many, never one too few
+            self._held.append(key)
+            self.met.add(key)
+
+    def count(self, key: int, storage: UntypedStorage) -> int:
+        """Return the bytes that plain autograd holds because `storage` is saved now; 0 where it was saved before."""
+        if key in self.counted:
+            return 0
+        self.counted.add(key)
+        self.meet(key, storage)
+        return storage.nbytes()
+
+    def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
+        """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
+
+        A weight that is not a Parameter was given to `functional_call`, or was `computed` from parameters.
+        """
+        known = self.computed if computed else self.parameters
+        for storage in storages_of(weight):
+            self.meet(storage._cdata, storage)
+            known.add(storage._cdata)
+
+    def tag(self, tensor: Tensor, name: str) -> None:
+        """Name the storage of `tensor`."""
+        for storage in storages_of(tensor):
+            self.meet(storage._cdata, storage)
+            self.tags[storage._cdata] = name
+
+    def is_kept(self, key: int) -> bool:
+        """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
+        kept = self.kept.get(key)
+        return kept is not None and kept() is not None
+
+    def alive(self) -> Iterator[tuple[Any, int]]:
+        """Yield the first handle of each stored storage that another owner than autograd still holds, and its bytes."""
+        for key, stored in self.stored.items():
+            handle = stored[0]()
+            if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
+                yield handle, storage.nbytes()
+
+    def is_full(self) -> bool:
+        """Return whether so many storages were met that `prune` is worth its time."""
+        return len(self.met) > self._prune_count
+
+    def prune(self) -> list[ref[Any]]:
+        """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads."""
+        gone = {key for key in self.met if expired(key)}
+        for known in (self.met, self.counted, self.parameters, self.computed):
+            known -= gone
+        handles = [weak for key in gone for weak in self.stored.pop(key, ())]
+        for key in gone:
+            self.kept.pop(key, None)
+            self.tags.pop(key, None)
+        self._held[:] = [key for key in self._held if key not in gone]
+        for key in gone:
+            free_weak(key)
+        self._prune_count = _MIN_PRUNE_COUNT + 2 * len(self.met)
+        return handles
+
+    def clear(self) -> None:
+        """Forget all storages but those of weights and small ones, whose handles may live on."""
+        for known in (self.kept, self.stored, self.tags, self.met, self.counted):
+            known.clear()
+        while self._held:
+            free_weak(self._held.pop())

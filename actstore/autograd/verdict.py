@@ -1,0 +1,115 @@
+"""Verdict on a saved tensor whose target is a codec: encoded by which codec, or kept for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from actstore.autograd.composite import has_values
+from actstore.autograd.deciders import keep_decisions
+from actstore.autograd.protect import TRANSPARENT, is_cast_parameter, lossy_reason
+from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy
+from actstore.base.layout import layout_of
+from actstore.codecs import Bit1, Codec, Raw
+
+RAW = Raw()
+BITS = Bit1()  # for masks, whatever codec the policy has for floats
+
+
+class Facts(NamedTuple):
+    """Facts about a saved tensor beside those that it tells.
+
+    Attributes
+    ----------
+    known : the tensor that autograd knows: itself, or the wrapper whose part it is
+    producer : name of the autograd node whose output `known` is; empty where it has no node
+    whole : whether it is all of its storage
+    exact : the reason why all that its module saves must be exact, for a protected policy; empty where it need not be
+    excluded : the reason why only another site may be lossy in this step; empty otherwise
+    """
+
+    known: Tensor
+    producer: str
+    whole: bool
+    exact: str = ""
+    excluded: str = ""
+
+
+class Verdict(NamedTuple):
+    """Codec of a tensor; None where the tensor is kept.
+
+    Attributes
+    ----------
+    reason : for the report; empty where the tensor goes through the codec of its policy unchanged
+    exact : whether the codec of the policy is lossy and `reason` forbids it
+    """
+
+    codec: Codec | None
+    reason: str = ""
+    exact: bool = False
+
+
+def why_unstorable(tensor: Tensor, *, in_backward: bool) -> str:
+    """Return the reason why no codec takes `tensor`; empty where one may."""
+    if tensor.is_meta:
+        return "a meta tensor has no bytes to encode"
+    if tensor._is_zerotensor():  # forward-mode differentiation makes zeros without memory
+        return "a tensor of implicit zeros has no bytes to encode"
+    if type(tensor) is not Tensor or tensor.is_nested:
+        return f"a nested or {type(tensor).__name__} tensor has no bytes to encode"
+    if in_backward:
+        return "saved by a backward that is itself differentiated"
+    return "a quantized tensor has more than its bytes" if tensor.is_quantized else ""
+
+
+def why_unfit(tensor: Tensor, nbytes: int, min_nbytes: int) -> str:
+    """Return the reason why a tensor that is only a part of its storage of `nbytes` is kept; empty where it is not."""
+    if not _fits(tensor, nbytes):
+        return "its storage has been resized and holds less"
+    return "small" if tensor.nbytes < min_nbytes and nbytes <= MAX_STORAGE_RATIO * tensor.nbytes else ""
+
+
+def judge(
+    tensor: Tensor, codec: Codec, facts: Facts, parameters: Set[int], *, protected: bool, on_device: bool
+) -> Verdict:
+    """Choose the codec of `tensor`, so that no value loses what the policy protects and no decision of backward flips.
+
+    Parameters
+    ----------
+    codec, protected : of the tensor's target
+    parameters : storages of parameters
+    on_device : whether the payload stays on the compute device, where an exact copy would only add bytes
+    """
+    if facts.producer in TRANSPARENT and is_cast_parameter(facts.known, parameters):
+        return Verdict(None, "a view or a cast of a parameter")
+    if codec.lossless and codec.accepts(tensor.dtype):
+        return Verdict(codec)
+    reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)
+    if not reason:
+        kept, why = keep_decisions(codec, facts.known, facts.producer)
+        if kept is not None:
+            return Verdict(kept, why if kept.decides else "")
+        reason = why
+    exact = BITS if tensor.dtype is torch.bool else RAW
+    return Verdict(None if on_device and exact is RAW else exact, reason, exact=True)
+
+
+def _exact_reason(tensor: Tensor, codec: Codec, facts: Facts, *, protected: bool) -> str:
+    """Return the reason why `tensor` cannot go through `codec`; empty when it can."""
+    dtype, known = tensor.dtype, facts.known
+    if not codec.accepts(dtype):
+        return f"{codec.name} does not take {str(dtype).removeprefix('torch.')}"
+    if not facts.whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
+        return "its elements overlap in memory"
+    if known is not tensor and not has_values(known, tensor):
+        return f"a part of a {type(known).__name__}"
+    return "" if not protected else facts.exact or lossy_reason(known, dtype, facts.producer)
+
+
+def _fits(tensor: Tensor, nbytes: int) -> bool:
+    """Return whether a storage of `nbytes` holds all elements of `tensor`."""
+    span = layout_of(tensor.shape, tensor.stride()).span
+    return span == 0 or (int(tensor.storage_offset()) + span) * tensor.itemsize <= nbytes
