@@ -122,7 +122,7 @@ INTERPRETER_END = "interpreter shutdown"
 
 
 def _work(queue: SimpleQueue[Any], end: ref[Threads]) -> None:
-    """Run jobs until another item comes. A thread keeps `end`, which puts one when its `Threads` die, and no old job."""
+    """Run jobs until another item comes: `end`, which the thread keeps, puts one when its `Threads` die."""
     me = current_thread()
     while isinstance(job := queue.get(), Job):
         job.runner = me
