@@ -43,7 +43,7 @@ class HostTier(Tier):
 
     @property
     def pinned(self) -> bool:
-        """State of new memory: True while it is pinned, False once the system has refused to pin more."""
+        """Return whether new memory is pinned: False once the system has refused to pin more."""
         return self._arena.pinned
 
     def room(self, nbytes: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from actstore.kernels.affine import LEVELS, widths
 from actstore.kernels.base import Kernels
-from actstore.kernels.cpu.affine_planes import MOST, pack, padded, section, unpack
+from actstore.kernels.cpu.affine_planes import PADDING_NUMEL, pack, padded, section, unpack
 from actstore.kernels.cpu.affine_scales import (
     QUARTER,
     away_from_zero,
@@ -72,7 +72,7 @@ def kernels(
     round: str,  # noqa: A002
     keep: bool,
 ) -> Kernels:
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(
@@ -293,7 +293,7 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
                 _scales(stacks, scales_at, minima_at, groups, kind, levels, bits, keep)
                 _codes(elements, codes, stacks, noise, groups, group, kind, bits, noisy, keep)
             if bits < 8 or count < TILE:
-                for i in range(count, -(-count // MOST) * MOST):
+                for i in range(count, -(-count // PADDING_NUMEL) * PADDING_NUMEL):
                     put(u8_at(codes), i, _u8(0))
                 pack(codes, lower, padded(count, low_bits), 0, low_bits)
                 if high_bits:

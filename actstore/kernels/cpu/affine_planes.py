@@ -11,7 +11,7 @@ import numpy as np
 
 from actstore.kernels.cpu.language import get, inline, put, u8_at, u16, u16_at, u32, u32_at, u64_at
 
-MOST = 128  # elements in 16 bytes of a plane of one bit: what the last ones may be padded to
+PADDING_NUMEL = 128  # elements in 16 bytes of a plane of one bit: what the last ones may be padded to
 
 _u8, _u64 = np.uint8, np.uint64
 

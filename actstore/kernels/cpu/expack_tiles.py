@@ -24,7 +24,7 @@ from actstore.kernels.cpu.language import (
     u64_at,
 )
 from actstore.kernels.cpu.planes import (
-    STEP,
+    VECTOR_NBYTES,
     at_least,
     equal_to,
     lowest,
@@ -114,7 +114,7 @@ def _encode_codes(exponents: Any, codes: Any, count: Any, base: Any, zero: Any) 
 def _write_escapes(exponents: Any, codes: Any, escapes: Any, escape: Any) -> None:
     """Put the exponents that are in no window at `escapes`, with zeros up to a multiple of 16 bytes."""
     count = 0
-    for start in range(0, TILE, STEP):
+    for start in range(0, TILE, VECTOR_NBYTES):
         mask = at_least(codes + start, escape)
         while mask != u64(0):
             put(u8_at(escapes), count, get(u8_at(exponents), start + lowest(mask)))
@@ -179,7 +179,7 @@ def _read_exponents(part: Any, exponents: Any, codes: Any, descriptor: Any, raw:
         return most == 0
     escape, escapes = u8((1 << width) - 1), part + width * PLANE_NBYTES
     count = 0
-    for start in range(0, TILE, STEP):
+    for start in range(0, TILE, VECTOR_NBYTES):
         mask = equal_to(codes + start, escape)
         if count + popcount(mask) > most:
             return False

@@ -40,7 +40,7 @@ from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 FLUSH = u32(0x08800000)  # 2^-110
-LEAST = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
+LEAST_SCALE = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
 ZERO = 0x4B400000  # the bits of MAGIC
 
@@ -49,7 +49,7 @@ _u8, _i32 = np.uint8, np.int32
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = group * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(
@@ -133,7 +133,7 @@ def _encode_group(
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) >> u32(16))
         reciprocal = f32(1) / as_f32(u32(scale << u32(16)))
     elif keep:
-        scale = LEAST if bits != u32(0) else u32(0)
+        scale = LEAST_SCALE if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale))
 
     if keep and unsigned:

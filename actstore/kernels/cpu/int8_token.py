@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu.int8 import FLUSH, LEAST, code_of
+from actstore.kernels.cpu.int8 import FLUSH, LEAST_SCALE, code_of
 from actstore.kernels.cpu.int8 import kernels as element_kernels
 from actstore.kernels.cpu.language import (
     BF16,
@@ -42,24 +42,26 @@ from actstore.kernels.cpu.language import (
 from actstore.kernels.cpu.philox import offset, philox
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
-SEGMENT = 512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
-UNROLLED = 4  # rows of which the maximum is taken before it meets the stack; divides every group
+SEGMENT_COLUMNS = (
+    512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
+)
+UNROLLED_ROWS = 4  # rows of which the maximum is taken before it meets the stack; divides every group
 GROUP_BITS = 11  # of `extra`, which holds columns and group: a kernel for each group would not be faster
-tops_stack: Any = stack_of(4 * SEGMENT)
-scales_stack: Any = stack_of(4 * SEGMENT)
-noise_stack: Any = stack_of(SEGMENT + 16)
+tops_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
+scales_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
+noise_stack: Any = stack_of(SEGMENT_COLUMNS + 16)
 
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
-    unit_nbytes = group * SEGMENT * dtype.itemsize
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    unit_nbytes = group * SEGMENT_COLUMNS * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither", keep and round == "dither"), unit_nbytes)
     along_elements = element_kernels(dtype, device, group, round, keep)
 
     def units(numel: int, columns: int) -> int:
-        return -(-numel // (columns * group)) * -(-columns // SEGMENT)
+        return -(-numel // (columns * group)) * -(-columns // SEGMENT_COLUMNS)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
         if columns == 1:
@@ -86,13 +88,13 @@ def _tile(unit: Any, numel: Any, columns: Any, group: Any) -> Any:
 
     Rows shorter than half a segment are taken several at once, as one row whose columns repeat.
     """
-    parts = (columns + SEGMENT - 1) // SEGMENT
+    parts = (columns + SEGMENT_COLUMNS - 1) // SEGMENT_COLUMNS
     width = ((columns + parts - 1) // parts + 63) & -64
     first, column = unit // parts, unit % parts * width
     rows = min(group, numel // columns - first * group)
     folds = 1
     if rows == group:
-        while 2 * folds * columns <= SEGMENT and 2 * UNROLLED * folds <= group:
+        while 2 * folds * columns <= SEGMENT_COLUMNS and 2 * UNROLLED_ROWS * folds <= group:
             folds *= 2
     return first * group * columns + column, first * columns + column, min(width, columns - column), rows, folds
 
@@ -123,8 +125,8 @@ def _bits(source: Any, i: Any, kind: Any, signs: Any) -> Any:
 def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, signs: Any) -> Any:
     """Find the largest bits of each column, with their signs or without; return the largest of all."""
     _clear(tops, count, kind)
-    unrolled = rows - rows % UNROLLED
-    for row in range(0, unrolled, UNROLLED):
+    unrolled = rows - rows % UNROLLED_ROWS
+    for row in range(0, unrolled, UNROLLED_ROWS):
         at = start + row * stride
         for c in range(count):
             one = max(_bits(source, at + c, kind, signs), _bits(source, at + stride + c, kind, signs))
@@ -166,7 +168,7 @@ def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: An
         bits = f32_magnitude(get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c), kind)
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) & u32(0xFFFF0000))
         large = bits >= FLUSH
-        small = (LEAST if bits != u32(0) else u32(0)) if keep else u32(0)
+        small = (LEAST_SCALE if bits != u32(0) else u32(0)) if keep else u32(0)
         put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(small))
         reciprocal = as_u32(f32(1) / as_f32(scale))
         put(u32_at(reciprocals), c, reciprocal if large else u32(0))

@@ -30,7 +30,7 @@ KINDS: dict[torch.dtype, tuple[int, Any, Any]] = {
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
     itemsize = dtype.itemsize
     measure, write, read = (
         Parallel(compile_for(*KINDS[dtype]), TILE * itemsize)

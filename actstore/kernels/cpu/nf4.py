@@ -54,7 +54,7 @@ _groups_stack: Any = stack_of(4 * TILE // 32)
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)

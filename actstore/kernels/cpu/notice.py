@@ -16,7 +16,7 @@ from actstore.kernels.cpu import cache
 
 log = logging.getLogger("actstore")
 
-LEAST_S = 1.0  # of compilation in one process
+NOTICE_AFTER_S = 1.0  # of compilation in one process
 
 
 class Notice:
@@ -37,11 +37,11 @@ class Notice:
         self._timer: Any = None
 
     def begin(self) -> None:
-        """The compiler begins: say so as soon as it has taken `LEAST_S` in all."""
+        """The compiler begins: say so as soon as it has taken `NOTICE_AFTER_S` in all."""
         if self._said:
             return
         self._began_s = self._clock()
-        self._timer = self._make_timer(max(0.0, LEAST_S - self._spent_s), self._say)
+        self._timer = self._make_timer(max(0.0, NOTICE_AFTER_S - self._spent_s), self._say)
         self._timer.daemon = True
         with suppress(RuntimeError):  # no thread to be had: nothing is said
             self._timer.start()

@@ -13,13 +13,13 @@ from llvmlite import ir
 from actstore.kernels.cpu.language import inline, intrinsic, stack_of, types
 from actstore.kernels.planes import PLANE_NBYTES, TILE
 
-STEP = 64  # bytes of a vector
+VECTOR_NBYTES = 64  # bytes of a vector
 
 u64 = np.uint64
 tile_stack: Any = stack_of(TILE)
 
-_BYTES = ir.VectorType(ir.IntType(8), STEP)
-_BITS = ir.VectorType(ir.IntType(1), STEP)
+_BYTES = ir.VectorType(ir.IntType(8), VECTOR_NBYTES)
+_BITS = ir.VectorType(ir.IntType(1), VECTOR_NBYTES)
 _WORD = ir.IntType(64)
 
 
@@ -29,12 +29,12 @@ def _vector(builder: Any, address: Any) -> Any:
 
 def _splat(builder: Any, byte: Any) -> Any:
     one = builder.insert_element(ir.Constant(_BYTES, ir.Undefined), byte, ir.Constant(ir.IntType(32), 0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), STEP), [0] * STEP)
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), VECTOR_NBYTES), [0] * VECTOR_NBYTES)
     return builder.shuffle_vector(one, ir.Constant(_BYTES, ir.Undefined), lanes)
 
 
 def _constant(byte: int) -> Any:
-    return ir.Constant(_BYTES, [byte] * STEP)
+    return ir.Constant(_BYTES, [byte] * VECTOR_NBYTES)
 
 
 def _comparison(relation: str) -> Any:
@@ -112,11 +112,11 @@ def _of_a_tile(move: Any, codes_first: bool) -> Any:
 
     @inline
     def run(codes: Any, planes: Any) -> None:
-        for step in range(TILE // STEP):
+        for step in range(TILE // VECTOR_NBYTES):
             if codes_first:
-                move(codes + step * STEP, planes + step * 8)
+                move(codes + step * VECTOR_NBYTES, planes + step * 8)
             else:
-                move(planes + step * 8, codes + step * STEP)
+                move(planes + step * 8, codes + step * VECTOR_NBYTES)
 
     return run
 

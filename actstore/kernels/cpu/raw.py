@@ -12,7 +12,7 @@ from actstore.kernels.torch import raw as raw_torch
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype."""
+    """Return the kernels for one dtype."""
     itemsize = dtype.itemsize
     on_threads = raw_torch.kernels(dtype, device)  # torch copies on all its threads
 

@@ -20,7 +20,7 @@ Run = Callable[[int, int, int, int, int, int], None]
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
-    """Kernels for one dtype and rule, around those of the inner codec; compiled at first use."""
+    """Return the kernels for one dtype and rule, around those of the inner codec; compiled at first use."""
     itemsize = dtype.itemsize
     mark, compact, expand = _mark(itemsize, rule.row if rule else 0), _compact(itemsize), _expand(itemsize)
     lossy = None if inner.name == "raw" else inner.kernels("cpu", dtype, device)
