@@ -22,7 +22,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The size of a payload that has at most this many bytes. It begins with its length, a little-endian 64-bit integer.
+    """The size of a payload of at most this many bytes. It begins with its length, a little-endian 64-bit integer.
 
     On a CPU `encode` returns that length. On another device the device writes it later, and `encode` returns this
     bound, so that the host does not wait. A payload of no bytes has no length in it, and is `Exact`.
@@ -85,7 +85,7 @@ class Codec(ABC):
 
     @property
     def plain(self) -> Codec:
-        """The codec that makes the same bytes without side effects; a codec that observes elements returns its inner one."""
+        """The codec that makes the same bytes and has no side effects; an observing codec returns its inner one."""
         return self
 
     @property

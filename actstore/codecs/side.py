@@ -30,8 +30,8 @@ class Side(Codec):
 
     Notes
     -----
-    dtypes: float32, float16, bfloat16. 1 bit per element. An element comes back as `inside` or `outside`, on the side of
-    the bounds where it was, so that such a backward gives the same gradient bit for bit. For NaN, PyTorch's own result
+    dtypes: float32, float16, bfloat16. 1 bit per element. It comes back as `inside` or `outside`, on its side of
+    the bounds, so that such a backward gives the same gradient bit for bit. For NaN, PyTorch's own result
     depends on the position of the element for some operators. Allocates a byte for each element, and a float32 number
     for each element of 16 bits.
     """

@@ -34,8 +34,8 @@ class Topk(SparseCodec):
     -----
     dtypes: float32, float16, bfloat16 where `inner` takes them. 1.0625 bits per element and `inner` of the share.
     Biased: the dropped elements are small, but do not average to zero; meant for experiments. Of equal magnitudes the
-    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. The error
-    of a dropped element is its magnitude, which is at most that of each kept element of the tile.
+    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. That of
+    a dropped element is its magnitude, which is at most that of each kept element of the tile.
     """
 
     name = "topk"

@@ -30,8 +30,8 @@ class Zmask(SparseCodec):
     Notes
     -----
     dtypes: those of `inner` with elements of 1, 2, 4 or 8 bytes. Size: at most 1.0625 bits per element and `inner` of
-    all elements; the exact size is known when `encode` has counted them. Lossless where `inner` is. Elsewhere zeros come
-    back as +0.0, and the error of the remaining elements is that of `inner`. -0.0 is not zero: it is kept.
+    all elements; `encode` counts them to find the exact size. Lossless where `inner` is. Otherwise zeros come back as
+    +0.0, and the error of the remaining elements is that of `inner`. -0.0 is not zero: it is kept.
     """
 
     name = "zmask"

@@ -9,7 +9,7 @@ import torch
 
 from actstore.errors import SpecError
 
-ALIGN_NBYTES = 16  # sections of a payload, and payloads themselves, start at multiples of it
+ALIGN = 16  # bytes; sections of a payload, and payloads themselves, start at multiples of it
 LENGTH_NBYTES = 8  # a payload of variable size begins with its length
 
 
@@ -56,7 +56,7 @@ class Inner(Protocol):
 
 def round_up(nbytes: int) -> int:
     """Return the next multiple of 16, where a section may start."""
-    return (nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
+    return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:
@@ -78,10 +78,10 @@ def payload_pointer(payload: torch.Tensor) -> int:
     SpecError : not a multiple of 16: kernels load and store 16 bytes at once
     """
     pointer = payload.data_ptr()
-    if pointer % ALIGN_NBYTES:
+    if pointer % ALIGN:
         raise SpecError(
-            f"a payload buffer starts at address {pointer:#x}, not at a multiple of {ALIGN_NBYTES}; "
-            f"slice buffers at multiples of {ALIGN_NBYTES} bytes",
+            f"a payload buffer starts at address {pointer:#x}, not at a multiple of {ALIGN}; "
+            f"slice buffers at multiples of {ALIGN} bytes",
             pointer=pointer,
         )
     return pointer

@@ -41,7 +41,7 @@ OVERFLOW = u32(0x47800000)  # 2^16: the code of Inf follows that of 65024
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
-    """Return the kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = BLOCK * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype]), unit_nbytes)
@@ -79,7 +79,7 @@ def _code_of_f32(bits: Any, keep: Any, unsigned: Any) -> Any:
 
 @inline
 def _code(source: Any, i: Any, kind: Any, keep: Any, unsigned: Any = False) -> Any:
-    """Return the code of an element. `unsigned` says that it is below 2^16 and has no sign, not even as a zero."""
+    """Return the code of an element. `unsigned` says that it is below 2^16 with a clear sign bit."""
     if kind == F16:
         return _code_of_f16(u16(get(u16_at(source), i)), keep, unsigned)
     return _code_of_f32(as_u32(load(source, i, kind)), keep, unsigned)
@@ -102,7 +102,7 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 @inline
 def _is_unsigned(source: Any, start: Any, kind: Any) -> Any:
-    """Return whether no element of a block has a sign, and all are below 2^16, as behind ReLU."""
+    """Return whether no element of a block has its sign bit set, and all are below 2^16, as behind ReLU."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + BLOCK):
         bits = load_bits(source, i, kind)

@@ -1,4 +1,4 @@
-"""Which window the exponents of a tile of expack get, on the CPU. The rule: csrc/expack.md."""
+"""The choice of a window for the exponents of a tile of expack, on the CPU. The rule: csrc/expack.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from actstore.kernels.cpu.language import F16, get, inline, put, stack_of, u8_at, u16, u16_at
 from actstore.kernels.cpu.planes import VECTOR_NBYTES, at_least, popcount, u64
-from actstore.kernels.expack import BASE_AT, ESCAPES_AT, WINDOW_DEPTH, WIDTH_AT, ZERO_AT
+from actstore.kernels.expack import BASE_AT, ESCAPES_AT, WIDTH_AT, WINDOW_DEPTH, ZERO_AT
 from actstore.kernels.planes import PLANE_NBYTES, TILE
 
 u8 = np.uint8
@@ -17,7 +17,7 @@ within_stack: Any = stack_of(2 * 2 * (WINDOW_DEPTH + 1))
 
 @inline
 def _count_from(exponents: Any, least: Any) -> Any:
-    """How many of a tile are at least `least`, which is not 0."""
+    """Count the exponents of a tile that are at least `least`, which is not 0."""
     found = 0
     for step in range(TILE // VECTOR_NBYTES):
         found += popcount(at_least(exponents + step * VECTOR_NBYTES, u8(least)))
@@ -26,7 +26,7 @@ def _count_from(exponents: Any, least: Any) -> Any:
 
 @inline
 def _best_window(within: Any, zeros: Any, top: Any, count: Any, widest: Any, most: Any) -> Any:
-    """The cheapest window of less than `most` bytes: ``bytes << 16 | zero << 15 | width << 8 | k``.
+    """Find the cheapest window of less than `most` bytes: ``bytes << 16 | zero << 15 | width << 8 | k``.
 
     It ends `k` below the top; `within[d]` of the exponents are less than `d` below the top.
     """
@@ -50,7 +50,7 @@ def _best_window(within: Any, zeros: Any, top: Any, count: Any, widest: Any, mos
 
 @inline
 def measure_exponents(exponents: Any, count: Any, within: Any, kind: Any) -> Any:
-    """The descriptor of a tile, without its offset."""
+    """Return the descriptor of a tile, without its offset."""
     largest = u8(0)
     for i in range(TILE):
         largest = max(largest, get(u8_at(exponents), i))

@@ -46,7 +46,7 @@ _u8, _i32 = np.uint8, np.int32
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * dtype.itemsize
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
@@ -58,10 +58,10 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
 def _code(
     source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
 ) -> Any:
-    """Return the code of a finite element. `unsigned` says that no element has a sign, not even a zero.
+    """Return the code of a finite element. `unsigned` says that no element has its sign bit set, not even a zero.
 
-    Bits are compared as integers in a way that LLVM does not take for a comparison of floats: for those, denormals can
-    be zeros.
+    The code compares bits as integers in a way that LLVM does not take for a comparison of floats: for floats,
+    denormals can be zeros.
     """
     value = load(source, i, kind)
     bits = as_u32(value * reciprocal)
@@ -86,7 +86,7 @@ def _code(
 
 @inline
 def _top(source: Any, start: Any, count: Any, below: Any, kind: Any) -> Any:
-    """The largest magnitude less than `below`, as bits of its own width."""
+    """Find the largest magnitude less than `below`, as bits of its own width."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + count):
         magnitude = load_magnitude(source, i, kind)

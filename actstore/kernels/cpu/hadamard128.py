@@ -64,7 +64,7 @@ def _rotations(dtype: torch.dtype) -> tuple[Any, Any]:
 
 @intrinsic
 def _butterflies(_typing: Any, _address: Any) -> Any:
-    """The transform of 128 float32 in place.
+    """Transform 128 float32 in place.
 
     Each of the seven stages adds and subtracts the two halves and interleaves sums with differences, so that elements
     64, 32, ... 1 apart meet; after seven interleavings all are in their places.
@@ -91,7 +91,7 @@ def _butterflies(_typing: Any, _address: Any) -> Any:
 
 @inline
 def _draw_factors(factors: Any, key: Any, plain: Any) -> None:
-    """128 times 2^-3.5, or 1 where `plain` is false, with the random signs."""
+    """Store 128 random signs, each over the magnitude bits `plain`: those of 2^-3.5, or 0 for the signs alone."""
     for word in range(4):
         bits = philox(0, 1, key)[word]
         for i in range(32):
@@ -101,7 +101,7 @@ def _draw_factors(factors: Any, key: Any, plain: Any) -> None:
 
 @inline
 def _scaled(value: Any, factor: Any) -> Any:
-    """The bits of a product, zero for a tiny value."""
+    """Return the bits of a product, zero for a tiny value."""
     tiny = u32(as_u32(value) & u32(0x7FFFFFFF)) < TINY
     return as_u32((f32(0) if tiny else value) * as_f32(factor))
 

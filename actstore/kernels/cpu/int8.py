@@ -49,7 +49,7 @@ _u8, _i32 = np.uint8, np.int32
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(
@@ -60,10 +60,10 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 @inline
 def code_of(value: Any, steps: Any, keep: Any, unsigned: Any) -> Any:
-    """Return the code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one.
+    """Round `steps` to the code of a value; where signs are kept, to 1 or -1 instead of a 0 that would lose the sign.
 
-    `unsigned` says that no value has a sign, not even a zero. Bits are compared as integers in a way that LLVM does not
-    take for a comparison of floats: for those, denormals can be zeros.
+    `unsigned` says that no value has its sign bit set, not even a zero. The code compares bits as integers in a way
+    that LLVM does not take for a comparison of floats: for floats, denormals can be zeros.
     """
     rounded = as_u32(steps + MAGIC)
     bits = as_u32(value)
@@ -89,7 +89,7 @@ def _code(
 
 @inline
 def _top(source: Any, start: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest magnitude, NaN and Inf too, and whether no element has a sign (False if signs are lost)."""
+    """Find the largest magnitude, NaN and Inf included, and whether no sign bit is set (False unless `keep`)."""
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     top: Any = u32(0) if kind == F32 else u16(0)
     if keep:  # behind ReLU, half the work

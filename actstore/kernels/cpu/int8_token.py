@@ -42,10 +42,8 @@ from actstore.kernels.cpu.language import (
 from actstore.kernels.cpu.philox import offset, philox
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
-SEGMENT_COLUMNS = (
-    512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
-)
-UNROLLED_ROWS = 4  # rows of which the maximum is taken before it meets the stack; divides every group
+SEGMENT_COLUMNS = 512  # elements of a row in a unit of work: `group` such segments fit into the second-level cache
+UNROLLED_ROWS = 4  # rows whose maximum is taken before it meets that on the stack; divides every group
 GROUP_BITS = 11  # of `extra`, which holds columns and group: a kernel for each group would not be faster
 tops_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
 scales_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
@@ -54,7 +52,7 @@ noise_stack: Any = stack_of(SEGMENT_COLUMNS + 16)
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * SEGMENT_COLUMNS * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither", keep and round == "dither"), unit_nbytes)
@@ -84,9 +82,9 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 @inline
 def _tile(unit: Any, numel: Any, columns: Any, group: Any) -> Any:
-    """What a unit is: first element, first scale, columns, rows, and how many rows make one segment.
+    """Find the tile of a unit: first element, first scale, columns, rows, and the number of rows in one segment.
 
-    Rows shorter than half a segment are taken several at once, as one row whose columns repeat.
+    Several rows shorter than half a segment count as one row whose columns repeat.
     """
     parts = (columns + SEGMENT_COLUMNS - 1) // SEGMENT_COLUMNS
     width = ((columns + parts - 1) // parts + 63) & -64
@@ -123,7 +121,7 @@ def _bits(source: Any, i: Any, kind: Any, signs: Any) -> Any:
 
 @inline
 def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, signs: Any) -> Any:
-    """Find the largest bits of each column, with their signs or without; return the largest of all."""
+    """Find the largest bits of each column, with sign bits or without; return the largest of all."""
     _clear(tops, count, kind)
     unrolled = rows - rows % UNROLLED_ROWS
     for row in range(0, unrolled, UNROLLED_ROWS):
@@ -144,9 +142,9 @@ def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, coun
 
 @inline
 def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest finite magnitude of each column; return whether all are finite, and none has a sign.
+    """Find the largest finite magnitude of each column; return whether all are finite, and whether no sign bit is set.
 
-    Nobody asks for the second where signs are not kept: it is False then.
+    Without `keep` the caller does not need the second result: it is False then.
     """
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     if keep and _raise_tops(source, tops, start, stride, rows, count, kind, True) < inf:
@@ -183,7 +181,7 @@ def _repeat(values: Any, columns: Any, folds: Any) -> None:
 
 @inline
 def _draw(noise: Any, start: Any, count: Any, key: Any) -> Any:
-    """Have the noise of elements `start` to `start + count`; the address for `offset`."""
+    """Draw the noise of elements `start` to `start + count`, and return the address for `offset`."""
     words, first = u32_at(noise), start // 16
     for block in range((start + count + 15) // 16 - first):
         a, b, c, d = philox(first + block, 0, key)

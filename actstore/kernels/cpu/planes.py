@@ -1,6 +1,6 @@
 """Bit planes of tiles of 1024 bytes on the CPU: bit `b` of 64 neighbouring bytes is one 64-bit word.
 
-Written as vectors of 64 bytes, which LLVM cuts to what the processor has.
+The code uses vectors of 64 bytes, which LLVM splits into the processor's vectors.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def popcount(_typing: Any, _word: Any) -> Any:
 
 @intrinsic
 def lowest(_typing: Any, _word: Any) -> Any:
-    """The index of the lowest bit of a word that is not 0."""
+    """Find the index of the lowest set bit of a word that is not 0."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -108,7 +108,7 @@ def _reader(width: int) -> Any:
 
 
 def _of_a_tile(move: Any, codes_first: bool) -> Any:
-    """`move` for the 16 vectors of a tile."""
+    """Return a function that calls `move` for the 16 vectors of a tile."""
 
     @inline
     def run(codes: Any, planes: Any) -> None:
@@ -127,7 +127,7 @@ _r1, _r2, _r3, _r4, _r5, _r6, _r7, _r8 = (_of_a_tile(_reader(width), False) for 
 
 @inline
 def write_planes(codes: Any, planes: Any, width: Any) -> None:
-    """The low `width` bits, 0 to 8, of the 1024 bytes at `codes` as planes of 128 bytes each."""
+    """Write the low `width` bits, 0 to 8, of the 1024 bytes at `codes` as planes of 128 bytes each."""
     if width == 1:
         _w1(codes, planes)
     elif width == 2:
@@ -148,7 +148,7 @@ def write_planes(codes: Any, planes: Any, width: Any) -> None:
 
 @inline
 def read_planes(planes: Any, codes: Any, width: Any) -> None:
-    """The inverse of `write_planes`, for a width of 1 to 8."""
+    """Read the planes of `write_planes` back, for a width of 1 to 8."""
     if width == 1:
         _r1(codes, planes)
     elif width == 2:

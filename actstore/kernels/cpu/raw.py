@@ -1,4 +1,4 @@
-"""raw on the CPU: a copy that needs no compiler. The bytes: csrc/raw.md."""
+"""raw on the CPU: a copy without a compiler. The bytes: csrc/raw.md."""
 
 from __future__ import annotations
 

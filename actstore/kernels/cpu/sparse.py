@@ -70,7 +70,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
 
 def _header(payload: int) -> ctypes.Array[ctypes.c_int64]:
-    """The length of a payload and the number of its elements."""
+    """View the header of a payload: its length and the number of its kept elements."""
     return (ctypes.c_int64 * 2).from_address(payload)
 
 

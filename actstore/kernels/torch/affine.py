@@ -169,7 +169,7 @@ def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Invert `_pack`."""
+    """Unpack the bytes of `_pack`."""
     if width == 8:
         return packed
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)

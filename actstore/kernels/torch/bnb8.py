@@ -57,7 +57,7 @@ def dequantize(codes: torch.Tensor, absmaxes: torch.Tensor, values: torch.Tensor
 
 @cache
 def _code(device: torch.device) -> torch.Tensor:
-    """Return the 256 values of a code on a device: bitsandbytes itself keeps one copy, and would move it in each call."""
+    """Return the 256 values of a code on a device: bitsandbytes keeps them on one, and would copy them in each call."""
     code: torch.Tensor = library().create_dynamic_map().to(device)
     return code
 

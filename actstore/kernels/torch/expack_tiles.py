@@ -8,10 +8,10 @@ from actstore.kernels.expack import (
     BASE_AT,
     ESCAPES_AT,
     ESCAPES_BITS,
-    WINDOW_DEPTH,
     OFFSET_BITS,
     WIDTH_AT,
     WIDTH_BITS,
+    WINDOW_DEPTH,
     ZERO_AT,
     Split,
     altered,
@@ -109,7 +109,7 @@ def choose(exponents: torch.Tensor, split: Split) -> Tiles:
     within = torch.stack([(below < distance).sum(1) for distance in range(WINDOW_DEPTH + 1)], 1)
     count, zeros = (exponents >= 0).sum(1), (exponents == 0).sum(1)
     raw = split.exponent_bits
-    # fields: bytes, whether zero has a code, width, distance of the window's end to the top; the first difference decides
+    # bytes, whether zero has a code, width, distance of the window's end to the top: the first difference decides
     best = torch.full_like(top, raw * PLANE_NBYTES << 16)
     k = torch.arange(WINDOW_DEPTH + 1, device=top.device)
     for zero in (0, 1):

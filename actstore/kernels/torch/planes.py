@@ -31,7 +31,7 @@ def pack_planes(numbers: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unpack_planes(planes: torch.Tensor, width: int) -> torch.Tensor:
-    """Invert `pack_planes`: int64 (tiles, 1024)."""
+    """Unpack the planes of `pack_planes`: int64 (tiles, 1024)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=planes.device)
     numbers = torch.zeros(len(planes), TILE, dtype=torch.int64, device=planes.device)
     for b in range(width):
