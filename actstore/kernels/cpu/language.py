@@ -96,7 +96,7 @@ i64_at = _pointer_to(types.int64)
 
 
 def stack_of(nbytes: int) -> Any:
-    """Return a function that reserves `nbytes` on the stack, once per call site, and returns the 64-byte-aligned address."""
+    """Return a function that returns the 64-byte-aligned address of `nbytes` on the stack, one place per call site."""
 
     @intrinsic
     def stack(_typing: Any) -> Any:
