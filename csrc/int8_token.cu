@@ -68,8 +68,8 @@ __device__ void load_columns(const typename T::bits* __restrict__ src, const Til
     }
 }
 
-// The elements of a thread in `CHUNK` rows: 0 behind the last row or column, and for elements that are not finite; a bit
-// for each of the latter.
+// The elements of a thread in `CHUNK` rows: 0 behind the last row or column, and for elements that are not finite, with
+// a bit for each of the latter.
 template <class T>
 __device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile& tile, i64 chunk, bool wide,
                          float* values) {

@@ -90,7 +90,7 @@ class Codec(ABC):
 
     @property
     def keeping_signs(self) -> Codec | None:
-        """The variant of this codec that keeps zeros, positive and negative elements apart, or that its options ask.
+        """The variant of this codec that keeps zeros, positive and negative elements apart, unless its options forbid.
 
         A store takes it where backward decides by the sign of an element, as behind ReLU. Where it is None, the store
         keeps such tensors exact.

@@ -16,7 +16,7 @@ from actstore.kernels.cpu import cache
 
 log = logging.getLogger("actstore")
 
-NOTICE_AFTER_S = 1.0  # seconds of compilation in one process
+NOTICE_AFTER_S = 1.0  # of compilation in one process
 
 
 class Notice:

@@ -109,7 +109,7 @@ def compile_compact(itemsize: int, compresses: bool = COMPRESSES) -> Any:
                 start = max(start, end // LANES * LANES)
             kept = _tile_stack()
             count = 0
-            for i in range(start, end):  # on the stack: it writes one element too many, in the target another thread's
+            for i in range(start, end):  # on the stack: the last write may be one too many, in another thread's range
                 put(elements(kept, itemsize), count, get(elements(source, itemsize), i))
                 count += int(u32(get(masks, i // LANES) >> u32(i % LANES)) & u32(1))
             for i in range(count):
