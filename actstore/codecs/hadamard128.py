@@ -20,8 +20,8 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 class Hadamard128(KernelCodec):
     """A chain: random signs and a Walsh-Hadamard transform rotate each 128 consecutive elements, which `inner` encodes.
 
-    The rotation spreads an outlier over its 128 elements, which helps codecs with few levels where outliers are rare,
-    and hurts data of one sign or with many zeros.
+    The rotation spreads an outlier over its 128 elements. That helps codecs with few levels where outliers are rare, and
+    hurts data of one sign or with many zeros.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ class Hadamard128(KernelCodec):
     Notes
     -----
     dtypes: float32, float16, bfloat16. Bits per element are those of `inner`, the last 128 elements counted as a whole.
-    The rotation keeps lengths: the error of a group, as the root of a sum of squares, is that of `inner` on the rotated
-    group, and at most ``2**-20`` of the group's length and half a unit in the last place of each element more.
+    The rotation keeps lengths. The error of a group, as the root of a sum of squares, is that of `inner` on the rotated
+    group, plus at most ``2**-20`` of the group's length and half a unit in the last place of each element.
     Magnitudes below ``2**-96`` count as zero. 128 elements with one that is not finite, or with magnitudes whose sum is
-    beyond float32, come back as NaN, and so do all elements that `inner` loses together with them. Needs the key of
+    beyond float32, come back as NaN. So do all elements that `inner` loses together with them. Needs the key of
     `encode` to decode. Allocates float32 scratch of the size of the tensor.
     """
 

@@ -90,9 +90,9 @@ class Tier(ABC):
     def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         """Start to copy the beginning of the slot into `dst`, after its write and all of `after`, without a wait.
 
-        `ticket.result()` raises the errors: TransferError where the write failed or the bytes cannot be read,
-        PayloadError where they are not the bytes written, StateError where the tier was closed or the bytes belong to
-        the parent of a forked process.
+        `ticket.result()` raises TransferError where the write failed or the bytes cannot be read. It raises
+        PayloadError where they are not the bytes written. It raises StateError where the tier was closed or the bytes
+        belong to the parent of a forked process.
 
         Parameters
         ----------

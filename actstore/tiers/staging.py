@@ -42,8 +42,8 @@ class Chunk:
 class Ring:
     """A ring of chunks, each made when first needed. Thread-safe.
 
-    No job waits here for another job, so that jobs cannot deadlock. A job holds one chunk at most, the ring has as many
-    chunks as jobs that run at a time, and a chunk that no job holds waits at most for the device.
+    No job waits here for another job, so that jobs cannot deadlock. A job holds one chunk at most, and the ring has as
+    many chunks as jobs that run at a time. A chunk that no job holds waits at most for the device.
 
     Attributes
     ----------
