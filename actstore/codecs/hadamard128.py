@@ -20,8 +20,8 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 class Hadamard128(KernelCodec):
     """A chain: random signs and a Walsh-Hadamard transform rotate each 128 consecutive elements, which `inner` encodes.
 
-    The rotation spreads an outlier over its 128 elements. That helps codecs with few levels where outliers are rare, and
-    hurts data of one sign or with many zeros.
+    The rotation spreads an outlier over its 128 elements. That helps codecs with few levels where outliers are rare,
+    and hurts data of one sign or with many zeros.
 
     Parameters
     ----------
