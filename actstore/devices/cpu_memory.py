@@ -3,7 +3,7 @@
 glibc keeps the large blocks that tensors free, and often does not give them to the next tensor: a process that stores
 activations in fewer bytes can then need more memory than one that does not. `install` gives PyTorch an allocator
 (`csrc/cpu_allocator.cpp`). Its idle blocks serve the next tensors of their size, and its mapped bytes do not exceed
-those that tensors have needed at once. It is compiled at first use, against the installed PyTorch; a wheel may bring it.
+what tensors have needed at once. It is compiled at first use, against the installed PyTorch; a wheel may bring it.
 
 The environment variable ACTSTORE_CPU_ALLOCATOR chooses: ``pages`` (the default), ``threshold`` (glibc returns each
 block of 1 MiB or more at once, which costs time) or ``system`` (nothing is changed).
