@@ -1,4 +1,4 @@
-"""Every error that actstore raises. Each is also a builtin and carries its facts as attributes."""
+"""Every error that actstore raises. Each also derives from a builtin, and carries its facts as attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ActstoreError(Exception):
             setattr(self, name, value)
 
     def add_context(self, text: str) -> None:
-        """Prefix the message with where it happened; called once, at the boundary to user code."""
+        """Put the place of the error before the message; called once, at the boundary to user code."""
         self.args = (f"{text}: {self.args[0]}",)
 
 
@@ -39,7 +39,7 @@ class UnknownCodecError(ConfigError):
 
 
 class SpecError(ActstoreError, ValueError):
-    """A tensor whose shape, stride, dtype or device is not what was promised."""
+    """A tensor whose shape, stride, dtype or device is not the promised one."""
 
 
 class PayloadError(ActstoreError, ValueError):
@@ -47,32 +47,32 @@ class PayloadError(ActstoreError, ValueError):
 
 
 class CapacityError(ActstoreError, MemoryError):
-    """No tier had room, and the store was told to be strict."""
+    """Tiers without room for a payload, in a store that was told to be strict."""
 
 
 class TransferError(ActstoreError, OSError):
-    """Bytes could not be moved to or from a tier."""
+    """A failed move of bytes to or from a tier."""
 
 
 class KernelError(ActstoreError, RuntimeError):
-    """A compiled kernel failed."""
+    """A failure of a compiled kernel."""
 
 
 class KernelBuildError(KernelError):
-    """A kernel did not compile; `log` holds the compiler's words."""
+    """A kernel that did not compile; `log` holds the compiler's output."""
 
 
 class KernelUnavailable(KernelError):
-    """The package that compiles or runs a kernel is not installed."""
+    """A missing package that compiles or runs a kernel."""
 
 
 class StateError(ActstoreError, RuntimeError):
-    """The store was used in an order or a place where it cannot be correct."""
+    """A use of the store in an order or a place where it cannot be correct."""
 
 
 class AccuracyError(ActstoreError, ArithmeticError):
-    """Payloads lost more than the store was told to allow."""
+    """Payloads that lost more than the store was told to allow."""
 
 
 class MutationError(ActstoreError, RuntimeError):
-    """A saved tensor was changed in place before backward read it."""
+    """A saved tensor that was changed in place before backward read it."""

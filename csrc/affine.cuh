@@ -20,7 +20,7 @@ struct Plane {
     __device__ void put(int i, u32 code) { words[i * WIDTH / 32] |= (code & MASK) << (i * WIDTH % 32); }
     __device__ u32 get(int i) const { return words[i * WIDTH / 32] >> (i * WIDTH % 32) & MASK; }
 
-    // To the place of run `u` in the plane from `payload + start` to `payload + end`, whose padding becomes 0.
+    // Writes run `u` of the plane from `payload + start` to `payload + end`, whose padding becomes 0.
     __device__ void store(u8* payload, i64 start, i64 end, const Part& part, int u) const {
         const i64 first = part.run(u), at = start + first / RUN * NBYTES;
         u8* target = payload + at;
@@ -73,7 +73,7 @@ struct Plane<0> {
 template <int BITS>
 struct Codes {
     static constexpr int LEVELS = BITS == 8 ? 254 : (1 << BITS) - 1;
-    static constexpr int BIAS = BITS == 8 ? 129 : 0;  // what is added to a code to store it
+    static constexpr int BIAS = BITS == 8 ? 129 : 0;  // the addend of a code in the payload
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits in each plane
 };
 
@@ -102,7 +102,7 @@ struct Range {
     __device__ bool finite() const { return low > BELOW && high < ABOVE; }
 };
 
-// Of the elements of a group, or of the finite ones only.
+// The range of the elements of a group, or of the finite ones only.
 template <bool FINITE>
 __device__ Range range_of(const float* values, const Part& part) {
     Range range;
@@ -125,7 +125,7 @@ struct Scale {
     int zero;  // the code of zero, -1 where zero is below all elements; only where signs are kept
 };
 
-// Of a group from `low` to `high`, both finite.
+// The scale of a group from `low` to `high`, both finite.
 template <int LEVELS>
 __device__ Scale scale_of(float low, float high) {
     const u32 word = __float_as_uint(low), magnitude = word & ~SIGN;
@@ -182,7 +182,7 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
     load_part<T>(src, part, values);
     Range range = range_of<false>(values, part);
     const bool finite = range.finite() || part.first >= part.numel;
-    if (BITS == 8 && __any_sync(ALL_LANES, !finite))  // of the warp: lanes leave the shuffles together
+    if (BITS == 8 && __any_sync(ALL_LANES, !finite))  // warp-wide: lanes leave the shuffles together
         range = range_of<true>(values, part);
     if (range.low > range.high) range.low = range.high = SIGN;  // of no elements: 0
     Scale group = {0, BF16::nan, 0.0f, 0.0f, -1};

@@ -11,10 +11,10 @@ __device__ inline u32 pack(u32 word) {
     return ones * 0x01020408u >> 24 & 15;  // no carries: each of the 16 partial products has a bit of its own
 }
 
-// The inverse, for the low 4 bits.
+// Unpack the low 4 bits into the bytes of a word.
 __device__ inline u32 unpack(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
-// `count`, where it is not null, holds how many of `most` elements there are.
+// `count`, where it is not null, holds the number of elements, at most `most`.
 extern "C" __global__ void bit1_encode(const u8* src, u8* payload, i64 most, const i64* count) {
     const i64 numel = count ? *count : most, first = first_owned();
     if (first >= numel) return;

@@ -1,7 +1,7 @@
 #pragma once
-// Shared by all kernels. No header is included: NVRTC has none of its own, and the emulator of the tests defines the
-// same intrinsics. CuPy compiles with -ftz=true, and any compiler may contract a product with a sum: where a bit
-// depends on it, kernels use the intrinsics that say how they round, and keep every float32 normal.
+// Shared by all kernels. It includes no header: NVRTC has none of its own, and the emulator of the tests defines the
+// same intrinsics. CuPy compiles with -ftz=true, and any compiler may contract a product with a sum. Where a bit
+// depends on that, kernels use intrinsics with a defined rounding, and keep every float32 normal.
 
 using u8 = unsigned char;
 using i8 = signed char;

@@ -1,7 +1,7 @@
 // PyTorch's allocator of CPU tensors, with large blocks from pages that are used again, and with counts.
 //
 // Built against the PyTorch that runs (actstore/devices/cpu_memory.py) and given to it by c10::SetCPUAllocator. Tensors
-// of less than `least` bytes come from the allocator that was there before; all are counted.
+// of less than `least` bytes come from PyTorch's own allocator; all are counted.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
@@ -53,7 +53,7 @@ struct CpuAllocator final : c10::Allocator {
         }
         size_t room = 0;
         void* data = actstore::Pages::get().take(nbytes, room);
-        TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr,  // the words of PyTorch's own, which libraries look for
+        TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr,  // the text of PyTorch's own error, which libraries match
                          "DefaultCPUAllocator: can't allocate memory: you tried to allocate ", nbytes, " bytes");
         count(room);
         return {data, data, &release, cpu};
@@ -85,7 +85,7 @@ int actstore_install() {
 
 void actstore_set_least(size_t nbytes) { least.store(nbytes); }
 void actstore_add(size_t nbytes) { count(nbytes); }
-// The second argument is what calls a weak reference's callback passes: the reference.
+// The second argument is the weak reference itself, which Python passes to its callback.
 void actstore_subtract(size_t nbytes, void*) { allocated.fetch_sub(nbytes, std::memory_order_relaxed); }
 size_t actstore_allocated() { return allocated.load(); }
 size_t actstore_max_allocated() { return most.load(); }

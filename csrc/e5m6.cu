@@ -43,7 +43,7 @@ struct Part {
     i64 numel, at, low;
     bool full;
 
-    // `count`, where it is not null, holds how many of `most` elements there are.
+    // `count`, where it is not null, holds the number of elements, at most `most`.
     __device__ Part(i64 most, const i64* count) : numel(count ? *count : most) {
         at = (i64(blockIdx.x) * blockDim.x + threadIdx.x) * RUN;
         low = round_up16(numel) + at / 2;
@@ -72,7 +72,7 @@ __device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __rest
             if (part.at + i < part.numel) words[i / PER_WORD] |= u32(src[part.at + i]) << (i % PER_WORD * 16);
     }
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {  // zeros in place of elements that do not exist have code 0
+    for (int i = 0; i < RUN; ++i) {  // the zeros behind the last element have code 0
         const u32 code = Coded<T>::template code<KEEP>(typename T::bits(words[i / PER_WORD] >> (i % PER_WORD * 16)));
         high[i / 4] |= code >> 4 << (i % 4 * 8);
         low[i / 8] |= (code & 15) << (i % 8 * 4);

@@ -3,7 +3,7 @@
 
 constexpr int FAR = 31;  // exponents this much below the largest of their tile are in no window
 
-// Of 32 bytes as planes: `a - b` modulo 256.
+// `a - b` modulo 256, for 32 bytes as planes.
 __device__ inline void subtract(const u32* a, const u32* b, u32* difference) {
     u32 borrow = 0;
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ u32 find_top(const u32* planes, u32 valid) {
     return top;
 }
 
-// How many exponents of the tile are `lane` below the top, for the lanes below FAR.
+// The number of the tile's exponents that are `lane` below the top, for the lanes below FAR.
 __device__ inline int histogram(const u32* below, u32 valid, int lane) {
     u32 bins[32];
     bins[0] = valid & ~(below[5] | below[6] | below[7]);
@@ -63,7 +63,7 @@ __device__ inline int histogram(const u32* below, u32 valid, int lane) {
     return int(lane & 16 ? both >> 16 : both & 0xffff);
 }
 
-// The cheapest window: bytes << 16 | zero << 15 | width << 8 | how far below the top it ends, which is the lane.
+// The cheapest window: bytes << 16 | zero << 15 | width << 8 | the distance of its end to the top, which is the lane.
 template <int BITS>
 __device__ u32 best_window(int found, int zeros, int top, int count, int lane) {
     constexpr int WIDEST = BITS - 1 < 5 ? BITS - 1 : 5;
@@ -114,7 +114,7 @@ __device__ void expack_measure(const typename T::bits* __restrict__ src, const P
     payload.descriptors()[tile.index] = descriptor.word;
 }
 
-// The exponents that are in no window, behind the planes, with zeros up to a multiple of 16.
+// Writes the exponents that are in no window behind the planes, with zeros up to a multiple of 16 bytes.
 __device__ inline void write_escapes(u8* escapes, const u32* words, u32 escaped, int lane) {
     const int mine = __popc(escaped), up_to = warp_scan(mine, lane);
     u8* next = escapes + up_to - mine;

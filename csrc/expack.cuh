@@ -1,5 +1,5 @@
 #pragma once
-// How expack parts elements, and where the parts are. Format: expack.md.
+// The split of elements in expack, and the sections of its payload. Format: expack.md.
 #include "planes.cuh"
 
 constexpr int PAIRS = OWNED / 2;
@@ -18,7 +18,7 @@ struct Descriptor {
     }
 };
 
-// Where the sections are; HALVES for float32, PLANES of bits that are in no byte.
+// The sections of a payload: HALVES for float32, PLANES for the bits of an element that are not in its byte.
 template <bool HALVES, int PLANES>
 struct Payload {
     u8* start;
@@ -81,7 +81,7 @@ struct Half {
 template <class T>
 using PayloadOf = Payload<sizeof(typename T::bits) == 4, T::PLANES>;
 
-// The upper halves of a lane's elements, in pairs, and for float32 the lower ones; 0 in place of what does not exist.
+// The upper halves of a lane's elements, in pairs, and for float32 the lower ones; 0 behind the last element.
 template <class T>
 __device__ void load_pairs(const typename T::bits* __restrict__ src, const Tile& tile, u32* upper, u32* lower) {
     constexpr int WORDS = sizeof(typename T::bits) * OWNED / 4;
@@ -131,8 +131,8 @@ __device__ void store_pairs(typename T::bits* __restrict__ dst, const Tile& tile
     }
 }
 
-// Writes a lane's words of a section of one or two bytes per element: as far as elements exist, and the padding, where
-// words of elements that do not exist are 0.
+// Writes a lane's words of a section of one or two bytes per element: up to the last element, and the padding, whose
+// words are 0.
 template <int WORDS>
 __device__ void store_section(u8* section, i64 first, i64 numel, const u32* words) {
     constexpr int NBYTES = 4 * WORDS;
@@ -144,7 +144,7 @@ __device__ void store_section(u8* section, i64 first, i64 numel, const u32* word
                 make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
 }
 
-// The words of a section, as `store_section` wrote them; what does not exist is not read.
+// Reads the words of a section, as `store_section` wrote them, up to the last element.
 template <int WORDS>
 __device__ void load_section(const u8* section, i64 first, i64 numel, u32* words) {
     constexpr int NBYTES = 4 * WORDS;

@@ -18,7 +18,7 @@ __device__ inline u32 nearest(float value) {
     return (sum + ((power - LEAST) >> 20)) | (bits >> 24 & 0x80);
 }
 
-// One of its two neighbours, by a random byte.
+// One of the two e4m3 codes next to a float32, by a random byte.
 __device__ inline u32 stochastic(float value, u32 byte) {
     const u32 bits = __float_as_uint(value), magnitude = bits & ~SIGN, power = binade(magnitude);
     const u32 base = power + (4u << 23);
@@ -33,7 +33,7 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
     float values[OWNED];
     load_part<T>(src, part, values);
     u32 top = team_max(top_magnitude(values), part.shift);
-    const bool all_finite = !__any_sync(ALL_LANES, top >= INF);  // of the warp: lanes leave the shuffles together
+    const bool all_finite = !__any_sync(ALL_LANES, top >= INF);  // warp-wide: lanes leave the shuffles together
     if (!all_finite) {
         top = 0;
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             const u32 code = words[i / 4] >> (i % 4 * 8) & 0xff, magnitude = code & 0x7f;
-            // as a float16 the same bits are 2^-8 of it, denormals too
+            // the same bits as a float16 are 2^-8 of the value, denormals too
             const float small = F16::widen(u16((code & 0x80) << 8 | magnitude << 7));
             values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), T::largest());
             missing |= u32(magnitude == NOT_FINITE) << i;
@@ -94,7 +94,7 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
     }
 }
 
-// `below`: the bits of a float32 below the last one of a scale.
+// `below`: the bits of a float32 below the last bit of a scale.
 #define FP8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  u64 key, i64 log2_lanes, i64 below) {                         \

@@ -14,7 +14,7 @@ struct Part {
     int lane, shift;
     bool full;  // the whole group exists
 
-    // `count`, where it is not null, holds how many of `most` elements there are.
+    // `count`, where it is not null, holds the number of elements, at most `most`.
     __device__ Part(i64 most, const i64* count, i64 log2_lanes) : numel(count ? *count : most), shift(int(log2_lanes)) {
         const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x;
         group = thread >> shift;
@@ -27,7 +27,7 @@ struct Part {
     __device__ i64 groups() const { return (numel + (i64(OWNED) << shift) - 1) / (i64(OWNED) << shift); }
 };
 
-// The 32 elements of a thread; 0 in place of those that do not exist.
+// The 32 elements of a thread; 0 behind the last element.
 template <class T>
 __device__ void load_part(const typename T::bits* __restrict__ src, const Part& part, float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
@@ -80,7 +80,7 @@ __device__ void store_run(typename T::bits* __restrict__ dst, const Part& part, 
     }
 }
 
-// Run `u` of codes of one byte, in four words; 0 in place of those that do not exist.
+// Run `u` of codes of one byte, in four words; 0 behind the last element.
 __device__ inline void load_codes(const u8* __restrict__ payload, const Part& part, int u, u32* words) {
     const i64 at = part.run(u);
     if (part.full) {
@@ -95,7 +95,7 @@ __device__ inline void load_codes(const u8* __restrict__ payload, const Part& pa
     }
 }
 
-// The codes of elements that do not exist must be 0: they are the padding up to the next section.
+// The codes behind the last element must be 0: they are the padding up to the next section.
 __device__ inline void store_codes(u8* __restrict__ payload, const Part& part, int u, const u32* words) {
     const i64 at = part.run(u);
     if (part.full) {

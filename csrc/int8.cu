@@ -8,7 +8,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
     float values[OWNED];
     load_part<T>(src, part, values);
     u32 top = team_max(top_magnitude(values), part.shift);
-    const bool all_finite = !__any_sync(ALL_LANES, top >= INF);  // of the warp: lanes leave the shuffles together
+    const bool all_finite = !__any_sync(ALL_LANES, top >= INF);  // warp-wide: lanes leave the shuffles together
     if (!all_finite) {
         top = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
 #pragma once
-// What the kernels of symmetric 8-bit blocks share. The numbers: int8.md.
+// Scales and codes of symmetric 8-bit blocks. The numbers: int8.md.
 #include "groups.cuh"
 
 constexpr u32 FLUSH = 0x08800000u;     // 2^-110
@@ -21,7 +21,8 @@ struct Int8Scale {
     }
 };
 
-// The code of a finite value of so many steps, in the low byte; where signs are kept, 1 or -1 in place of a lost one.
+// The code of a finite value, `steps` rounded, in the low byte; where signs are kept, 1 or -1 instead of a 0 that would
+// lose the sign.
 template <bool KEEP>
 __device__ inline u32 int8_nearest(float value, float steps) {
     const u32 sum = __float_as_uint(__fadd_rn(steps, MAGIC)), word = __float_as_uint(value);

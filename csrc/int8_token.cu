@@ -10,12 +10,12 @@ constexpr int ROWS = OWNED / COLUMNS;  // rows of a thread in registers
 constexpr int WARPS = 8;
 constexpr i64 CHUNK = i64(SLOTS) * ROWS;  // rows of a block in registers
 
-// What a block of threads works on: 64 columns of one group of rows; thread `t` owns 8 columns of rows slot, slot + 32,
+// The work of a block of threads: 64 columns of one group of rows. Each thread owns 8 columns of rows slot, slot + 32,
 // ...
 struct Tile {
     i64 columns, first, end, column, scale;
     int slot, count;  // `count` of the 8 columns exist
-    bool wide;        // all of them, at multiples of 8
+    bool wide;        // all 8 exist, at multiples of 8
     __device__ Tile(i64 numel, i64 group, i64 all_columns) : columns(all_columns) {
         const i64 parts = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
         const i64 index = i64(blockIdx.x) / parts;
@@ -48,7 +48,7 @@ __device__ inline u64 noise_bytes(i64 at, u64 key) {
 
 __device__ inline float noise_at(u64 bytes, int i) { return noise_offset(u32(bytes >> (i * 8)) & 0xff); }
 
-// 8 elements of a row; 0 in place of those that do not exist.
+// 8 elements of a row; 0 behind the last element.
 template <class T>
 __device__ void load_columns(const typename T::bits* __restrict__ src, const Tile& tile, bool wide, float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
@@ -68,8 +68,8 @@ __device__ void load_columns(const typename T::bits* __restrict__ src, const Til
     }
 }
 
-// The elements of a thread in `CHUNK` rows, with 0 in place of what does not exist or is not finite; a bit for each of
-// the latter.
+// The elements of a thread in `CHUNK` rows: 0 behind the last row or column, and for elements that are not finite, with
+// a bit for each of the latter.
 template <class T>
 __device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile& tile, i64 chunk, bool wide,
                          float* values) {

@@ -1,4 +1,4 @@
-// nf4: blocks of 4-bit NormalFloat with their largest magnitude, and the same as bitsandbytes lays it out. Format:
+// nf4: blocks of 4-bit NormalFloat with their largest magnitude, and the same in the layout of bitsandbytes. Format:
 // nf4.md.
 #include "groups.cuh"
 
@@ -52,7 +52,7 @@ __device__ inline float value_of(u32 code) {
     return d ? upper : lower;
 }
 
-// Where a code stands in the word of its eight neighbours.
+// The position of a code in the word of its eight neighbours.
 template <bool BNB>
 __device__ constexpr int place(int index) {
     return index % 8 * 4 ^ (BNB ? 4 : 0);

@@ -1,8 +1,8 @@
 // Blocks of pages for large tensors in CPU memory, used again by size. No dependency on PyTorch.
 //
-// A block that is given back stays mapped, so that the next tensor of about its size costs no page faults. What is
-// mapped is bounded by what was in use at once: `live + idle` never exceeds the high-water of `live` over the last two
-// windows of time, plus a slack. So the process needs no more pages than its tensors have needed at once.
+// A freed block stays mapped, so that the next tensor of about its size costs no page faults. The bytes in use bound
+// the mapped bytes: `live + idle` never exceeds the high-water of `live` over the last two windows of time, plus a
+// slack. So the process needs no more pages than its tensors have needed at once.
 #pragma once
 
 #include <pthread.h>
@@ -37,7 +37,7 @@ class Pages {
         return *pages;
     }
 
-    // Memory for `nbytes`, aligned to a cache line, and how many bytes it has; nullptr where the system refuses.
+    // Take memory for `nbytes`, aligned to a cache line, with its actual size; nullptr where the system refuses.
     void* take(size_t nbytes, size_t& room) {
         std::vector<Block> gone;
         void* data = nullptr;
@@ -74,7 +74,7 @@ class Pages {
         return data;
     }
 
-    // Give back what `take` gave. Returns its size; 0: it is not from here.
+    // Give back memory of `take`. Returns its size; 0 for memory of another allocator.
     size_t give(void* data) {
         std::vector<Block> gone;
         size_t nbytes = 0;
@@ -115,7 +115,7 @@ class Pages {
         window_ns_ = ns;
     }
 
-    // Bytes that were asked for and not given back; `live` has what blocks are larger by, too.
+    // Bytes that were asked for and not given back; `live` counts the whole blocks, which are larger.
     size_t asked() {
         std::lock_guard<std::mutex> guard(mutex_);
         return asked_;
@@ -137,13 +137,13 @@ class Pages {
         char* data = nullptr;
         size_t mapped = 0;  // bytes from `base` on
         size_t room = 0;    // bytes from `data` on
-        size_t asked = 0;   // bytes of these that its user asked for
+        size_t asked = 0;   // bytes of these that the caller asked for
     };
 
     static size_t round_up(size_t nbytes, size_t grain) { return (nbytes + grain - 1) / grain * grain; }
 
-    // Sizes of a new block. Blocks begin at different places of their first pages, because tensors that all begin at
-    // one place of a page compete for the same lines of a cache.
+    // Sizes of a new block. Blocks begin at different offsets in their first pages: tensors that all begin at one page
+    // offset compete for the same cache lines.
     Block shape(size_t nbytes) {
         const size_t line = kLine * (21 * drawn_ % 64), page = kPage * (5 * drawn_ % 8);
         const size_t offset = line + (nbytes >= kHuge ? page : 0);
@@ -215,7 +215,7 @@ class Pages {
     std::list<Block> order_;  // idle, least recently used first
     std::multimap<size_t, std::list<Block>::iterator> by_room_;
     size_t live_ = 0, idle_ = 0;       // bytes mapped
-    size_t asked_ = 0;                 // of live_, what users asked for
+    size_t asked_ = 0;                 // of live_, the bytes that callers asked for
     size_t highest_ = 0, before_ = 0;  // high-water of live_ in this window and in the one before
     int64_t began_ns_ = 0, window_ns_ = int64_t{30} * 1000000000;
     size_t drawn_ = 0;

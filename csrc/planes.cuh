@@ -15,9 +15,9 @@ constexpr int WARPS = 8;     // of a block
 struct Tile {
     i64 numel, index, first;  // of the tensor, of the tile, of the lane
     int lane, owned;
-    u32 valid;  // which of the lane's elements exist
+    u32 valid;  // a bit for each of the lane's elements that exists
 
-    // `count`, where it is not null, holds how many of `most` elements there are.
+    // `count`, where it is not null, holds the number of elements, at most `most`.
     __device__ Tile(i64 most, const i64* count) : numel(count ? *count : most) {
         const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x;
         index = thread / LANES;
@@ -102,7 +102,7 @@ __device__ T warp_scan(T value, int lane) {
     return value;
 }
 
-// The sum of the values of the threads before this one; `total` is that of all. Barriers on both sides.
+// The sum of the values of the threads before this one; `total` is that of all. Synchronizes the block on both sides.
 __device__ inline u64 block_scan(u64 value, u64& total) {
     __shared__ u64 sums[WARPS];
     const int warp = int(threadIdx.x) / LANES, lane = int(threadIdx.x) % LANES;
@@ -121,8 +121,8 @@ __device__ inline u64 block_scan(u64 value, u64& total) {
 }
 
 // The lengths of the tiles become offsets in three launches: each block adds those of its chunk; each block adds the
-// sums of the chunks before its own and scans its chunk; then the tiles are written. The sums stand where the parts
-// of the tiles come to stand. A format F has `units(tile)`, `place(tile, offset)`, `sums()`, `end(total)`.
+// sums of the chunks before its own and scans its chunk; then the tiles are written. The sums use the memory of the
+// tiles' parts, which are written later. A format F has `units(tile)`, `place(tile, offset)`, `sums()`, `end(total)`.
 template <class F>
 __device__ void add_chunk(const F& format) {
     const i64 tiles = tiles_of(format.numel), first = i64(blockIdx.x) * CHUNK;

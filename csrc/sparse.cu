@@ -1,4 +1,4 @@
-// Sparse payloads: a mask bit per element and the kept ones, side by side. A warp owns a tile of 1024 elements, and
+// Sparse payloads: a mask bit per element and the kept elements, side by side. A warp owns a tile of 1024 elements, and
 // lane `l` word `l` of its masks: elements 32 * l to 32 * l + 31. Format: sparse.md.
 #include "common.cuh"
 
@@ -29,7 +29,7 @@ __device__ inline u32 sum_below(u32 value, int lane, u32* all) {
     return sum - value;
 }
 
-// The 32 elements of a lane; 0 in place of those that do not exist.
+// The 32 elements of a lane; 0 behind the last element.
 template <class T>
 __device__ void load_word(const T* __restrict__ src, const Tile& tile, T* elements) {
     constexpr int PER_VECTOR = 16 / sizeof(T), BITS = 8 * sizeof(T);
@@ -74,7 +74,7 @@ __device__ void store_kept(const T* __restrict__ src, T* __restrict__ values, co
     }
 }
 
-// Masks of what is not zero, and in the place of each start the number of bits that are set in its tile.
+// Masks of the elements that are not zero, and in the place of each start the number of bits that are set in its tile.
 template <class T>
 __device__ void mark(const T* __restrict__ src, u32* __restrict__ masks, u64* __restrict__ starts, i64 numel) {
     const Tile tile(numel);
@@ -126,7 +126,7 @@ extern "C" __global__ void sparse_scan(u64* numbers, u64* totals, i64 count, i64
     if (threadIdx.x == 0) totals[blockIdx.x] = total;
 }
 
-// Adds to each start what stands before its `SCANNED` tiles, and writes the kept elements.
+// Adds to each start the number of kept elements before its `SCANNED` tiles, and writes the kept elements.
 template <class T>
 __device__ void compact(const T* __restrict__ src, const u32* __restrict__ masks, u64* __restrict__ starts,
                         const u64* __restrict__ before, T* __restrict__ values, i64 numel) {
@@ -213,7 +213,7 @@ __device__ void top(const T* __restrict__ src, u64* __restrict__ header, u32* __
     store_tile(src, header, masks, starts, values, tile, mask, keep, keep_last, length);
 }
 
-// Keeps the `n` largest magnitudes of each M elements: those that fewer than `n` others come before.
+// Keeps the `n` largest magnitudes of each M elements: those that fewer than `n` elements come before.
 template <class T, int M>
 __device__ void nm(const T* __restrict__ src, u64* __restrict__ header, u32* __restrict__ masks,
                    u64* __restrict__ starts, T* __restrict__ values, i64 numel, i64 n, i64 keep_last, i64 length) {
@@ -234,8 +234,8 @@ __device__ void nm(const T* __restrict__ src, u64* __restrict__ header, u32* __r
     store_tile(src, header, masks, starts, values, tile, mask, TILE / M * n, keep_last, length);
 }
 
-// The length of a payload whose `head` bytes stand before the inner one: that one's own first word, or, by `table`,
-// what its codec makes of the number of kept elements, which the header holds.
+// The length of a payload with `head` bytes before the inner payload. The length of the inner payload is its own first
+// word, or, by `table`, its codec's size for the number of kept elements, which the header holds.
 extern "C" __global__ void sparse_length(u64* header, const u64* inner, const u32* table, i64 head, i64 period,
                                          i64 step) {
     if (blockIdx.x || threadIdx.x) return;

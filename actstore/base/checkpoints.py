@@ -13,16 +13,16 @@ CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpoin
 
 
 def innermost_pack() -> Any:
-    """Return the pack hook that is entered last on this thread; None where no saved-tensor hooks are."""
+    """Return the pack hook that this thread entered last; None without saved-tensor hooks."""
     hooks: Any = _top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 
 def in_checkpoint() -> bool:
-    """Return whether a checkpoint is to run again what runs now.
+    """Return whether a checkpoint will recompute the code that runs now.
 
-    A checkpoint packs what is saved inside of it by hooks of its own. A reentrant one runs without gradients instead,
-    in the forward of an autograd function.
+    A checkpoint packs the tensors saved inside of it with hooks of its own. A reentrant checkpoint runs without
+    gradients instead, in the forward of an autograd function.
     """
     if getattr(innermost_pack(), "__module__", "") in CHECKPOINTS:
         return True
@@ -35,6 +35,6 @@ def in_checkpoint() -> bool:
 
 
 def in_reentrant() -> bool:
-    """Return whether a reentrant checkpoint runs its forward again, in a backward of this thread."""
+    """Return whether a reentrant checkpoint recomputes its forward, in a backward of this thread."""
     node: Any = None if _current_graph_task_id() == -1 else _current_autograd_node()
     return node is not None and node.name() == "CheckpointFunctionBackward"

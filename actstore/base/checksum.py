@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-WORDS = 2**20  # at a time, so that it needs little memory
+CHUNK_WORDS = 2**20  # summed at a time, so that the sum needs little memory
 MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator: odd, and so no information is lost
 
 
 def checksum(memory: torch.Tensor) -> torch.Tensor:
-    """64 bits that change when a byte changes or when words change places, as a 0-d int64 tensor on the same device.
+    """Compute 64 bits that change when a byte changes or when two words swap, as a 0-d int64 tensor on the same device.
 
     Parameters
     ----------
@@ -27,9 +27,9 @@ def checksum(memory: torch.Tensor) -> torch.Tensor:
     whole = nbytes // 8
     total = torch.full((), nbytes, dtype=torch.int64, device=memory.device)
     words = memory[: 8 * whole].view(torch.int64)
-    for start in range(0, whole, WORDS):
-        part = words[start : start + WORDS]
-        if memory.device.type == "cpu":  # there is a product for integers, many times as fast
+    for start in range(0, whole, CHUNK_WORDS):
+        part = words[start : start + CHUNK_WORDS]
+        if memory.device.type == "cpu":  # torch.dot takes integers here, and is many times as fast
             weighted = torch.dot(part, torch.from_numpy(_places()[: part.numel()]))
         else:
             places = torch.arange(part.numel(), dtype=torch.int64, device=memory.device) * 2 + 1
@@ -42,5 +42,5 @@ def checksum(memory: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _places() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The weights of a chunk's words. An array of NumPy's, which no mode of torch that is active can change."""
-    return np.arange(WORDS, dtype=np.int64) * 2 + 1
+    """Return the weights of a chunk's words: a NumPy array, which no active torch mode can change."""
+    return np.arange(CHUNK_WORDS, dtype=np.int64) * 2 + 1

@@ -1,4 +1,4 @@
-"""Has torch.compile leave the store's own code alone: what runs between compiled regions is not to be compiled."""
+"""The modules of actstore that torch.compile must not compile: they run between compiled regions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _told = set[str]()
 
 
 def tell_compiler() -> None:
-    """Tell the compiler, once it is there: importing it takes seconds, and that is left to who uses it."""
+    """Tell the compiler to skip these modules, once it is imported. The import takes seconds: only its user pays it."""
     rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
     skip: Any = getattr(rules, "add", None)
     if skip is not None:

@@ -8,8 +8,8 @@ A package offers them in its pyproject.toml::
     [project.entry-points."actstore.tiers"]
     shelf = "example_codec:Shelf"
 
-The name is the word of the policy text. Nothing is read before a policy names a word that is not actstore's own, and
-actstore's own words always win.
+The name is the word of the policy text. actstore reads nothing before a policy names a word that is not its own, and
+its own words always win.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ modules = set[str]()  # of the classes that were loaded
 
 
 def names(group: str) -> tuple[str, ...]:
-    """What the installed packages offer in a group."""
+    """Return the names that the installed packages offer in a group."""
     return tuple(sorted(entry_points(group=group).names))
 
 
 def load(group: str, name: str, base: type) -> Any:
-    """The subclass of `base` that an installed package offers as `name`; None where none does.
+    """Return the subclass of `base` that an installed package offers as `name`; None where no package does.
 
     Raises
     ------
-    ConfigError : several packages offer the name, or what is offered cannot be imported, or is not such a class
+    ConfigError : several packages offer the name, or the offered object cannot be imported, or is not such a class
     """
     return _load(group, name, base) if name in names(group) else None
 
@@ -61,7 +61,7 @@ def _load(group: str, name: str, base: type) -> Any:
         ) from error
     wrong = None
     if not isinstance(found, type) or not issubclass(found, base):
-        wrong = f"{found!r} is no subclass of {base.__module__}.{base.__name__}"
+        wrong = f"{found!r} must be a subclass of {base.__module__}.{base.__name__}"
     elif isabstract(found):
         missing = sorted(name for name in dir(found) if getattr(getattr(found, name), "__isabstractmethod__", False))
         wrong = f"{found.__name__} does not define {', '.join(missing)}"
@@ -74,7 +74,7 @@ def _load(group: str, name: str, base: type) -> Any:
 
 
 def source(group: str, name: str) -> str:
-    """Where a loaded class comes from, for messages."""
+    """Describe the entry point that a loaded class comes from, for messages."""
     [point] = entry_points(group=group, name=name)
     return _source(point)
 

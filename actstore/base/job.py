@@ -1,8 +1,8 @@
-"""Work for another thread, and what came of it.
+"""Jobs: calls that another thread makes, and their results.
 
-An interrupt (Ctrl-C) may end any Python function of the main thread between two of its instructions, the enter methods
-of `threading.Condition` included, which then stay locked for ever. A job is therefore made of steps that are atomic to
-interrupts: each is one call of a function written in C. The lock that a waiter sleeps on is its own.
+An interrupt (Ctrl-C) may end any Python function of the main thread between two of its instructions. That includes the
+enter methods of `threading.Condition`, which then stays locked for ever. A job is therefore made of steps that are
+atomic to interrupts: each is one call of a function written in C. Each waiter sleeps on a lock of its own.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from actstore.errors import TransferError
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 1.0  # how often who waits looks whether the thread that it waits for still lives
+POLL_INTERVAL_S = 1.0  # a waiter checks this often whether the thread that it waits for still lives
 
 
 class Job(Generic[T]):
     """A call that a thread makes once. Thread-safe, and intact after an interrupt at any moment.
 
-    The function and its arguments are let go of before the job is done, and so are the frames of an error.
+    The job drops the function, its arguments and the frames of an error before it is done.
 
     Attributes
     ----------
-    crew : the threads of which one is to run it
-    runner : the one that does
+    crew : the threads of which one is to run the job
+    runner : the thread that runs it
     """
 
     __slots__ = ("_call", "_done", "_error", "_outcome", "_waiting", "crew", "runner")
 
     def __init__(self, call: Callable[..., T], /, *args: Any) -> None:
-        self._call: list[Callable[[], T]] = [partial(call, *args)]  # who takes it out has begun the job
+        self._call: list[Callable[[], T]] = [partial(call, *args)]  # the thread that pops it has begun the job
         self._waiting: deque[LockType] = deque()
         self._outcome: Any = None
         self._error: BaseException | None = None
@@ -46,13 +46,13 @@ class Job(Generic[T]):
 
     @staticmethod
     def failed(error: BaseException) -> Job[Any]:
-        """A job that has ended with an error."""
+        """Return a job that has ended with an error."""
         job: Job[Any] = Job(int)
         job.cancel(error.with_traceback(None))  # whose frames hold tensors of the caller
         return job
 
     def run(self) -> None:
-        """Make the call on this thread, unless it was begun or cancelled. Never raises what the call raises."""
+        """Make the call on this thread, unless it was begun or cancelled. An error of the call stays in the job."""
         try:
             call = self._call.pop()
         except IndexError:
@@ -66,7 +66,7 @@ class Job(Generic[T]):
         self._end(outcome, error)
 
     def cancel(self, error: BaseException) -> bool:
-        """End with an error what has not begun; whether it had not."""
+        """End a job that has not begun with an error. Return False where it had begun."""
         try:
             self._call.pop()
         except IndexError:
@@ -75,13 +75,13 @@ class Job(Generic[T]):
         return True
 
     def done(self) -> bool:
-        """Whether it has ended, without waiting."""
+        """Return whether the job has ended, without waiting."""
         return self._done
 
     def exception(self) -> BaseException | None:
-        """Wait for the end; the error that the call raised, or None.
+        """Wait for the end, and return the error that the call raised, or None.
 
-        Where the thread has died that runs it, or all that could, it ends with a TransferError.
+        The job ends with a TransferError where the thread that runs it has died, or all that could run it.
         """
         own = None
         while not self._done:
@@ -89,17 +89,17 @@ class Job(Generic[T]):
                 own = allocate_lock()
                 own.acquire()
                 self._waiting.append(own)
-            elif not own.acquire(timeout=LOOK_SECONDS) and self._is_lost() and not self._done:
+            elif not own.acquire(timeout=POLL_INTERVAL_S) and self._is_lost() and not self._done:
                 self._call.clear()
                 self._end(None, TransferError("the host thread that was to do this has died"))
         return self._error
 
     def result(self) -> T:
-        """Wait for the end; what the call returned.
+        """Wait for the end, and return the result of the call.
 
         Raises
         ------
-        BaseException : what the call raised
+        BaseException : the error of the call
         """
         error = self.exception()
         if error is not None:
@@ -112,7 +112,7 @@ class Job(Generic[T]):
         self._done = True
         waiting = self._waiting
         while waiting:
-            waiting.popleft().release()  # who comes later sees `_done`
+            waiting.popleft().release()  # a later waiter sees `_done`
 
     def _is_lost(self) -> bool:
         crew = self.crew if self.runner is None else [self.runner]
@@ -120,7 +120,7 @@ class Job(Generic[T]):
 
 
 def finish(jobs: Iterable[Job[Any]]) -> None:
-    """Wait for the end of all. An interrupt meanwhile is raised after it."""
+    """Wait for the end of all jobs. An interrupt meanwhile is raised after that."""
     interrupt: BaseException | None = None
     left = list(jobs)
     while left:
@@ -134,7 +134,7 @@ def finish(jobs: Iterable[Job[Any]]) -> None:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """An error whose traceback tells where it was raised, and whose frames hold nothing any more."""
+    """Clear the frames of an error, so that they hold no tensors. Its traceback still tells where it was raised."""
     error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next  # without `run` itself
     seen, left = {id(error)}, [error]
     while left:

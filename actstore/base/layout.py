@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in its storage."""
+"""The layout of a tensor's elements in its storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Layout(NamedTuple):
-    """What a shape with strides means for the storage under it.
+    """The elements of a storage that a shape with strides addresses.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
-    """Analyse a shape with its strides, in elements. Cached: a model repeats few of them."""
+    """Analyse a shape with its strides, in elements. Cached: a model repeats a few of them."""
     if 0 in shape:
         return Layout(0, True, (shape, stride))
     dims = sorted(((st, n) for n, st in zip(shape, stride, strict=True) if n > 1 and st != 0), reverse=True)
@@ -43,7 +43,7 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of the elements of a tensor; of a sparse COO one, of its values and indices; 0 for other layouts."""
+    """Return the bytes of a tensor's elements; of a sparse COO tensor's values and indices; 0 for other layouts."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     if tensor.layout is torch.sparse_coo:
@@ -52,5 +52,5 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def storage_view(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """`count` consecutive elements of the storage under `tensor`, from element `start`, as a 1-d tensor."""
+    """Return `count` consecutive elements of the storage under `tensor`, from element `start`, as a 1-d tensor."""
     return tensor.detach().as_strided((count,), (1,), start)

@@ -16,18 +16,19 @@ from actstore.base.spec import Site
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Facts about a step that its figures depend on.
+    """Facts about a step on which its figures depend.
 
     Attributes
     ----------
     min_nbytes : smaller tensors are kept
     on_host : whether the memory of the compute device is host memory
     step_ms : length of the last step, or of the first one so far
-    first_step : whether no step came before, to learn from
+    first_step : whether this is the first step, with no earlier one to learn from
     forward_ms : length of the last forward; 0 where it is unknown
-    overrun_ms : how long copies out went on after that forward had ended
-    window_nbytes : most bytes on their way to one tier
-    bound_nbytes : most bytes that waited on the device although a tier had them or was about to: the window, or less
+    overrun_ms : time from the end of that forward to the end of its last copy out
+    window_nbytes : limit of the bytes on their way to one tier
+    bound_nbytes : limit of the bytes that waited on the device although a tier had them or was about to: the window,
+        or less
     keeps_when_full : whether payloads stay on the device while the window is full
     host_nbytes, disk_nbytes : budgets of these tiers; None for no limit
     order : part of the step that differed from the step before: "forward" saved other payloads, "backward" read
@@ -49,14 +50,14 @@ class Circumstances:
 
 
 class Transient(NamedTuple):
-    """Bytes that existed for a moment beside those held, when a step came to its peak.
+    """Bytes that existed for a moment beside the held ones, when a step reached its peak.
 
     Attributes
     ----------
     work : "decoding", "sampling", "recomputation", "derivation" or "compiled"
-    site : of the payload or the module that it was for; None for none
-    nbytes : of the moment
-    peak : held bytes and these
+    site : site of the payload or the module that the work was for; None without one
+    nbytes : the transient bytes
+    peak : the transient and the held bytes together
     """
 
     work: str
@@ -95,45 +96,45 @@ class Account:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.saved = 0  # new storages that plain autograd would hold
-        self.stored = 0  # payloads made
-        self.held = 0  # now on the compute device
-        self.away = 0  # now in host memory or on disk
+        self.saved = 0  # of new storages that plain autograd would hold
+        self.stored = 0  # of the payloads made
+        self.held = 0  # on the compute device now
+        self.away = 0  # in host memory or on disk now
         self.peak = 0  # high-water of held since the last reset
         self.held_at_exit = 0
         self.count = 0  # tensors packed
         self.drawn = 0  # random keys taken
-        self.alive = 0  # saved, stored, and yet held by somebody else at the end of forward
-        self.offload_ns = 0  # copies to a tier ran, and back
-        self.fetch_ns = 0
-        self.stall_ns = 0  # compute waited for them,
-        self.room_ns = 0  # of that for copies out, which leave room for others
+        self.alive = 0  # stored, while an owner other than autograd still holds the tensor at the end of forward
+        self.offload_ns = 0  # copies to a tier
+        self.fetch_ns = 0  # copies back from a tier
+        self.stall_ns = 0  # compute waited for such copies,
+        self.room_ns = 0  # of that, for copies out, which free room on the device
         self.hits = 0  # payloads that backward found on the device,
-        self.late = 0  # on their way to it,
-        self.misses = 0  # or not even that
-        self.exact = False  # kept because its codec is lossy, and its values are not to be
+        self.late = 0  # that were still on their way to it,
+        self.misses = 0  # and whose fetch had not begun
+        self.exact = False  # kept because its values must come back exactly, and its codec is lossy
         self.where = ""  # the decision, as policy text
-        self.note = ""  # why the decision was not followed, where it was not
-        self.route: Any = None  # the store's own memory of where the last tensor of this site went,
-        self.precedent: Any = None  # and the hooks' of what it was
+        self.note = ""  # why the store did not follow the decision; empty where it did
+        self.route: Any = None  # the store's cache of the last tensor's tier and codec,
+        self.precedent: Any = None  # and the hooks' cache of what that tensor was
 
 
 Booking = list[Any]
-"""An account, the bytes that are held there, and those that are away: what is booked as gone when somebody dies."""
+"""An account, its held bytes and its bytes away, which the ledger subtracts when the owner of the memory dies."""
 
 
 class Claim(ref[Any]):
-    """Memory that its owner holds on the compute device. Made with `Ledger.release`, which it is given at their death.
+    """Memory that an owner holds on the compute device. Its callback is `Ledger.release`, called when the owner dies.
 
-    A weak reference with a callback in C: no Python code runs when the owner dies, and no interrupt comes between. Who
-    makes one sets all attributes, and sees to it that somebody beside the owner holds it: where a cycle of both is
-    collected, Python calls no callback.
+    A weak reference with a callback in C: no Python code runs when the owner dies, and no interrupt comes between. The
+    maker of a claim sets all its attributes, and keeps it in an object other than the owner: where the collector finds
+    a cycle of both, Python calls no callback.
 
     Attributes
     ----------
     booking : as `Ledger.add` marks it
     memory : a buffer; None once it was given back
-    idle : the list of a pool that takes it back
+    idle : the list of the pool that takes the buffer back
     """
 
     __slots__ = ("booking", "idle", "memory")
@@ -148,9 +149,10 @@ class Ledger:
 
     Attributes
     ----------
-    limit : most bytes that are to be held
-    relieve : called before a booking would pass the limit, with its bytes; what can leave the device then leaves
-    reserve : most bytes that something took beside what was held, in the last step or in this one
+    limit : limit of the held bytes
+    relieve : called with the bytes of a booking that would pass the limit, before it; payloads that can leave the
+        device then leave
+    reserve : the most transient bytes that existed beside the held ones, in the last step or in this one
     """
 
     def __init__(self) -> None:
@@ -170,24 +172,24 @@ class Ledger:
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
 
     def account(self, site: Site) -> Account:
-        """The account of `site`, opened at its first use."""
+        """Return the account of `site`, opened at its first use."""
         account = self._accounts.get(site)
         if account is None:
             account = self._accounts.setdefault(site, Account(site))
         return account
 
     def settle(self) -> None:
-        """Book what is gone; the memory of claims can be used again."""
+        """Subtract the memory whose owners died; buffers of claims go back to their pools."""
         with self._lock:
             self._book_gone()
 
     def accounts(self) -> list[Account]:
-        """All accounts in the order of their first use, with everything booked."""
+        """Return all accounts in the order of their first use, with everything booked."""
         self.settle()
         return list(self._accounts.values())
 
     def hold(self, account: Account, saved: int, stored: int, held: int) -> Finalizer:
-        """Book bytes of which the `held` ones are gone when what this returns dies."""
+        """Add bytes to an account. Return an object at whose death the `held` bytes are subtracted."""
         booking = [account, 0, 0]
         last = Finalizer(self.release, booking)
         self.add(account, saved, stored, held, booking=booking)
@@ -204,9 +206,9 @@ class Ledger:
         has_room: bool = False,
         booking: Booking | None = None,
     ) -> None:
-        """Book bytes, after room was made for them unless they have it; a figure is negative where bytes leave.
+        """Add bytes to an account, after `relieve` unless they have room; a figure is negative where bytes leave.
 
-        A `booking` is marked with what is held. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
+        A `booking` is marked with the held bytes. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
         """
         if held > 0 and self._held + held > self.limit and not has_room:
             self.relieve(held)
@@ -233,11 +235,11 @@ class Ledger:
         return found if found is not None and found.peak == self.peak else None
 
     def touch_peak(self, account: Account | None, transient: int, work: str = "decoding") -> None:
-        """Book a high-water: `transient` more bytes than are held exist on the compute device at this moment.
+        """Update the peaks: beside the held bytes, `transient` bytes exist on the compute device at this moment.
 
-        They are those of `account`, or of none. `work` says what they are for, as in `Transient`.
+        They belong to `account`, or to no account. `work` names their use, as in `Transient`.
         """
-        most = self._held + transient  # or less: what is gone may not be booked yet
+        most = self._held + transient  # or less: some owners may have died since the last booking
         if (
             most <= self.peak
             and most <= self.limit
@@ -267,7 +269,7 @@ class Ledger:
         return self._held
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so many bytes more can be held within the limit."""
+        """Return whether `nbytes` more can be held within the limit."""
         if self._held + nbytes <= self.limit:
             return True
         with self._lock:
@@ -275,20 +277,20 @@ class Ledger:
             return self._held + nbytes <= self.limit
 
     def read_compiled(self, account: Account, node: tuple[int, int], nbytes: int) -> None:
-        """Book bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
+        """Add bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
         with self._lock:
             self.compiled[node] = total = self.compiled.get(node, 0) + nbytes
         self.touch_peak(account, total, "compiled")
 
     def occupy(self, tier: str, nbytes: int) -> None:
-        """Book room in a tier as reserved, or as given back where negative."""
+        """Add reserved bytes to a tier; negative bytes were given back."""
         with self._lock:
             medium = self.media.setdefault(tier, [0, 0])
             medium[0] += nbytes
             medium[1] = max(medium)
 
     def time(self, account: Account, kind: str, ns: int) -> None:
-        """Book how long an "offload", a "fetch", a "stall" or a stall for "room" took."""
+        """Add the time of an "offload", a "fetch", a "stall" or a stall for "room" to an account."""
         with self._lock:
             if kind == "offload":
                 account.offload_ns += ns
@@ -300,7 +302,7 @@ class Ledger:
                     account.room_ns += ns
 
     def judge(self, account: Account, *, late: bool) -> None:
-        """Book a fetch that was begun before backward asked for it as late or in time."""
+        """Count a fetch that was begun before backward asked for its payload, as late or in time."""
         with self._lock:
             if late:
                 account.late += 1
@@ -308,7 +310,7 @@ class Ledger:
                 account.hits += 1
 
     def start(self) -> None:
-        """Forget the figures of the last forward; what is still held goes on being held."""
+        """Forget the figures of the last forward, but for the bytes that are still held."""
         with self._lock:
             self._book_gone()
             for account in list(self._accounts.values()):
@@ -326,13 +328,13 @@ class Ledger:
                 medium[1] = medium[0]
 
     def mark_turn(self) -> None:
-        """Backward begins inside of the context: remember what is held now, the end of forward."""
+        """Remember the held bytes as those of the end of forward: backward begins inside of the context."""
         with self._lock:
             self._mark_locked()
             self._turned = True
 
     def mark_exit(self) -> None:
-        """Remember what is held now: the end of forward, unless less is held than when backward began."""
+        """Remember the held bytes as those of the end of forward, unless more were held when backward began."""
         with self._lock:
             self._book_gone()
             if not self._turned or self._held > self.held_at_exit:

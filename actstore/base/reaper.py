@@ -1,7 +1,7 @@
-"""What happens when an object dies, and a queue for it.
+"""Finalizers of objects, and a queue for the items that they give back.
 
 A finalizer runs at any moment on any thread, also on the thread that holds the lock it would need. It therefore only
-appends here, which is atomic; the items are handled later, under the lock, by ordinary code.
+appends here, which is atomic. Ordinary code handles the items later, under the lock.
 
 An interrupt (Ctrl-C) that arrives while the main thread computes in C is raised in the first Python function after it.
 Where that is a ``__del__``, Python prints the interrupt, forgets it, and the object is never freed. `Finalizer` has
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Finalizer(partial[object]):
-    """An owner of what must be given back: ``Finalizer(put, item)`` calls ``put(item)`` when it dies.
+    """An owner of an item that must be given back: ``Finalizer(put, item)`` calls ``put(item)`` when it dies.
 
     `put` is a function written in C, such as `Reaper.put`: then no Python code runs, and no interrupt comes between.
     """
@@ -31,7 +31,7 @@ class Finalizer(partial[object]):
 
 
 class Reaper(Generic[T]):
-    """Collects items by `put`, at any moment; `drain` gives each to `handle` under `lock`, one at a time."""
+    """A queue of items: `put` takes one at any moment, and `drain` gives each to `handle` under `lock`."""
 
     def __init__(self, lock: Lock, handle: Callable[[T], None]) -> None:
         self._lock = lock
@@ -40,13 +40,13 @@ class Reaper(Generic[T]):
         self.put = self.queue.append
 
     def drain(self) -> None:
-        """Handle what is queued. Not for finalizers, nor for the owner of the lock."""
+        """Handle the queued items. Not for finalizers, nor for the owner of the lock."""
         if self.queue:
             with self._lock:
                 self.drain_locked()
 
     def try_drain(self) -> None:
-        """Handle what is queued, unless the lock is taken. Safe in finalizers."""
+        """Handle the queued items, unless the lock is taken. Safe in finalizers."""
         if self._lock.acquire(blocking=False):
             try:
                 self.drain_locked()
@@ -54,6 +54,6 @@ class Reaper(Generic[T]):
                 self._lock.release()
 
     def drain_locked(self) -> None:
-        """Handle what is queued; the caller owns the lock."""
+        """Handle the queued items; the caller owns the lock."""
         while self.queue:
             self._handle(self.queue.popleft())

@@ -7,7 +7,7 @@ from ctypes import CDLL, c_int, c_size_t, c_void_p
 import torch
 from torch import Tensor
 
-WORDS = 2**23  # compared at a time on a device, so that it needs little memory
+CHUNK_WORDS = 2**23  # compared at a time on a device, so that the comparison needs little memory
 _compare = CDLL(None).memcmp
 _compare.argtypes, _compare.restype = [c_void_p, c_void_p, c_size_t], c_int
 
@@ -23,7 +23,7 @@ def difference_on_device(a: Tensor, b: Tensor) -> Tensor:
     whole = a.numel() & -8
     if whole and a.data_ptr() % 8 == b.data_ptr() % 8 == 0:
         words = a[:whole].view(torch.int64), b[:whole].view(torch.int64)
-        for x, y in zip(words[0].split(WORDS), words[1].split(WORDS), strict=True):
+        for x, y in zip(words[0].split(CHUNK_WORDS), words[1].split(CHUNK_WORDS), strict=True):
             found = found | (x != y).any()
         a, b = a[whole:], b[whole:]
     return found | (a != b).any()

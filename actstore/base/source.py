@@ -23,11 +23,11 @@ class TranslationUnit(NamedTuple):
 
 @cache
 def folder() -> Path:
-    """Where the sources are: inside an installed wheel, else beside the package in a checkout.
+    """Return the folder of the sources: inside an installed wheel, else beside the package in a checkout.
 
     Raises
     ------
-    KernelUnavailable : in neither place
+    KernelUnavailable : the sources are in neither place
     """
     places = (_PACKAGE / "_csrc", _PACKAGE.parent / "csrc")
     for place in places:
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 @cache
 def read(file: str) -> TranslationUnit:
-    """The source of `file`, such as ``"int8.cu"``.
+    """Read the source of `file`, such as ``"int8.cu"``.
 
     Notes
     -----
@@ -49,7 +49,7 @@ def read(file: str) -> TranslationUnit:
 
 
 def _inline(path: Path, seen: set[Path]) -> str:
-    """The text of a file, each quoted include replaced by its file at the first time and by nothing afterwards."""
+    """Return the text of a file. The first quoted include of a file is replaced by its text, later ones by nothing."""
     if path in seen:
         return ""
     seen.add(path)

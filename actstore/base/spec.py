@@ -1,4 +1,4 @@
-"""What must come back, and where it was saved."""
+"""Specs: the metadata with which a saved tensor must come back; and sites: the places that save tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Spec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A fresh uninitialised tensor of this spec."""
+        """Allocate an uninitialised tensor of this spec."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def check(self, tensor: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Spec(NamedTuple):
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Say what a tensor is, for messages, also where it has no one shape."""
+    """Describe a tensor for messages, also a nested one, which has more than one shape."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return f"nested {str(tensor.dtype).removeprefix('torch.')} of {tensor.size(0)} tensors on {tensor.device}"
     return str(Spec.of(tensor))

@@ -1,7 +1,7 @@
 """Weak references to storages, as plain integers.
 
-An address is no identity: once its storage is freed, another one may have it. A weak reference keeps the address (not
-the memory) from being used again, and so makes it one.
+An address does not identify a storage: once the storage is freed, another one may have it. A weak reference keeps the
+address (not the memory) from being used again, and so makes it an identity.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ expired: Callable[[int], bool] = _untyped._expired
 
 
 def revive(key: int) -> UntypedStorage | None:
-    """The storage of a weak reference, if it still lives."""
+    """Return the storage of a weak reference; None where it was freed."""
     return cast("UntypedStorage | None", _untyped._new_with_weak_ptr(key))
 
 
 def storages_of(tensor: Tensor) -> Sequence[UntypedStorage]:
-    """The storages under a tensor of any class: none for a sparse one, those of its parts for a wrapper."""
+    """Return the storages under a tensor of any class: none for a sparse one, those of its parts for a wrapper."""
     if tensor.__class__ not in _PLAIN and _is_wrapper(tensor):
         wrapper: Any = tensor
         parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
@@ -41,6 +41,6 @@ def storages_of(tensor: Tensor) -> Sequence[UntypedStorage]:
 
 
 def whole_of(storage: UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """All of a storage as a 1-d tensor."""
+    """View all of a storage as a 1-d tensor."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
     return cast("torch.Tensor", empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)))

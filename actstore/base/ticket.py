@@ -23,7 +23,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether the operation is complete or has failed, without waiting."""
+        """Return whether the operation is complete or has failed, without waiting."""
 
     @abstractmethod
     def wait_on(self, stream: Any) -> None:
@@ -43,7 +43,7 @@ class Ticket(ABC):
         """
 
     def span(self) -> Span | None:
-        """When the operation ran; None while it is not complete, and where it was not measured."""
+        """Return when the operation began and ended; None before it is complete, and where it was not measured."""
         return None
 
 
@@ -60,10 +60,10 @@ class Done(Ticket):
         return True
 
     def wait_on(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: the operation is complete."""
 
     def result(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the operation is complete."""
 
 
 DONE = Done()
@@ -71,7 +71,7 @@ DONE = Done()
 
 class EventClock(Protocol):
     def ns(self, event: Any) -> int:
-        """When a timed event of the device happened, on the clock of time.perf_counter_ns."""
+        """Return when a timed event of the device happened, on the clock of time.perf_counter_ns."""
 
 
 class EventTicket(Ticket):
@@ -104,10 +104,10 @@ class EventTicket(Ticket):
 
 
 class JobTicket(Ticket):
-    """Work of host threads: of all `jobs`, each of which returns when it began and ended.
+    """The work of all `jobs` on host threads. Each job returns the times of its begin and its end.
 
     Where jobs put copies on a device's stream, `copies` holds their tickets once the jobs are done.
-    A forked child has no workers: nothing waits there for what the parent still does.
+    A forked child has no workers: nothing there waits for the jobs of the parent.
     """
 
     def __init__(self, jobs: Sequence[Job[Span]], copies: Sequence[Ticket] = ()) -> None:
@@ -133,9 +133,9 @@ class JobTicket(Ticket):
     def _finish_jobs(self) -> None:
         if self._pid != os.getpid():
             raise StateError("a forked child cannot wait for the work of its parent; run backward in the parent")
-        errors = [job.exception() for job in self._jobs]  # waits for all: until then some use the memory
+        errors = [job.exception() for job in self._jobs]  # waits for all: until then some jobs use the memory
         for error in errors:
-            if error is not None:  # a new error for each caller, who will add where it happened
+            if error is not None:  # a new error for each caller, which adds where it happened
                 kind: type[ActstoreError] = TransferError
                 if isinstance(error, ActstoreError):
                     kind = type(error)
@@ -150,7 +150,7 @@ class JobTicket(Ticket):
 
 
 class Between(Ticket):
-    """What a stream did from one point to another."""
+    """The work of a stream from one point to another."""
 
     on_stream = True
 

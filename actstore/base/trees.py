@@ -1,4 +1,4 @@
-"""The tensors among the arguments of a call: PyTorch's trees, and a short way for those that most calls have."""
+"""The tensors among the arguments of a call: PyTorch's pytrees, and a fast path for the arguments of most calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _LEAVES = frozenset({Tensor, Parameter, type(None), bool, int, float, str})
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Form]:
-    """The leaves of arguments, and how they go together again. At once for leaves and tuples of leaves: recurrent
-    cells are called a thousand times, and a tree takes ten times as long."""
+    """Flatten arguments into leaves, and a form with which `unflatten` puts them together again.
+
+    Leaves and tuples of leaves take the fast path. Recurrent cells are called a thousand times, and a pytree takes ten
+    times as long.
+    """
     leaves: list[Any] = []
     sizes = []
     for arg in args:
@@ -32,7 +35,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], F
 
 
 def unflatten(leaves: list[Any], form: Form) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments from their leaves."""
+    """Build the arguments from their leaves."""
     if isinstance(form, TreeSpec):
         args, kwargs = tree_unflatten(leaves, form)
         return args, kwargs

@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Numbers of bytes as text: parsed and formatted."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
 def parse_budget(value: int | str, name: str = "budget") -> int:
     """Read a number of bytes for this process; ``"256GiB/node"`` is its equal share among all processes of the node.
 
-    How many those are says the environment variable LOCAL_WORLD_SIZE, which torchrun sets; one where it is missing.
+    The environment variable LOCAL_WORLD_SIZE, which torchrun sets, gives the number of processes; by default 1.
 
     Raises
     ------
-    ConfigError : as `parse_nbytes`; or LOCAL_WORLD_SIZE is no positive number
+    ConfigError : as `parse_nbytes`; or LOCAL_WORLD_SIZE is not a positive number
     """
     match = _PER_NODE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -55,19 +55,19 @@ def parse_budget(value: int | str, name: str = "budget") -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"{name}={value!r} needs the number of processes of this node, and LOCAL_WORLD_SIZE={text!r} is none; "
-            "start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+            f"{name}={value!r} needs the number of processes of this node. LOCAL_WORLD_SIZE={text!r}: must be an int "
+            ">= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
         )
     return parse_nbytes(match.group(1), name) // int(text)
 
 
 def round_up(nbytes: int, grain: int) -> int:
-    """The next multiple of `grain`."""
+    """Return the next multiple of `grain`."""
     return -(-nbytes // grain) * grain
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Write bytes for people, in powers of 1024: ``1536 -> '1.5 KiB'``."""
+    """Format bytes for people, in powers of 1024: ``1536 -> '1.5 KiB'``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -1,4 +1,4 @@
-"""What codecs of affine blocks share. The format: csrc/affine.md."""
+"""The base classes of codecs of affine blocks. The format: csrc/affine.md."""
 
 from __future__ import annotations
 

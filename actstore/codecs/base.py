@@ -1,4 +1,4 @@
-"""What a codec is: a pure function from a dense tensor to bytes and back."""
+"""The interface of a codec: a pure function from a dense tensor to bytes and back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from actstore.errors import ChainError
 
 @dataclass(frozen=True)
 class Exact:
-    """The payload has exactly this many bytes."""
+    """The size of a payload that has exactly this many bytes."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """The payload has at most this many bytes. It begins with its length, a little-endian 64-bit integer.
+    """The size of a payload of at most this many bytes. It begins with its length, a little-endian 64-bit integer.
 
-    On a CPU `encode` returns that length. On another device it stands there when the device gets to it, and `encode`
-    returns this bound: nobody waits. A payload of no bytes has no length in it, and is `Exact`.
+    On a CPU `encode` returns that length. On another device the device writes it later, and `encode` returns this
+    bound, so that the host does not wait. A payload of no bytes has no length in it, and is `Exact`.
     """
 
     nbytes: int
@@ -40,8 +40,8 @@ class Bound(NamedTuple):
     `used` may be None where the payload is exact: all of `nbytes`.
     """
 
-    nbytes: int  # to reserve
-    exact: bool  # the payload has this many bytes, not at most
+    nbytes: int  # to reserve for the payload
+    exact: bool  # the payload has exactly this many bytes, not at most
     encode: Callable[[torch.Tensor, torch.Tensor, int], int | None]
     decode: Callable[[torch.Tensor, torch.Tensor, int], object]
     as_is: bool = False  # the payload is the elements as they lie in storage
@@ -49,17 +49,17 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Encodes dense tensors to one buffer of bytes and decodes them again.
+    """A pure function that encodes a dense tensor to one buffer of bytes, and its inverse.
 
-    Subclasses are frozen dataclasses, so that equality, hash, repr and options come for free. Their fields are the
-    options of the policy text: ``int8(group=64)`` is ``Int8(group=64)``.
+    Subclasses are frozen dataclasses, which gives them equality, hash, repr and options. Their fields are the options
+    of the policy text: ``int8(group=64)`` is ``Int8(group=64)``.
 
     Attributes
     ----------
     lossless : every element comes back bit for bit
     keyed : rounds with random bits, drawn from the `key` of `encode`: the same key gives the same bytes everywhere
     shaped : the payload depends on the shape, not only on the elements in storage order
-    chained : what it writes goes through an inner codec
+    chained : an inner codec encodes the elements that this codec makes
     reproducible : `encode` writes the same bytes in every version of the libraries that do the work
     """
 
@@ -80,20 +80,20 @@ class Codec(ABC):
 
     @property
     def decides(self) -> bool:
-        """Whether the payload holds only what the operator decides by that reads it: there is no error to measure."""
+        """Return whether the payload holds only the decision that backward reads, so that no error is measured."""
         return False
 
     @property
     def plain(self) -> Codec:
-        """The codec that makes the same bytes and does nothing else; another one where encoding is observed."""
+        """The codec that makes the same bytes and has no side effects; an observing codec returns its inner one."""
         return self
 
     @property
     def keeping_signs(self) -> Codec | None:
-        """This codec so that zeros, positive and negative elements come back as such, or as its options say.
+        """The variant of this codec that keeps zeros, positive and negative elements apart, unless its options forbid.
 
-        A store takes it where backward decides by the sign of an element, as behind ReLU. Where it is None, what is
-        saved there stays exact.
+        A store takes it where backward decides by the sign of an element, as behind ReLU. Where it is None, the store
+        keeps such tensors exact.
         """
         return self if self.lossless else None
 
@@ -107,11 +107,11 @@ class Codec(ABC):
 
     @abstractmethod
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be encoded."""
+        """Return whether the codec can encode tensors of this dtype."""
 
     @abstractmethod
     def size(self, spec: Spec) -> Size:
-        """Bytes of the payload of a tensor with this spec.
+        """Return the size of the payload of a tensor with this spec.
 
         Raises
         ------
@@ -126,7 +126,7 @@ class Codec(ABC):
         ----------
         src : Tensor, any shape, non-overlapping and dense strides (elements are read in storage order)
         out : Tensor, 1-d uint8, contiguous, 16-byte aligned, at least ``size(spec).nbytes``, on `src`'s device
-        key : where the random bits of a `keyed` codec come from, 0 to 2**63 - 1; `decode` needs the same
+        key : the seed of the random bits of a `keyed` codec, 0 to 2**63 - 1; `decode` needs the same
 
         Raises
         ------
@@ -134,11 +134,11 @@ class Codec(ABC):
 
         Notes
         -----
-        Runs on the current stream, never waits for the device.
+        Runs on the current stream, and never waits for the device.
         """
 
     def bind(self, src: torch.Tensor) -> Bound:
-        """Encode and decode without checks, for tensors with `src`'s dtype, device and number of elements.
+        """Return `encode` and `decode` without checks, for tensors with `src`'s dtype, device and number of elements.
 
         For callers that repeat one kind of tensor and keep the rules of `encode` and `decode` themselves. The tensors
         of a `shaped` codec also have `src`'s shape and strides when they are encoded; they decode into any tensor.
@@ -156,8 +156,8 @@ class Codec(ABC):
 
         Raises
         ------
-        PayloadError : `buf` is smaller than the payload must be, or on a CPU holds what no `encode` writes, where the
-            codec can tell
+        PayloadError : `buf` is smaller than the payload must be, or on a CPU holds bytes that no `encode` writes, where
+            the codec can tell
         """
 
 
@@ -166,7 +166,7 @@ def require_leaf(outer: str, inner: object) -> None:
 
     Raises
     ------
-    ChainError : `inner` is no codec, or has an inner codec of its own
+    ChainError : `inner` is not a codec, or has an inner codec of its own
     """
     if not isinstance(inner, Codec):
         call = f"; call it: {inner.__name__}()" if isinstance(inner, type) and issubclass(inner, Codec) else ""

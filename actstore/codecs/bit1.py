@@ -11,7 +11,7 @@ from actstore.codecs.dispatch import KernelCodec
 
 @dataclass(frozen=True)
 class Bit1(KernelCodec):
-    """One bit per element of a bool tensor.
+    """A codec of bool tensors: one bit per element.
 
     Notes
     -----

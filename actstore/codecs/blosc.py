@@ -1,4 +1,4 @@
-"""Codecs that compress bytes with a kept library, blosc2. The format: csrc/blosc.md."""
+"""Codecs that compress bytes with the library blosc2. The format: csrc/blosc.md."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LEVELS = (1, 9)
 
 @dataclass(frozen=True)
 class BloscCodec(Codec):
-    """What `zstd` and `lz4` share: the payload of an inner codec, losslessly compressed on the CPU.
+    """The base of `zstd` and `lz4`: the payload of an inner codec, losslessly compressed on the CPU.
 
     Parameters
     ----------
-    inner : any codec but these
+    inner : any codec but `zstd` and `lz4`
     level : 1, the fastest, to 9
     shuffle : before compression, bring together the first bytes of all elements, then the second ones, and so on
         (``byte``), or the same with bits (``bit``); elements are those of the tensor where `inner` is ``raw``, else
@@ -34,14 +34,14 @@ class BloscCodec(Codec):
 
     Raises
     ------
-    ChainError : `inner` is one of these
+    ChainError : `inner` is `zstd` or `lz4`
     ConfigError : another level
 
     Notes
     -----
     dtypes, error and special values are those of `inner`; lossless where that is. CPU tensors only, on one thread.
     Bytes that do not get smaller are stored as they are: at most 32 bytes and 8 for each 64 MiB more than `inner` has.
-    Payloads decode for ever; what `encode` writes may change with the version of blosc2. Altered payloads raise
+    Payloads decode for ever; the bytes of `encode` may change with the version of blosc2. Altered payloads raise
     PayloadError or decode to other values. Allocates the inner payload (not for ``raw``) and a frame of 64 MiB.
     """
 
@@ -131,7 +131,7 @@ class BloscCodec(Codec):
 
     @property
     def _plain(self) -> bool:
-        """Whether the bytes of the tensor are compressed themselves."""
+        """Return whether blosc2 compresses the bytes of the tensor itself: the inner codec is ``raw``."""
         return isinstance(self.inner, Raw)
 
     def _scratch(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class Bnb8(Codec):
-    """One byte per element, an index of 256 unevenly spaced values, and a float32 scale per 256 elements.
+    """A byte per element, the index of one of 256 unevenly spaced values, and a float32 scale per 256 elements.
 
-    bitsandbytes does the work, as it does for 8-bit optimizers; here to compare with, `int8` is the faster choice.
+    bitsandbytes does the work, as it does for 8-bit optimizers. The codec is here for comparison: `int8` is faster.
 
     Notes
     -----
@@ -40,15 +40,15 @@ class Bnb8(Codec):
 
     def size(self, spec: Spec) -> Exact:
         check_dtype(self, spec.dtype)
-        return Exact(round_up(spec.numel) + 4 * -(-spec.numel // bnb8.BLOCK))
+        return Exact(round_up(spec.numel) + 4 * -(-spec.numel // bnb8.BLOCK_NUMEL))
 
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
-        """See `Codec.encode`.
+        """Encode as `Codec.encode` says.
 
         Notes
         -----
-        bitsandbytes quantizes on CUDA's legacy default stream, which then waits for the current stream, and the current
-        stream for it: other work on the legacy stream comes in between, and CUDA graphs cannot capture this.
+        bitsandbytes quantizes on CUDA's legacy default stream, which waits for the current stream, and the current
+        stream then waits for it. Other work on the legacy stream comes in between, and CUDA graphs cannot capture this.
         """
         nbytes = self.size(Spec.of(src)).nbytes
         check_buffers(self, src, out, nbytes, "encode", SpecError)
@@ -68,5 +68,5 @@ class Bnb8(Codec):
 
     @staticmethod
     def _sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        absmaxes = payload[round_up(numel) :][: 4 * -(-numel // bnb8.BLOCK)]
+        absmaxes = payload[round_up(numel) :][: 4 * -(-numel // bnb8.BLOCK_NUMEL)]
         return payload[:numel], absmaxes.view(torch.float32)

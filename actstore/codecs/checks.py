@@ -1,4 +1,4 @@
-"""What every codec checks before it reads or writes."""
+"""Checks that every codec makes before it reads or writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actstore.kernels.base import payload_pointer
 
 
 def require_choice(codec: Codec, option: str, choices: tuple[object, ...]) -> None:
-    """Refuse a value of an option that is none of `choices`.
+    """Refuse a value of an option that is not one of `choices`.
 
     Raises
     ------
@@ -27,11 +27,11 @@ def require_choice(codec: Codec, option: str, choices: tuple[object, ...]) -> No
 
 
 def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
-    """Say what to use instead, where a codec does not take a dtype.
+    """Refuse a dtype that the codec does not accept, and name codecs that do.
 
     Raises
     ------
-    SpecError : it does not
+    SpecError : the codec does not accept the dtype
     """
     if not codec.accepts(dtype):
         raise SpecError(
@@ -45,11 +45,11 @@ def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
 def check_buffers(
     codec: Codec, tensor: torch.Tensor, payload: torch.Tensor, nbytes: int, verb: str, short: type[ActstoreError]
 ) -> None:
-    """Say what is wrong with a tensor and its payload of at least `nbytes`, if something is.
+    """Check a tensor and its payload of at least `nbytes`.
 
     Raises
     ------
-    SpecError : the kind, the device, the address or the strides of one of them
+    SpecError : the dtype, the device, the address or the strides of one of them are wrong
     short : the payload is smaller
     """
     spec = Spec.of(tensor)

@@ -27,7 +27,7 @@ class KernelCodec(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether `_nbytes` is the size of the payload and not only a bound. Subclasses set it as a class attribute."""
+        """Return whether `_nbytes` is the size of the payload, not a bound. Subclasses set it as a class attribute."""
         return True
 
     @property
@@ -35,11 +35,11 @@ class KernelCodec(Codec):
         return self.name
 
     def _options(self) -> dict[str, Any]:
-        """What ``kernels(dtype, device, **options)`` gets: the fields of the codec."""
+        """Return the options of ``kernels(dtype, device, **options)``: the fields of the codec."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
-        """The kernels of one back end, ``cpu``, ``cuda`` or ``torch``.
+        """Return the kernels of one back end, ``cpu``, ``cuda`` or ``torch``.
 
         Raises
         ------
@@ -51,14 +51,14 @@ class KernelCodec(Codec):
 
     @abstractmethod
     def _nbytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the payload of `numel` elements; the most that it can have where the codec is not `exact`."""
+        """Return the bytes of the payload of `numel` elements; an upper bound where the codec is not `exact`."""
 
     def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-        """What the kernels of a `shaped` codec get after the key."""
+        """Return the arguments that the kernels of a `shaped` codec get after the key."""
         return ()
 
     def _shaped_nbytes(self, numel: int, itemsize: int, shape_args: tuple[int, ...]) -> int:
-        """`_nbytes` of a codec whose payload depends on the shape."""
+        """Return `_nbytes` of a codec whose payload depends on the shape."""
         return self._nbytes(numel, itemsize)
 
     def size(self, spec: Spec) -> Size:
@@ -117,7 +117,7 @@ class KernelCodec(Codec):
 
 
 def find_kernels(codec: KernelCodec, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels of the best back end that this machine has, with one warning where it is not the best."""
+    """Find the kernels of the best back end that this machine has, with one warning where it lacks a better one."""
     back_ends = ["torch"]
     if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
         back_ends.insert(0, device.type)
@@ -135,10 +135,10 @@ def _warn_once(message: str) -> None:
 
 
 def _shaped(run: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """The same kernel for one shape."""
+    """Bind a kernel to one shape."""
     return lambda source, target, numel, key: run(source, target, numel, key, *shape)
 
 
 def _nothing(source: torch.Tensor, target: torch.Tensor, key: int) -> int:
-    """Encode or decode of no elements: no bytes."""
+    """Encode or decode no elements: no bytes."""
     return 0

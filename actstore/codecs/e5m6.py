@@ -26,8 +26,8 @@ class E5m6(SignedCodec):
     -----
     dtypes: float32, float16, bfloat16. 12 bits per element, no scale.
     ``|x - decode(encode(x))| <= max(|x| / 128, 2**-21)`` for ``|x| < 65280``; from there on a finite value becomes Inf,
-    so that what does not fit is seen. NaN, Inf and -0.0 stay what they are. With ``signs=keep`` magnitudes up to
-    ``2**-21`` but zero become ``2**-20``.
+    so that overflow shows. NaN, Inf and -0.0 stay what they are. With ``signs=keep`` magnitudes up to ``2**-21`` but
+    zero become ``2**-20``.
     """
 
     name = "e5m6"

@@ -12,7 +12,7 @@ from actstore.kernels.expack import SPLITS, most_nbytes
 
 @dataclass(frozen=True)
 class Expack(KernelCodec):
-    """Sign and mantissa as they are, exponents in as many bits as those of each 1024 elements need.
+    """A codec of floats: sign and mantissa as they are, exponents in as many bits as each 1024 elements need.
 
     Notes
     -----

@@ -11,16 +11,16 @@ from actstore.codecs.base import Codec, require_leaf
 from actstore.codecs.dispatch import KernelCodec
 from actstore.codecs.int4 import Int4
 from actstore.errors import ChainError
-from actstore.kernels.hadamard128 import ROTATED
+from actstore.kernels.hadamard128 import ROTATION_NUMEL
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
 class Hadamard128(KernelCodec):
-    """Each 128 consecutive elements, rotated by random signs and a Walsh-Hadamard transform, through `inner`.
+    """A chain: random signs and a Walsh-Hadamard transform rotate each 128 consecutive elements, which `inner` encodes.
 
-    The rotation spreads an outlier over its 128 elements, which helps codecs with few levels where outliers are rare,
+    The rotation spreads an outlier over its 128 elements. That helps codecs with few levels where outliers are rare,
     and hurts data of one sign or with many zeros.
 
     Parameters
@@ -34,11 +34,11 @@ class Hadamard128(KernelCodec):
     Notes
     -----
     dtypes: float32, float16, bfloat16. Bits per element are those of `inner`, the last 128 elements counted as a whole.
-    The rotation keeps lengths: the error of a group, as the root of a sum of squares, is that of `inner` on the rotated
-    group, and at most ``2**-20`` of the group's length and half a unit in the last place of each element more.
+    The rotation keeps lengths. The error of a group, as the root of a sum of squares, is that of `inner` on the rotated
+    group, plus at most ``2**-20`` of the group's length and half a unit in the last place of each element.
     Magnitudes below ``2**-96`` count as zero. 128 elements with one that is not finite, or with magnitudes whose sum is
-    beyond float32, come back as NaN, and so does whatever `inner` loses together with them. Needs the key of `encode`
-    to decode. Allocates float32 scratch of the size of the tensor.
+    beyond float32, come back as NaN. So do all elements that `inner` loses together with them. Needs the key of
+    `encode` to decode. Allocates float32 scratch of the size of the tensor.
     """
 
     name = "hadamard128"
@@ -74,7 +74,7 @@ class Hadamard128(KernelCodec):
 
     @property
     def _leaf(self) -> KernelCodec:
-        """The inner codec, as what `__post_init__` found it to be."""
+        """The inner codec, with the type that `__post_init__` has checked."""
         assert isinstance(self.inner, KernelCodec)
         return self.inner
 
@@ -85,4 +85,4 @@ class Hadamard128(KernelCodec):
         return {"inner": self.inner}
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
-        return self._leaf._nbytes(-(-numel // ROTATED) * ROTATED, torch.float32.itemsize)
+        return self._leaf._nbytes(-(-numel // ROTATION_NUMEL) * ROTATION_NUMEL, torch.float32.itemsize)

@@ -30,9 +30,9 @@ class Int4(BlockCodec):
     half a unit in the last place of the dtype; a group of one bfloat16 number comes back exactly. A group with NaN or
     Inf decodes to NaN; a finite value never decodes to Inf; a group with ``max - m < 2**-80`` decodes to ``m``.
 
-    With ``signs=keep`` zero is a code in each group with elements that are not positive, and elements of less than half
-    a step come back with an error of ``s`` at most, so that rounding by random bits is not unbiased there. Groups with
-    negative elements then have a step up to about twice as large.
+    With ``signs=keep`` zero is a code in each group with elements that are not positive. Elements of less than half a
+    step come back with an error of ``s`` at most; rounding by random bits is not unbiased there. Groups with negative
+    elements then have a step up to about twice as large.
     """
 
     name = "int4"

@@ -28,10 +28,10 @@ class Int8(SignedCodec):
     affine : whether codes count from the minimum of the group, which is stored beside the scale (16 / `group` bits
         more): half the error for data of one sign
     axis : which elements form a group: ``element``, consecutive ones in storage order; ``token``, those of `group`
-        consecutive rows in one column, where a row is the dimension with the least stride. Channels that are much
-        larger than the others then spoil no one else's scale
-    signs : ``keep`` gives what rounds to zero the smallest code of its sign, so that zeros, positive and negative
-        elements stay what they are; ``round`` does not; ``auto`` is ``keep`` in a store where backward decides by the
+        consecutive rows in one column, where a row is the dimension with the least stride. A channel with much larger
+        values then does not affect the scales of the remaining channels
+    signs : ``keep`` gives an element that rounds to zero the smallest code of its sign, so that zeros, positive and
+        negative elements stay apart; ``round`` does not; ``auto`` is ``keep`` in a store where backward decides by the
         sign of a tensor, as behind ReLU, else ``round``
 
     Raises
@@ -100,7 +100,7 @@ class Int8(SignedCodec):
         return ((numel + 15) & -16) + 2 * -(-numel // self.group)
 
     def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-        """Elements in a row of the storage, 1 for tensors of fewer than two dimensions."""
+        """Return the elements in a row of the storage, 1 for tensors of fewer than two dimensions."""
         if self.axis == "element":
             return ()
         compact = layout_of(shape, stride).compact

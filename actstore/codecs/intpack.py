@@ -12,11 +12,11 @@ from actstore.kernels.intpack import DTYPES, most_nbytes
 
 @dataclass(frozen=True)
 class Intpack(KernelCodec):
-    """Integers as their distance to the least of each 1024, in as many bits as the largest distance needs.
+    """A codec of integers: the distance to the least of each 1024, in as many bits as the largest distance needs.
 
     Notes
     -----
-    dtypes: int8, int16, int32, int64, uint8, bool. Lossless: the bits are counted on the elements, nothing is assumed.
+    dtypes: int8, int16, int32, int64, uint8, bool. Lossless: `encode` finds the width from the elements themselves.
     Size: those bits and 1/8 bit per element, so at most 1/8 bit above the elements. Token indices below 50,257 take
     16.1 bits, zeros and ones 1.1.
     """

@@ -10,7 +10,7 @@ from actstore.codecs.blosc import BloscCodec
 
 @dataclass(frozen=True)
 class Lz4(BloscCodec):
-    """LZ4: the faster of the two; it finds repeated bytes only, so that `shuffle` is by bits. See `BloscCodec`."""
+    """LZ4: faster than `zstd`; it finds repeated bytes only, so that `shuffle` is by bits. See `BloscCodec`."""
 
     name = "lz4"
 

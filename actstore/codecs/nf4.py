@@ -24,8 +24,8 @@ class Nf4(SignedCodec):
     Parameters
     ----------
     group : elements that share a scale: 32, 64, 128 or 256: 4 + 16 / `group` bits per element
-    layout : ``plain`` stores the largest magnitude as bfloat16; ``bnb``, with groups of 64 only, writes what
-        ``bitsandbytes.functional.quantize_4bit`` writes, 4.5 bits per element
+    layout : ``plain`` stores the largest magnitude as bfloat16; ``bnb``, with groups of 64 only, writes the bytes of
+        ``bitsandbytes.functional.quantize_4bit``, 4.5 bits per element
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
         store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
 

@@ -20,7 +20,7 @@ GROUPS = (4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Nm(SparseCodec):
-    """Keeps `n` of every `m` consecutive elements, those of the largest magnitude; the others come back as 0.
+    """The `n` largest magnitudes of every `m` consecutive elements; the remaining elements come back as 0.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class Nm(SparseCodec):
     Notes
     -----
     dtypes: float32, float16, bfloat16 where `inner` takes them. 1.0625 bits per element and `inner` of `n` in `m`.
-    Biased: what is left out is small, but it does not average to zero; meant for experiments. Of equal magnitudes the
-    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`, that of
-    another one its magnitude, which no kept one of the group falls below.
+    Biased: the dropped elements are small, but do not average to zero; meant for experiments. Of equal magnitudes the
+    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. That of
+    a dropped element is its magnitude, which is at most that of each kept element of the group.
     """
 
     name = "nm"

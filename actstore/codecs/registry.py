@@ -56,17 +56,17 @@ _TYPES: dict[str, type[Codec]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of actstore's own codecs."""
+    """Return the names of actstore's own codecs."""
     return tuple(_TYPES)
 
 
 def get(name: str) -> type[Codec]:
-    """The codec type called `name`: one of actstore's, or one that an installed package offers.
+    """Return the codec type called `name`: one of actstore's, or one that an installed package offers.
 
     Raises
     ------
-    UnknownCodecError : no such codec; the message lists near names
-    ConfigError : a package offers one that cannot be used
+    UnknownCodecError : an unknown name; the message lists near names
+    ConfigError : a package offers a codec that cannot be used
     """
     found: type[Codec] | None = _TYPES.get(name) or extensions.load(extensions.CODECS, name, Codec)
     if found is None:

@@ -1,4 +1,4 @@
-"""One bit per element: all that backward of some operators reads of what they save. No codec of the policy text."""
+"""One bit per element: all that the backward of some operators needs of their saved tensors. Not in the policy text."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ BITS = Bit1()
 
 @dataclass(frozen=True)
 class Side(Codec):
-    """One bit an element, set between two bounds, for operators whose backward compares with them and reads no more.
+    """One bit per element, set between two bounds, for operators whose backward only compares elements with them.
 
     Parameters
     ----------
-    low, high : the bounds; where `high` is infinity, there is none above
+    low, high : the bounds; `high` may be infinity
     nan : whether NaN counts as between them
     closed : whether the bounds themselves count as between them
 
     Notes
     -----
-    dtypes: float32, float16, bfloat16. 1 bit per element. An element comes back as `inside` or `outside`: where it was,
-    as seen from the bounds, so that such a backward gives the same gradient bit for bit. For NaN, PyTorch's own answer
-    varies with the place of the element for some operators. Allocates a byte for each element, and a float32 number for
-    each of 16 bits.
+    dtypes: float32, float16, bfloat16. 1 bit per element. It comes back as `inside` or `outside`, on its side of
+    the bounds, so that such a backward gives the same gradient bit for bit. For NaN, PyTorch's own result
+    depends on the position of the element for some operators. Allocates a byte for each element, and a float32 number
+    for each element of 16 bits.
     """
 
     name = "side"
@@ -70,7 +70,9 @@ class Side(Codec):
         check_buffers(self, src, out, nbytes, "encode", SpecError)
         elements = storage_slice(src, 0, src.numel())
         if not self.closed:
-            elements = elements.to(torch.float32)  # as these operators compare; shrinking ones do in their dtype
+            elements = elements.to(
+                torch.float32
+            )  # in which these operators compare; shrinking ones compare in their dtype
         if self.closed:
             between = (elements >= self.low) & (elements <= self.high)
         elif self.nan:

@@ -12,7 +12,7 @@ from actstore.kernels.sparse import Rule, SparseSections
 
 
 class SparseCodec(KernelCodec):
-    """What zmask, topk and nm share: everything but which elements are kept."""
+    """The base of zmask, topk and nm, which differ in the rule by which they keep elements."""
 
     inner: Codec
 
@@ -29,11 +29,11 @@ class SparseCodec(KernelCodec):
     @property
     @abstractmethod
     def _rule(self) -> Rule:
-        """Which elements are kept."""
+        """The rule by which elements are kept."""
 
     @property
     def _leaf(self) -> KernelCodec:
-        """The inner codec, as what `__post_init__` found it to be."""
+        """The inner codec, with the type that `__post_init__` has checked."""
         assert isinstance(self.inner, KernelCodec)
         return self.inner
 

@@ -17,12 +17,12 @@ from actstore.kernels.sparse import TILE, Largest
 
 @dataclass(frozen=True)
 class Topk(SparseCodec):
-    """Keeps a share of every 1024 consecutive elements, those of the largest magnitude; the others come back as 0.
+    """The largest magnitudes of every 1024 consecutive elements; the remaining elements come back as 0.
 
     Parameters
     ----------
     fraction : the share that is kept, above 0 and at most 1; of `s` elements ``ceil(fraction * s)``, with the fraction
-        as the decimal number that it is written as
+        read as a decimal number
     inner : Codec for the elements that are kept, without an inner codec of its own
 
     Raises
@@ -33,9 +33,9 @@ class Topk(SparseCodec):
     Notes
     -----
     dtypes: float32, float16, bfloat16 where `inner` takes them. 1.0625 bits per element and `inner` of the share.
-    Biased: what is left out is small, but it does not average to zero; meant for experiments. Of equal magnitudes the
-    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`, that of
-    another one its magnitude, which no kept one of the tile falls below.
+    Biased: the dropped elements are small, but do not average to zero; meant for experiments. Of equal magnitudes the
+    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. That of
+    a dropped element is its magnitude, which is at most that of each kept element of the tile.
     """
 
     name = "topk"

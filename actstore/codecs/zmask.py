@@ -1,4 +1,4 @@
-"""zmask: a mask of what is not zero, and an inner codec for the rest. The format: csrc/sparse.md."""
+"""zmask: a mask of the elements that are not zero, and an inner codec for those. The format: csrc/sparse.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEMSIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Zmask(SparseCodec):
-    """Leaves out elements whose bits are all zero; the others, in their order, go through `inner`.
+    """A mask of the elements with a bit that is not zero; `inner` encodes these elements, in their order.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class Zmask(SparseCodec):
     Notes
     -----
     dtypes: those of `inner` with elements of 1, 2, 4 or 8 bytes. Size: at most 1.0625 bits per element and `inner` of
-    all elements; what it is shows when the elements are counted. Lossless where `inner` is; otherwise what was zero
-    comes back as +0.0 and the error of the others is that of `inner`. -0.0 is not zero: it is kept.
+    all elements; `encode` counts them to find the exact size. Lossless where `inner` is. Otherwise zeros come back as
+    +0.0, and the error of the remaining elements is that of `inner`. -0.0 is not zero: it is kept.
     """
 
     name = "zmask"

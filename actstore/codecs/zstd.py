@@ -9,6 +9,6 @@ from actstore.codecs.blosc import BloscCodec
 
 @dataclass(frozen=True)
 class Zstd(BloscCodec):
-    """Zstandard: the denser of the two, for disks and for hosts that are short of memory. See `BloscCodec`."""
+    """Zstandard: smaller payloads than `lz4`, for disks and for hosts that are short of memory. See `BloscCodec`."""
 
     name = "zstd"

@@ -13,7 +13,7 @@ __all__ = ["Accelerator", "Cpu", "Device", "Workers", "cpu_memory", "open_device
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """The device of a tensor's `device`; the first CPU gives PyTorch its allocator (`cpu_memory.install`)."""
+    """Open the device of a `torch.device`; the first CPU gives PyTorch its allocator (`cpu_memory.install`)."""
     if torch_device.type != "cpu":
         return Accelerator(torch_device)
     cpu_memory.install()

@@ -1,4 +1,4 @@
-"""Accelerators, through torch's device-independent streams and events: CUDA, ROCm, XPU and others."""
+"""Accelerators, through torch's device-independent streams and events: CUDA, ROCm, XPU and more."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class DeviceClock:
-    """Tells when a timed event of one device happened, on the clock of the host (`time.perf_counter_ns`).
+    """The times of one device's timed events, on the clock of the host (`time.perf_counter_ns`).
 
     Times between events are float32 milliseconds: over hours they are off by a quarter of one. So the zero moves along.
     """
 
-    FAR_MS = 4000.0  # half a microsecond off
+    MAX_ELAPSED_MS = 4000.0  # half a microsecond off; beyond it, the event becomes the new zero
 
     def __init__(self, device: torch.device) -> None:
         stream: Any = torch.accelerator.current_stream(device)
@@ -39,7 +39,7 @@ class DeviceClock:
         zero, zero_ns = self._zero
         ms = zero.elapsed_time(event)
         now = zero_ns + int(ms * 1e6)
-        if ms > self.FAR_MS:
+        if ms > self.MAX_ELAPSED_MS:
             self._zero = event, now
         return now
 
@@ -112,7 +112,7 @@ class Accelerator(Device):
         # The pages are unmapped with the last tensor that lies in them; other pinned memory is torch's to return.
 
     def _registered(self, nbytes: int) -> torch.Tensor | None:
-        """Pages that the driver pins as they are; torch's own allocator takes the next power of two."""
+        """Pin exactly `nbytes` of whole pages; torch's own allocator takes the next power of two."""
         nbytes -= nbytes % -mmap.PAGESIZE
         try:
             pages = map_pages(nbytes)
@@ -123,8 +123,8 @@ class Accelerator(Device):
         with torch.accelerator.device_index(self.torch_device.index):
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, PORTABLE))
             if code:
-                # The runtime remembers the refusal and tells it to the next kernel launch of this thread. Torch has no
-                # call to clear it: be that launch.
+                # The CUDA runtime keeps the error, and the next kernel launch of this thread raises it. Torch has no
+                # call to clear it: make that launch here.
                 with suppress(RuntimeError):
                     torch.ones(1, device=self.torch_device)
                 return None
@@ -141,7 +141,7 @@ class Accelerator(Device):
 
 
 def _unregister(pages: dict[int, mmap.mmap], device: torch.device) -> None:
-    """Return what a store that nobody closed has pinned, before it is unmapped."""
+    """Unpin the memory of a store that the caller did not close, before it is unmapped."""
     if pages:
         torch.accelerator.synchronize(device)
         for address in pages:

@@ -1,4 +1,4 @@
-"""What the store needs of a compute device: streams, points in their order, memory and copies.
+"""The interface of a compute device: streams, events, memory and copies.
 
 Three kinds implement it: torch's accelerators, the CPU, and a simulation in the tests, on which the whole store runs.
 """
@@ -22,7 +22,7 @@ class Workers(Protocol):
     """Host threads."""
 
     def submit(self, job: Callable[..., T], /, *args: Any) -> Job[T]:
-        """Have a thread call `job(*args)`; jobs begin in the order of their submission."""
+        """Make a thread call `job(*args)`; jobs begin in the order of their submission."""
 
     def shutdown(self) -> None:
         """Wait for all jobs, and end the threads."""
@@ -31,8 +31,8 @@ class Workers(Protocol):
 class Device(ABC):
     """A compute device. Thread-safe.
 
-    A stream is opaque: work queued on one runs in order, and two are ordered by tickets alone. On a device whose memory
-    is the host's (`on_host`) the only stream is None: the calling thread, and its work is done when a call returns.
+    A stream is opaque: work queued on one stream runs in order, and only tickets order two streams. On a device with
+    host memory (`on_host`) the only stream is None, the calling thread. Its work is complete when a call returns.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Device(ABC):
 
     @abstractmethod
     def current(self) -> Any:
-        """The stream on which the calling thread computes now. Never remembered: it changes."""
+        """Return the stream on which the calling thread computes now. Do not cache it: it changes."""
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -53,15 +53,15 @@ class Device(ABC):
 
     @abstractmethod
     def stream(self) -> Any:
-        """A new stream beside it."""
+        """Create a stream beside the current one."""
 
     @abstractmethod
     def record(self, stream: Any) -> Ticket:
-        """The promise that all work queued on `stream` so far is complete."""
+        """Return the promise that all work queued on `stream` so far will be complete."""
 
     @abstractmethod
     def mark(self, stream: Any) -> Ticket:
-        """Like `record`; the ticket's `span` begins and ends at the moment when `stream` comes to this point."""
+        """Return a ticket as `record` does; its `span` begins and ends when `stream` comes to this point."""
 
     @abstractmethod
     def wait(self, stream: Any, ticket: Ticket) -> Ticket | None:
@@ -78,21 +78,21 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 memory of the device, at a multiple of a page on a CPU, for work on the current stream.
+        """Allocate uninitialised uint8 device memory for the current stream, at a multiple of a page on a CPU.
 
         Another stream may use it only after the current one has come to this point: the memory may be in use before.
         """
 
     @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor | None:
-        """Uint8 host memory, page-aligned, that the device copies from and to without waiting; None when refused.
+        """Allocate pinned uint8 host memory, page-aligned, for asynchronous copies; return None when refused.
 
-        It is returned to the system by `unpin`, or when the process ends.
+        `unpin`, or the end of the process, returns it to the system.
         """
 
     @abstractmethod
     def unpin(self, memory: torch.Tensor) -> None:
-        """Return what `pinned` gave. No copy may run on it, and nobody uses it again."""
+        """Return memory of `pinned` to the system. No copy may run on it, and the caller does not use it again."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
@@ -100,10 +100,10 @@ class Device(ABC):
 
         Returns
         -------
-        Ticket : complete when the copy is; its `span` is the time that the copy took. Whoever frees or overwrites
-            either side comes after it.
+        Ticket : complete when the copy is; its `span` is the time of the copy. The caller frees or overwrites either
+            side only after it.
         """
 
     @abstractmethod
     def workers(self, count: int, name: str) -> Workers:
-        """`count` host threads, their names beginning with `name`."""
+        """Return `count` host threads, whose names begin with `name`."""

@@ -21,13 +21,13 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
-    """Pages of zeros, outside of the heap.
+    """Map pages of zeros, outside of the heap.
 
-    On Linux large ones are advised to be huge pages: a disk writes and reads them faster, for less time of the cores.
+    On Linux large mappings ask for huge pages: a disk writes and reads them faster, with less processor time.
 
     Raises
     ------
-    MemoryError : the system has no more, which it tells as an OSError
+    MemoryError : the system has no more memory, which it reports as an OSError
     """
     try:
         pages = CountedPages(nbytes)
@@ -40,7 +40,7 @@ def map_pages(nbytes: int) -> mmap.mmap:
 
 
 class Cpu(Device):
-    """The host. What runs beside the calling thread runs on worker threads."""
+    """The host. Work beside the calling thread runs on worker threads."""
 
     on_host = True
 
@@ -80,7 +80,7 @@ class Cpu(Device):
         return self.empty(nbytes)
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Nothing to do: the memory is returned with its last reference."""
+        """Do nothing: the last reference returns the memory."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
         for ticket in after:

@@ -2,8 +2,8 @@
 
 glibc keeps the large blocks that tensors free, and often does not give them to the next tensor: a process that stores
 activations in fewer bytes can then need more memory than one that does not. `install` gives PyTorch an allocator
-(`csrc/cpu_allocator.cpp`) whose idle blocks serve the next tensors of their size, and whose mapped bytes do not exceed
-what tensors have needed at once. It is compiled at first use, against the PyTorch that runs; a wheel may bring it.
+(`csrc/cpu_allocator.cpp`). Its idle blocks serve the next tensors of their size, and its mapped bytes do not exceed
+what tensors have needed at once. It is compiled at first use, against the installed PyTorch; a wheel may bring it.
 
 The environment variable ACTSTORE_CPU_ALLOCATOR chooses: ``pages`` (the default), ``threshold`` (glibc returns each
 block of 1 MiB or more at once, which costs time) or ``system`` (nothing is changed).
@@ -36,8 +36,8 @@ log = logging.getLogger("actstore")
 
 Choice = Literal["pages", "threshold", "system"]
 VARIABLE = "ACTSTORE_CPU_ALLOCATOR"
-LEAST_NBYTES = 64 * 1024  # tensors of this size and more come from pages
-THRESHOLD_NBYTES = 1 << 20
+MIN_PAGED_NBYTES = 64 * 1024  # tensors of this size and more come from pages
+MMAP_THRESHOLD_NBYTES = 1 << 20
 COMPILERS = ("c++", "g++", "clang++")
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
@@ -50,7 +50,7 @@ class Status(NamedTuple):
     Attributes
     ----------
     choice : ``pages``, ``threshold`` or ``system``
-    reason : why it is that one; empty where it is as asked
+    reason : why it differs from the requested choice; empty where it does not
     """
 
     choice: Choice
@@ -82,7 +82,7 @@ def choose(choice: Choice) -> None:
 
 
 def install() -> Status:
-    """Give PyTorch the allocator that was chosen, once. Later calls return what the first has done."""
+    """Give PyTorch the chosen allocator, once. Later calls return the status of the first."""
     global _status
     if _status is None:
         with _lock:
@@ -93,7 +93,7 @@ def install() -> Status:
 
 
 def status() -> Status | None:
-    """What `install` has done; None before."""
+    """Return the status of `install`; None before it was called."""
     return _status
 
 
@@ -105,12 +105,12 @@ def count() -> bool:
 
 
 def memory_allocated() -> int | None:
-    """Bytes of CPU tensors and of the store's pages, of those made since `install` or `count`; None before these."""
+    """Return the bytes of CPU tensors and of the store's pages made since `install` or `count`; None before these."""
     return None if _library is None else int(_library.actstore_allocated())
 
 
 def max_memory_allocated() -> int | None:
-    """The high-water of `memory_allocated` since `reset_peak`; None before `install` or `count`."""
+    """Return the high-water of `memory_allocated` since `reset_peak`; None before `install` or `count`."""
     return None if _library is None else int(_library.actstore_max_allocated())
 
 
@@ -143,22 +143,22 @@ class CountedPages(mmap.mmap):
 
     @classmethod
     def total(cls) -> int:
-        """Return the bytes of all that live."""
+        """Return the bytes of all pages that live."""
         return sum(len(pages) for weak in list(cls._made.values()) if (pages := weak()) is not None)
 
 
 def pages_bytes() -> int:
-    """Bytes of tensors and of the store that are on pages of their own, not on the C heap."""
+    """Return the bytes of tensors and of the store that are on pages of their own, not on the C heap."""
     return CountedPages.total() + (0 if _library is None else int(_library.actstore_asked()))
 
 
 def idle_bytes() -> int:
-    """Bytes of pages that no tensor uses, and that wait for the next one."""
+    """Return the bytes of pages that no tensor uses, and that wait for the next one."""
     return 0 if _library is None else int(_library.actstore_idle())
 
 
 def heap() -> tuple[int, int]:
-    """Bytes that are in use on the C heap, mapped blocks included, and bytes of its free blocks; 0 where unknown."""
+    """Return the bytes in use on the C heap, mapped blocks included, and those of its free blocks; 0 where unknown."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if mallinfo2 is None:
         return 0, 0
@@ -205,16 +205,16 @@ def _install(choice: Choice) -> Status:
     if choice == "pages":
         library, reason = _loaded()
         if library is not None:
-            library.actstore_set_least(LEAST_NBYTES)
+            library.actstore_set_least(MIN_PAGED_NBYTES)
             return Status("pages")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, THRESHOLD_NBYTES):
+    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_NBYTES):
         return Status("system", reason or "this C library has no mallopt")
     return Status("threshold", reason)
 
 
 def _loaded() -> tuple[Any, str]:
-    """The library, given to PyTorch as a counter; None and why where it cannot be."""
+    """Load the library, and give it to PyTorch as a counter. Return None and the reason where that is impossible."""
     global _library
     if _library is None:
         if sys.platform != "linux":
@@ -236,7 +236,7 @@ def _loaded() -> tuple[Any, str]:
 
 
 def _other_malloc() -> str:
-    """The library whose malloc the process uses, where it is not the C library's."""
+    """Return the name of the library whose malloc the process uses; empty where it is the C library's."""
 
     class Info(ctypes.Structure):
         _fields_ = (
@@ -255,7 +255,7 @@ def _other_malloc() -> str:
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX of the environment, or one of the usual names; None where there is none."""
+    """Return the command of the C++ compiler: CXX of the environment, or one of the usual names; None without one."""
     given = shlex.split(os.environ.get("CXX", ""))
     if given and shutil.which(given[0]):
         return given
@@ -263,23 +263,23 @@ def compiler() -> list[str] | None:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries: ``$XDG_CACHE_HOME/actstore``, by default ``~/.cache/actstore``."""
+    """Return the folder of compiled libraries: ``$XDG_CACHE_HOME/actstore``, by default ``~/.cache/actstore``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actstore"
 
 
 def library_file() -> Path | None:
-    """The library for the PyTorch that runs, where it is compiled: that of the wheel or of the cache."""
+    """Return the compiled library for this PyTorch, of the wheel or of the cache; None where neither has it."""
     name = library_name(source.read("cpu_allocator.cpp").digest)
     return next((file for folder in (source.folder(), cache_folder()) if (file := folder / name).is_file()), None)
 
 
 @cache
 def _compiled() -> Path:
-    """The library for the PyTorch that runs: that of the wheel, of the cache, or compiled now.
+    """Return the library for this PyTorch: that of the wheel or of the cache, or compile it now.
 
     Raises
     ------
-    KernelUnavailable : there is no compiler, or it fails
+    KernelUnavailable : no compiler is installed, or it fails
     """
     there = library_file()
     if there is not None:
@@ -299,12 +299,12 @@ def _compiled() -> Path:
 
 
 def library_name(digest: str) -> str:
-    """The file name of the library for this PyTorch and this source."""
+    """Return the file name of the library for this PyTorch and this source."""
     return f"cpu_allocator-torch{torch.__version__}-{digest[:12]}.so"
 
 
 def build(command: list[str], text: str, target: Path) -> Path:
-    """Compile `text`, with its includes in it, into the shared library `target`; other processes may do so too.
+    """Compile `text`, with its includes in it, into the shared library `target`; other processes may do so meanwhile.
 
     Raises
     ------

@@ -20,12 +20,12 @@ T = TypeVar("T")
 class Threads:
     """`count` threads that begin jobs in the order of their submission. Thread-safe.
 
-    They start with the first job, and end with `shutdown`, with the last reference to this object, or with the
-    interpreter: it waits for the jobs that run, and the others are cancelled. What a job raises stays in the job.
+    They start with the first job. They end with `shutdown`, with the last reference to this object, or with the
+    interpreter, which waits for the jobs that run and cancels the rest. An error of a job stays in the job.
 
     Notes
     -----
-    Not for a forked child, which has none of the threads.
+    Not for a forked child, in which the threads do not exist.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -33,15 +33,15 @@ class Threads:
         self._name = name
         self._pid = os.getpid()
         self._closed = ""
-        self._queue: SimpleQueue[Any] = SimpleQueue()  # of jobs; anything else ends the threads
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # of jobs; any other item ends the threads
         self._end = ref(self, self._queue.put)  # one call of a C function, which no interrupt can break off
         self._threads: list[Thread] = []
-        self._start_lock = Lock()  # held by the threads that start others, never by the main thread
+        self._start_lock = Lock()  # held by threads that start threads, never by the main thread
         self._starting: Job[None] | None = None
         _all.add(self)
 
     def submit(self, call: Callable[..., T], /, *args: Any) -> Job[T]:
-        """Have a thread call `call(*args)`.
+        """Make a thread call `call(*args)`.
 
         Raises
         ------
@@ -53,7 +53,7 @@ class Threads:
         return job
 
     def begin(self, job: Job[Any]) -> None:
-        """Have a thread run a job. Errors as of `submit`; after an interrupt the job may run or not."""
+        """Make a thread run a job. Errors as of `submit`; after an interrupt the job may run or not."""
         if self._pid != os.getpid():
             raise StateError("these threads are of the parent of a forked process; the child makes its own")
         self._check_open()
@@ -73,11 +73,13 @@ class Threads:
         self._close("shutdown")
 
     def _start(self) -> None:
-        """Have a thread start the threads: starting one takes a `Condition`, and interrupts come to the main thread."""
+        """Make a thread start the threads: a start waits on a `Condition`, and only the main thread is interrupted."""
         starting = self._starting
         if starting is None or (starting.done() and starting.exception() is not None):
             starting = Job(self._start_all)
-            start_new_thread(starting.run, ())  # twice, where an interrupt comes just now: the second finds them there
+            start_new_thread(
+                starting.run, ()
+            )  # twice, where an interrupt comes just now: the second run then finds the threads
             self._starting = starting
         if not self._threads and (error := starting.exception()) is not None:
             raise RuntimeError(str(error)) from error
@@ -92,7 +94,7 @@ class Threads:
                 except RuntimeError:
                     if not number:
                         raise
-                    return  # fewer do
+                    return  # fewer threads are enough
                 self._threads.append(thread)
 
     def _cancel(self, why: str) -> None:
@@ -107,7 +109,7 @@ class Threads:
 
     def _close(self, why: str) -> None:
         self._closed = self._closed or why
-        if self._pid != os.getpid():  # they do not exist here
+        if self._pid != os.getpid():  # the threads do not exist in a forked child
             return
         self._queue.put(None)
         if self._starting is not None:
@@ -116,11 +118,11 @@ class Threads:
             thread.join()
 
 
-END = "interpreter shutdown"
+INTERPRETER_END = "interpreter shutdown"
 
 
 def _work(queue: SimpleQueue[Any], end: ref[Threads]) -> None:
-    """What each thread does. It keeps `end`, which tells it when its `Threads` are gone, and no job that is over."""
+    """Run jobs until another item comes: `end`, which the thread keeps, puts one when its `Threads` die."""
     me = current_thread()
     while isinstance(job := queue.get(), Job):
         job.runner = me
@@ -133,10 +135,10 @@ _all: WeakSet[Threads] = WeakSet()
 
 
 def _end_all() -> None:
-    """The interpreter is about to end: cancel what has not begun, and wait for the rest, which uses its memory."""
+    """Cancel the jobs that have not begun, and wait for the rest, which use the memory of the ending interpreter."""
     for threads in list(_all):
-        threads._cancel(END)
-        threads._close(END)
+        threads._cancel(INTERPRETER_END)
+        threads._close(INTERPRETER_END)
 
 
 atexit.register(_end_all)

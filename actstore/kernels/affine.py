@@ -1,4 +1,4 @@
-"""What all kernels of affine blocks share: where the sections of a payload start. The bytes: csrc/affine.md."""
+"""The sections of a payload of affine blocks, for all kernels. The bytes: csrc/affine.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEVELS = {8: 254, 6: 63, 5: 31, 4: 15, 3: 7, 2: 3}  # the top code, by bits
 
 
 class AffineSections(NamedTuple):
-    """Where the second plane of codes, the scales and the minima start, and where the payload ends."""
+    """The starts of the second plane of codes, of the scales and of the minima, and the end of the payload."""
 
     upper: int
     scales: int
@@ -19,13 +19,13 @@ class AffineSections(NamedTuple):
 
 
 def widths(bits: int) -> tuple[int, int]:
-    """How many of the `bits` of a code are in the first plane, a power of two, and how many in the second."""
+    """Split the `bits` of a code: the number in the first plane, a power of two, and the number in the second."""
     low = 1 << (bits.bit_length() - 1)
     return low, bits - low
 
 
 def sections(numel: int, bits: int, group: int) -> AffineSections:
-    """The sections of the payload of `numel` elements; the first plane of codes starts at 0."""
+    """Return the sections of the payload of `numel` elements; the first plane of codes starts at 0."""
     low, high = widths(bits)
     groups = -(-numel // group)
     upper = round_up(-(-numel * low // 8))

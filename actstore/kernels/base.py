@@ -1,4 +1,4 @@
-"""What a kernel module gives to its codec."""
+"""The interface between a kernel module and its codec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from actstore.errors import SpecError
 
-ALIGN = 16  # sections of a payload, and payloads themselves, start at multiples of this many bytes
+ALIGN = 16  # bytes; sections of a payload, and payloads themselves, start at multiples of it
 LENGTH_NBYTES = 8  # a payload of variable size begins with its length
 
 
@@ -24,12 +24,12 @@ class Kernels(NamedTuple):
     encode : (src, out, numel, key, *shape); `numel` > 0 elements of `src`, in storage order, to the payload `out`.
         For a variable size it returns the bytes used, or on a device the bound; for a fixed one None
     decode : (buf, out, numel, key, *shape); the payload `buf` to `numel` > 0 elements of `out`
-    bind : (numel) -> both, as functions (source, target, key) that cost less to call; where there is such a thing
+    bind : (numel) -> both, as functions (source, target, key) that cost less to call; None where a back end has none
 
     Notes
     -----
-    `key` is 0 to 2**63 - 1; `shape` is what the codec's `_shape_args` gives. CUDA kernels take one more keyword,
-    ``count``: an int64 tensor on the device that holds how many of the `numel` elements there are.
+    `key` is 0 to 2**63 - 1; `shape` is the result of the codec's `_shape_args`. CUDA kernels take one more keyword,
+    ``count``: an int64 tensor on the device that holds the actual number of elements, at most `numel`.
     """
 
     encode: Callable[..., Any]
@@ -45,22 +45,22 @@ class Inner(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether `_nbytes` is the size of the payload and not only a bound."""
+        """Return whether `_nbytes` is the size of the payload, not a bound."""
 
     def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
-        """The kernels of one back end."""
+        """Return the kernels of one back end."""
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the payload of `numel` elements."""
+        """Return the bytes of the payload of `numel` elements."""
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of 16, where a section may start."""
+    """Return the next multiple of 16, where a section may start."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:
-    """A payload, once its address is checked.
+    """Return a payload, after a check of its address.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def aligned(payload: torch.Tensor) -> torch.Tensor:
 
 
 def payload_pointer(payload: torch.Tensor) -> int:
-    """The address of a payload.
+    """Return the address of a payload.
 
     Raises
     ------
@@ -88,5 +88,5 @@ def payload_pointer(payload: torch.Tensor) -> int:
 
 
 def storage_slice(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """`count` elements of a dense tensor, in storage order, from the `start`-th on, as a 1-d view."""
+    """View `count` elements of a dense tensor, in storage order, from the `start`-th on, as a 1-d tensor."""
     return tensor.detach().as_strided((count,), (1,), tensor.storage_offset() + start)

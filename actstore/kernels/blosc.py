@@ -12,18 +12,18 @@ import numpy.typing as npt
 from actstore.errors import KernelUnavailable, PayloadError
 from actstore.kernels.base import round_up
 
-FRAME = 64 << 20  # bytes that are compressed at once; a chunk of blosc2 must be smaller than 2 GiB
-HEADER = 16
+FRAME_NBYTES = 64 << 20  # bytes that are compressed at once; a chunk of blosc2 must be smaller than 2 GiB
+HEADER_NBYTES = 16
 FORMATS = {"lz4": 1, "zstd": 4}  # of a chunk, in its flags
 FILTERS = {"none": 0, "byte": 1, "bit": 2}
-_CHUNK_HEADER = 32
+_CHUNK_HEADER_NBYTES = 32
 _PLAIN, _ZEROS = 0, 1  # kinds of chunks that `compress2` writes of bytes
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Compressor(NamedTuple):
-    """What blosc2 is told: ``lz4`` or ``zstd``, its level, its filter, and the width of an element for the filter."""
+    """The options of blosc2: ``lz4`` or ``zstd``, its level, its filter, and the width of an element for the filter."""
 
     name: str
     level: int
@@ -33,7 +33,7 @@ class Compressor(NamedTuple):
 
 @cache
 def library() -> Any:
-    """The package blosc2.
+    """Import the package blosc2.
 
     Raises
     ------
@@ -47,16 +47,16 @@ def library() -> Any:
 
 
 def bound(nbytes: int) -> int:
-    """The most bytes that a payload has, for `nbytes` bytes."""
+    """Return an upper bound of the bytes of a payload, for `nbytes` bytes of data."""
     return _frames_at(nbytes) + round_up(nbytes)
 
 
 def compress(data: Bytes, payload: Bytes, how: Compressor) -> int:
-    """Write the payload of `data`; the bytes used.
+    """Write the payload of `data`, and return the bytes used.
 
     Notes
     -----
-    One thread: several write the blocks of a chunk in the order in which they are done.
+    Uses one thread: several would write the blocks of a chunk in the order in which they finish, which varies.
     """
     blosc2 = library()
     options = {
@@ -68,7 +68,7 @@ def compress(data: Bytes, payload: Bytes, how: Compressor) -> int:
         "filters_meta": [0],
     }
     at = _frames_at(len(data))
-    sizes = payload[HEADER:at].view("<u8")
+    sizes = payload[HEADER_NBYTES:at].view("<u8")
     sizes[:] = 0
     for index, (start, count) in enumerate(_frames(len(data))):
         frame = data[start : start + count]
@@ -79,40 +79,40 @@ def compress(data: Bytes, payload: Bytes, how: Compressor) -> int:
         payload[at : at + len(stored)] = stored
         payload[at + len(stored) : end] = 0
         at = end
-    payload[:HEADER].view("<u8")[:] = at, len(data)
+    payload[:HEADER_NBYTES].view("<u8")[:] = at, len(data)
     return at
 
 
 def length(payload: Bytes) -> int:
-    """How many bytes a payload holds, compressed: `payload` has at least 8.
+    """Return the length of a payload of which `payload` holds at least the first 8 bytes.
 
     Raises
     ------
-    PayloadError : there are more than are given
+    PayloadError : the length is above that of `payload`, or too small
     """
     found = int(payload[:8].view("<u8")[0])
-    if not HEADER <= found <= len(payload):
+    if not HEADER_NBYTES <= found <= len(payload):
         raise PayloadError(f"a compressed payload says that it has {found} bytes, but {len(payload)} are given")
     return found
 
 
 def content_nbytes(payload: Bytes) -> int:
-    """How many bytes come out of a payload."""
-    return int(payload[8:HEADER].view("<u8")[0])
+    """Return the number of bytes to which a payload decompresses."""
+    return int(payload[8:HEADER_NBYTES].view("<u8")[0])
 
 
 def decompress(payload: Bytes, data: Bytes, how: Compressor) -> None:
-    """Fill `data` from a payload of `length` bytes that holds as many.
+    """Fill `data` from a payload of `length` bytes that decompresses to as many bytes as `data` has.
 
     Raises
     ------
-    PayloadError : what `compress` does not write
+    PayloadError : the bytes are not such as `compress` writes
     """
     at = _frames_at(len(data))
     if at > len(payload):
         raise PayloadError(f"a compressed payload of {len(payload)} bytes ends within its table of frames")
-    sizes = payload[HEADER:at].view("<u8").tolist()
-    ends = at + np.cumsum([0, *map(round_up, (min(size, FRAME) for size in sizes))])
+    sizes = payload[HEADER_NBYTES:at].view("<u8").tolist()
+    ends = at + np.cumsum([0, *map(round_up, (min(size, FRAME_NBYTES) for size in sizes))])
     if ends[-1] != len(payload):
         raise PayloadError(f"a compressed payload has {len(payload)} bytes, but its frames end at {ends[-1]}")
     for (start, count), size, first in zip(_frames(len(data)), sizes, ends.tolist(), strict=False):
@@ -124,8 +124,8 @@ def decompress(payload: Bytes, data: Bytes, how: Compressor) -> None:
 
 
 def _expand(chunk: Bytes, frame: Bytes, how: Compressor) -> None:
-    """Decompress one chunk, once its header is one that `compress` lets blosc2 write."""
-    nbytes, _, cbytes = chunk[4:16].view("<i4").tolist() if len(chunk) >= _CHUNK_HEADER else (-1, -1, -1)
+    """Decompress one chunk, after a check that its header is one that `compress` makes blosc2 write."""
+    nbytes, _, cbytes = chunk[4:16].view("<i4").tolist() if len(chunk) >= _CHUNK_HEADER_NBYTES else (-1, -1, -1)
     if (
         (nbytes, cbytes) != (len(frame), len(chunk))
         or chunk[2] >> 5 != FORMATS[how.name]
@@ -141,10 +141,10 @@ def _expand(chunk: Bytes, frame: Bytes, how: Compressor) -> None:
 
 
 def _frames(nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, FRAME):
-        yield start, min(FRAME, nbytes - start)
+    for start in range(0, nbytes, FRAME_NBYTES):
+        yield start, min(FRAME_NBYTES, nbytes - start)
 
 
 def _frames_at(nbytes: int) -> int:
-    """Where the frames begin, behind header and table of sizes."""
-    return HEADER + round_up(8 * -(-nbytes // FRAME))
+    """Return the start of the frames, behind the header and the table of sizes."""
+    return HEADER_NBYTES + round_up(8 * -(-nbytes // FRAME_NBYTES))

@@ -1,4 +1,4 @@
-"""Where the sections of an expack payload stand, and what its numbers mean: csrc/expack.md."""
+"""The sections of an expack payload, and the fields of its descriptors: csrc/expack.md."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from actstore.errors import PayloadError
 from actstore.kernels.base import round_up
 from actstore.kernels.planes import HEADER_NBYTES, PLANE_NBYTES, TILE, check_header
 
-FAR = 31  # exponents this much below the largest of their tile, or more, are in no window
+WINDOW_DEPTH = 31  # exponents this much below the largest of their tile, or more, are in no window
 
-OFFSET_BITS = 40  # of a descriptor: offset, base, width, whether there is a code for zero, escapes
+OFFSET_BITS = 40  # fields of a descriptor: offset, base, width, whether zero has a code, number of escapes
 BASE_AT, WIDTH_AT, ZERO_AT, ESCAPES_AT = 40, 48, 52, 53
 WIDTH_BITS, ESCAPES_BITS = 4, 11
 
 
 class Split(NamedTuple):
-    """How the bits of an element are parted."""
+    """The split of an element's bits into exponent, a byte, and planes."""
 
     exponent_bits: int
     planes: int  # of sign and mantissa bits that are in no byte
@@ -33,7 +33,7 @@ SPLITS = {torch.float32: Split(8, 0), torch.bfloat16: Split(8, 0), torch.float16
 
 
 class ExpackSections(NamedTuple):
-    """Where the sections of the payload of `numel` elements start; the header starts at 0."""
+    """The starts of the sections of a payload; the header starts at 0."""
 
     descriptors: int
     halves: int
@@ -48,16 +48,16 @@ class ExpackSections(NamedTuple):
 
 
 def most_nbytes(numel: int, itemsize: int) -> int:
-    """The bytes of the payload where no tile can be made shorter."""
+    """Return the bytes of a payload whose tiles do not compress."""
     return ExpackSections.of(numel, itemsize).tiles + 8 * PLANE_NBYTES * -(-numel // TILE) if numel else 0
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
-    """The length of a payload, once its header is checked.
+    """Check the header of a payload, and return its length.
 
     Raises
     ------
-    PayloadError : it is cut, or not of `numel` elements
+    PayloadError : the payload is cut, or not of `numel` elements
     """
     return check_header(
         "expack", payload, numel, ExpackSections.of(numel, itemsize).tiles, most_nbytes(numel, itemsize)

@@ -9,13 +9,13 @@ import torch
 from actstore.kernels.base import Kernels
 from actstore.kernels.scratch import scratch
 
-ROTATED = 128  # elements that are rotated together
+ROTATION_NUMEL = 128  # elements that are rotated together
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 
 def around(inner: Kernels, device: torch.device, forward: Rotate, inverse: Rotate) -> Kernels:
-    """Kernels that call ``forward(src, scratch, numel, key)`` and ``inverse(scratch, out, numel, key)``."""
+    """Return kernels that call ``forward(src, scratch, numel, key)`` and ``inverse(scratch, out, numel, key)``."""
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> int | None:
         rotated = _rotated(numel, device)
@@ -32,4 +32,4 @@ def around(inner: Kernels, device: torch.device, forward: Rotate, inverse: Rotat
 
 
 def _rotated(numel: int, device: torch.device) -> torch.Tensor:
-    return scratch(-(-numel // ROTATED) * ROTATED, torch.float32, device)
+    return scratch(-(-numel // ROTATION_NUMEL) * ROTATION_NUMEL, torch.float32, device)

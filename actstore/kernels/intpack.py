@@ -1,4 +1,4 @@
-"""Where the sections of an intpack payload stand: csrc/intpack.md."""
+"""The sections of an intpack payload: csrc/intpack.md."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.
 
 
 def parts_of(numel: int) -> int:
-    """Where the parts of the tiles start."""
+    """Return the start of the parts of the tiles."""
     return HEADER_NBYTES + DESCRIPTOR_NBYTES * -(-numel // TILE)
 
 
 def most_nbytes(numel: int, itemsize: int) -> int:
-    """The bytes of the payload where no tile can be made shorter."""
+    """Return the bytes of a payload whose tiles do not compress."""
     return parts_of(numel) + 8 * itemsize * PLANE_NBYTES * -(-numel // TILE) if numel else 0
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
-    """The length of a payload, once its header is checked.
+    """Check the header of a payload, and return its length.
 
     Raises
     ------
-    PayloadError : it is cut, or not of `numel` elements
+    PayloadError : the payload is cut, or not of `numel` elements
     """
     return check_header("intpack", payload, numel, parts_of(numel), most_nbytes(numel, itemsize))
 

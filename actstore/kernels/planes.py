@@ -1,4 +1,4 @@
-"""What payloads of tiles of bit planes share: their header."""
+"""The header of payloads of tiles of bit planes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ PLANE_NBYTES = TILE // 8
 
 
 def check_header(codec: str, payload: torch.Tensor, numel: int, least: int, most: int) -> int:
-    """The length of a payload, once its header is checked.
+    """Check the header of a payload, and return its length.
 
     Parameters
     ----------
-    least, most : bytes that a payload of `numel` elements has
+    least, most : bounds of the bytes of a payload of `numel` elements
 
     Raises
     ------
-    PayloadError : it is cut, or not of `numel` elements
+    PayloadError : the payload is cut, or not of `numel` elements
     """
     if payload.numel() < HEADER_NBYTES:
         raise PayloadError(f"a payload of {codec} ends after {payload.numel()} bytes, in its header")
     length, count = payload[:HEADER_NBYTES].clone().view(torch.int64).tolist()
     if count != numel or not least <= length <= most:
         raise PayloadError(
-            f"a payload of {codec} with {length} bytes for {count} elements is none of {numel} elements, which has "
-            f"{least} to {most}",
+            f"a payload of {codec} has {length} bytes for {count} elements: must have {least} to {most} bytes for "
+            f"{numel} elements",
             numel=numel,
         )
     if length > payload.numel():

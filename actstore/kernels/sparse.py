@@ -1,4 +1,4 @@
-"""Where the sections of a sparse payload stand, and how many elements are kept: csrc/sparse.md."""
+"""The sections of a sparse payload, and the number of kept elements: csrc/sparse.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from actstore.errors import PayloadError
 from actstore.kernels.base import Inner, round_up
 
 HEADER_NBYTES = 16  # the length and the number of kept elements
-TILE = 1024  # elements whose place among the kept ones is stored
+TILE = 1024  # elements; the payload stores the number of kept elements before each tile
 PERIOD = 16 * TILE  # elements: every group of every codec and every 16 bytes of their codes end here together
 
 
 class SparseSections(NamedTuple):
-    """Where the sections of the payload of `numel` elements start; the header starts at 0."""
+    """The starts of the sections of a payload; the header starts at 0."""
 
     masks: int
     starts: int
@@ -55,7 +55,7 @@ def check_header(nbytes: int, header: tuple[int, int], numel: int, itemsize: int
 
     Raises
     ------
-    PayloadError : they are not what `encode` writes, or the buffer is shorter
+    PayloadError : `encode` does not write such values, or the buffer is shorter
     """
     length, count = header
     head = SparseSections.of(numel).inner
@@ -80,5 +80,5 @@ class Growth(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: Callable[[int], int]) -> Growth:
-        """Of a codec's payload by number of elements."""
+        """Make the table of a codec's payload size by number of elements."""
         return cls(nbytes(PERIOD), [nbytes(numel) for numel in range(PERIOD)])

@@ -1,4 +1,4 @@
-"""What every codec promises, checked on one: sizes, bytes, errors, refusals."""
+"""Checks of the codec contract: sizes, bytes, errors, refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actstore.policy import Encode, parse_decision
 from actstore.policy.options import codec_text
 from actstore.testing.samples import DTYPES, samples
 
-GUARD = 64  # bytes on either side of a buffer that must stay as they were
+GUARD_NBYTES = 64  # on either side of a buffer; encode must not change them
 KEYS = (0, 0x1234_5678_9ABC_DEF0, 2**63 - 1)
 
 
@@ -29,9 +29,9 @@ def check_codec(
 
     Parameters
     ----------
-    error : the bound that a lossy codec states: of a tensor, the largest absolute error of each of its elements, where
-        all of them are finite and the tensor holds nothing beyond 2**12
-    device : where the tensors are
+    error : the bound that a lossy codec states: from a tensor, the largest absolute error of each of its elements. It
+        is called for tensors whose elements are all finite and at most 2**12
+    device : device of the tensors
 
     Raises
     ------
@@ -53,7 +53,7 @@ def check_codec(
 
 
 def check_value(codec: Codec) -> None:
-    """A codec is a value, and the policy text can say it."""
+    """Check that a codec is an immutable value, and that the policy text can express it."""
     assert copy.deepcopy(codec) == codec == pickle.loads(pickle.dumps(codec)), f"a copy of {codec!r} is not equal to it"
     assert hash(copy.deepcopy(codec)) == hash(codec), f"a copy of {codec!r} has another hash"
     try:
@@ -97,7 +97,7 @@ def check_bytes(codec: Codec, tensor: Tensor, what: str, error: Callable[[Tensor
 
 
 def check_refusals(codec: Codec, tensor: Tensor, payload: Tensor) -> None:
-    """What cannot be encoded or decoded is refused, before anything is written."""
+    """Check that a codec refuses what it cannot encode or decode, before it writes anything."""
     nbytes = codec.size(Spec.of(tensor)).nbytes
     _, out = _guarded(nbytes, 0xA5, tensor.device)
     short = out[: nbytes - 1]
@@ -152,19 +152,19 @@ def _spec(rows: int, dtype: torch.dtype, device: torch.device | str) -> Spec:
 
 
 def _guarded(nbytes: int, poison: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Poisoned memory, and the middle of it, which starts at a multiple of 16."""
-    memory = torch.full((nbytes + 2 * GUARD + 16,), poison, dtype=torch.uint8, device=device)
-    start = GUARD + -(memory.data_ptr() + GUARD) % 16
+    """Return poisoned memory, and `nbytes` in the middle of it, which start at a multiple of 16."""
+    memory = torch.full((nbytes + 2 * GUARD_NBYTES + 16,), poison, dtype=torch.uint8, device=device)
+    start = GUARD_NBYTES + -(memory.data_ptr() + GUARD_NBYTES) % 16
     return memory, memory[start : start + nbytes]
 
 
 def _storage(tensor: Tensor) -> Tensor:
-    """The bytes of the elements in storage order, copied."""
+    """Copy the bytes of the elements in storage order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).clone().view(torch.uint8)
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """A tensor of the same spec, poisoned."""
+    """Return a poisoned tensor of the same spec."""
     nbytes = (tensor.storage_offset() + tensor.numel()) * tensor.dtype.itemsize
     memory = torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

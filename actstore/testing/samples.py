@@ -1,4 +1,4 @@
-"""Tensors of every kind that a codec may be given."""
+"""Sample tensors of every kind that a codec may encode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def samples(dtype: torch.dtype, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a dtype, each with words for it: values, sizes, orders of strides."""
+    """Yield tensors of a dtype, each with its description: values, sizes, orders of strides."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

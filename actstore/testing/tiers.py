@@ -1,4 +1,4 @@
-"""What every tier promises, checked on one: the same bytes back, threads, work in flight, the end."""
+"""Checks of the tier contract: the same bytes back, threads, work in flight, the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actstore.devices import Cpu
 from actstore.errors import StateError
 from actstore.tiers import Slot, Tier
 
-SIZES = (0, 1, 15, 4095, 4096, 4097, 100_003)
+SIZES_NBYTES = (0, 1, 15, 4095, 4096, 4097, 100_003)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def store(tier: Tier, payload: torch.Tensor) -> Slot:
 
 
 def load(tier: Tier, slot: Slot, nbytes: int | None = None) -> torch.Tensor:
-    """The bytes of a slot, all or the first `nbytes`; raises what the read's ticket tells."""
+    """Read the bytes of a slot, all or the first `nbytes`. Errors are those of the read's ticket."""
     found = torch.full((slot.nbytes if nbytes is None else nbytes,), 0x5A, dtype=torch.uint8)
     ticket = tier.read(slot, found)
     ticket.result()
@@ -63,7 +63,7 @@ def check_tier(tier: Tier) -> None:
 
 
 def check_bytes(tier: Tier) -> None:
-    for nbytes in SIZES:
+    for nbytes in SIZES_NBYTES:
         assert tier.room(nbytes) >= nbytes, f"room({nbytes}) is {tier.room(nbytes)}"
         payload = pattern(nbytes, nbytes)
         slot = store(tier, payload)
@@ -74,7 +74,7 @@ def check_bytes(tier: Tier) -> None:
 
 
 def check_pages(tier: Tier) -> None:
-    """Whole pages, which some tiers move in another way, between memory that begins at a page or does not."""
+    """Check whole pages, which some tiers move in another way, in memory that begins at a page or does not."""
     cpu = Cpu(torch.device("cpu"))
     for nbytes in (4096, 5 * 4096):
         payload = pattern(nbytes, nbytes)
@@ -90,7 +90,7 @@ def check_pages(tier: Tier) -> None:
 
 
 def check_short_payloads(tier: Tier) -> None:
-    """What is written may be shorter than the slot, and what is read may be the beginning of it."""
+    """Check that a write may be shorter than the slot, and that a read may take only the beginning."""
     for nbytes in (0, 1, 4096, 4999):
         slot = _reserve(tier, 5000)
         payload = pattern(nbytes, nbytes)
@@ -100,10 +100,10 @@ def check_short_payloads(tier: Tier) -> None:
 
 
 def check_rooms_are_apart(tier: Tier) -> None:
-    """No write reaches another slot, also not one in room that was freed."""
+    """Check that no write reaches another slot, also not one in room that was freed."""
     slots = {}
     for i in range(30):
-        slots[i] = store(tier, pattern(SIZES[i % len(SIZES)] + i, i))
+        slots[i] = store(tier, pattern(SIZES_NBYTES[i % len(SIZES_NBYTES)] + i, i))
         if i % 3 == 2:
             tier.free(slots.pop(i - 1))
     for i, slot in slots.items():
@@ -116,7 +116,7 @@ def check_rooms_are_apart(tier: Tier) -> None:
 
 
 def check_work_in_flight(tier: Tier) -> None:
-    """Nobody waits between the operations: their order is the tier's to keep, also when slots are freed under them."""
+    """Check that the tier keeps the order of operations when the host never waits, also when it frees their slots."""
     kept = []
     for i in range(40):
         payload = pattern(5000 + 700 * (i % 3), i)
@@ -138,7 +138,7 @@ def check_work_in_flight(tier: Tier) -> None:
 
 
 def check_threads(tier: Tier) -> None:
-    """Four threads at once, and a collector that runs between."""
+    """Check four threads at once, with runs of the garbage collector in between."""
 
     def work(seed: int) -> None:
         for i in range(20):
@@ -156,7 +156,7 @@ def check_threads(tier: Tier) -> None:
 
 
 def check_close(tier: Tier) -> None:
-    """A tier that is closed, also twice and with work in flight, refuses, and takes back what it gave."""
+    """Check that a closed tier, also one closed twice or with work in flight, refuses work and takes back its slots."""
     late = [_reserve(tier, 5000) for _ in range(4)]
     sources, found = [pattern(5000, i) for i in range(4)], [torch.empty(5000, dtype=torch.uint8) for _ in range(4)]
     moving = []

@@ -19,19 +19,17 @@ from actstore.errors import StateError
 from actstore.tiers.segment import ALIGN_NBYTES, Segment
 
 SEGMENT_NBYTES = 64 * 2**20  # the least that is registered at once
-GROWTH = 8  # a new segment has at least this part of what there is: few registrations, and little that lies idle
-IDLE_STEPS = (
-    8  # a segment stays this long unused; with 2, variable lengths register a sixth of their bytes in each step
-)
+GROWTH_DIVISOR = 8  # a new segment has at least 1/8 of the arena's bytes: few registrations, and few idle bytes
+IDLE_STEPS = 8  # a segment stays unused so long; with 2, variable lengths register a sixth of their bytes in each step
 
 
 class Range:
-    """Memory that `Arena.take` gave.
+    """Memory that `Arena.take` gave to an owner.
 
     Attributes
     ----------
-    memory : 1-d uint8, exactly as long as it was asked for, at a multiple of 64 bytes
-    after : operations that may still use the memory; the first that its new owner starts there comes after them
+    memory : 1-d uint8 of exactly the requested length, at a multiple of 64 bytes
+    after : operations that may still use the memory; the owner orders its first operation after them
     """
 
     __slots__ = ("after", "memory", "segment", "size", "start")
@@ -49,19 +47,19 @@ class Arena:
 
     The way of a range back:
 
-    1. `free` only queues it, since a finalizer may run it on the thread that holds the lock;
+    1. `free` only queues it, since a finalizer may call `free` on the thread that holds the lock;
     2. while operations of the device still use it, it waits in limbo, oldest first;
     3. when they are complete it is free, and merges with its neighbours;
-    4. before the arena grows, ranges in limbo are given out early: their tickets go to the next owner in `Range.after`.
+    4. before the arena grows, it gives ranges in limbo out early: their tickets go to the next owner in `Range.after`.
 
     Parameters
     ----------
-    most_nbytes : of all segments together, rounded up to whole pages; None for no limit
+    most_nbytes : limit of the bytes of all segments, rounded up to whole pages; None for no limit
 
     Attributes
     ----------
-    pinned : whether memory is pinned; no longer so once the system has refused it
-    nbytes : of all segments
+    pinned : whether new memory is pinned; False once the system has refused it
+    nbytes : bytes of all segments
     """
 
     def __init__(self, device: Device, most_nbytes: int | None = None) -> None:
@@ -85,7 +83,7 @@ class Arena:
         return self._used_nbytes
 
     def take(self, nbytes: int) -> Range | None:
-        """Uninitialised memory; None when `most_nbytes` is reached.
+        """Take uninitialised memory; None when `most_nbytes` is reached.
 
         Raises
         ------
@@ -114,7 +112,7 @@ class Arena:
             self._back.try_drain()
 
     def trim(self) -> None:
-        """Begin a new step: whole segments that the last ones (IDLE_STEPS) did not need are returned."""
+        """Begin a new step: return whole segments that the last IDLE_STEPS steps did not need."""
         with self._lock:
             self._back.drain_locked()
             self._settle()
@@ -127,7 +125,7 @@ class Arena:
             self._needs.append(self._busy_nbytes)
 
     def close(self) -> None:
-        """Return all segments. The caller has seen to it that no operation runs on any of them."""
+        """Return all segments. The caller has made sure that no operation runs on any of them."""
         with self._lock:
             self._closed = True
             self._limbo.clear()
@@ -143,7 +141,7 @@ class Arena:
         return None
 
     def _fit_early(self, size: int) -> tuple[Segment, int] | None:
-        """Room in what the device still uses: all that is complete by now, then as little as is needed."""
+        """Find room among the ranges in limbo: first all that are complete by now, then as few more as possible."""
         if not self._limbo:
             return None
         found = self._fit(size) if self._settle() else None
@@ -155,7 +153,7 @@ class Arena:
         return found
 
     def _fit_grown(self, size: int) -> tuple[Segment, int] | None:
-        wanted = _pages(max(size, SEGMENT_NBYTES, self.nbytes // GROWTH))
+        wanted = _pages(max(size, SEGMENT_NBYTES, self.nbytes // GROWTH_DIVISOR))
         if self._most_nbytes is not None:
             idle = [segment for segment in self._segments if segment.idle()]  # each too small by itself
             if self.nbytes - sum(segment.nbytes for segment in idle) + size > self._most_nbytes:
@@ -205,7 +203,7 @@ class Arena:
             self._land(taken, tickets)
 
     def _settle(self) -> bool:
-        """Free what the device has left; whether there was any."""
+        """Free the ranges whose operations are complete. Return whether any was."""
         before = len(self._limbo)
         for _ in range(before):
             taken, tickets = self._limbo.popleft()
@@ -221,7 +219,7 @@ class Arena:
 
 
 def room(nbytes: int) -> int:
-    """Bytes that a range of `nbytes` takes."""
+    """Return the bytes that a range of `nbytes` takes."""
     return round_up(max(1, nbytes), ALIGN_NBYTES)
 
 

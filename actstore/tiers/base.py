@@ -1,4 +1,4 @@
-"""What a tier is: a place with a capacity where payloads wait."""
+"""The interface of a tier: a place with a capacity where payloads wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Slot:
     ----------
     nbytes : bytes reserved
     buffer : the memory itself, 1-d uint8, in tiers that are memory; None elsewhere
-    place : the tier's own record of where the room is
-    written : the write that filled it; what reads it comes after that
-    last : in tiers of the compute device, gives the memory back when the slot dies
-    tier : who takes it back; its own tier, or a wrapper of that
+    place : the tier's own record of the room
+    written : the write that filled the slot; reads come after it
+    last : in tiers of the compute device, an object that gives the memory back when the slot dies
+    tier : the tier that takes the slot back: its own tier, or a wrapper of that
     """
 
     __slots__ = ("buffer", "last", "nbytes", "place", "tier", "written")
@@ -59,12 +59,12 @@ class Tier(ABC):
     on_device: bool = False
 
     def room(self, nbytes: int) -> int:
-        """Bytes that a slot of `nbytes` takes; a budget counts these."""
+        """Return the bytes that a slot of `nbytes` takes; a budget counts these."""
         return nbytes
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
-        """Room for `nbytes`, or None when the tier is full.
+        """Reserve room for `nbytes`; None when the tier is full.
 
         Raises
         ------
@@ -73,13 +73,13 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        """Start to copy `src` into the slot, after all of `after`. Nobody waits.
+        """Start to copy `src` into the slot, after all of `after`. The caller does not wait.
 
         Parameters
         ----------
-        src : Tensor, 1-d uint8, at most `slot.nbytes` long, on the compute device; it stays as it is until the ticket
-            is complete
-        after : what made `src`; the compute stream where it is still at work on it
+        src : Tensor, 1-d uint8, at most `slot.nbytes` long, on the compute device; the caller does not change it until
+            the ticket is complete
+        after : the operations that made `src`, such as a ticket of the compute stream that still works on it
 
         Raises
         ------
@@ -88,29 +88,29 @@ class Tier(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, dst: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        """Start to copy the beginning of the slot into `dst`, after its write and after all of `after`. Nobody waits.
+        """Start to copy the beginning of the slot into `dst`, after its write and all of `after`, without a wait.
 
-        What goes wrong, `ticket.result()` raises: TransferError where the write failed or the bytes cannot be read,
-        PayloadError where they are not the bytes written, StateError where the tier was closed or the bytes belong to
-        the parent of a forked process.
+        `ticket.result()` raises TransferError where the write failed or the bytes cannot be read. It raises
+        PayloadError where they are not the bytes written. It raises StateError where the tier was closed or the bytes
+        belong to the parent of a forked process.
 
         Parameters
         ----------
-        dst : Tensor, 1-d uint8, as long as what was written, on the compute device; nobody else uses it until the
-            ticket is complete
+        dst : Tensor, 1-d uint8, as long as the bytes written, on the compute device; the caller does not use it until
+            the ticket is complete
         after : the last uses of `dst`
         """
 
     def used(self, slot: Slot) -> None:  # noqa: B027  # only tiers that lend their memory care
-        """The current stream uses the memory of `slot` up to now, without `write` or `read`."""
+        """Note that the current stream uses the memory of `slot` up to now, without `write` or `read`."""
 
     @abstractmethod
     def free(self, slot: Slot) -> None:
-        """Give the room back. The slot is not used again; a write or a read of it may still run.
+        """Give the room back. The caller does not use the slot again; a write or a read of it may still run.
 
         In tiers of the compute device the death of a slot does so too.
-        No other slot gets the room before those are complete, or their end is ordered before its first use. What has
-        not begun by now need not be done at all: its ticket is complete without it.
+        No other slot gets the room before those operations are complete, or are ordered before its first use. The tier
+        may skip operations that have not begun: their tickets are then complete.
         """
 
     def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle
@@ -118,4 +118,4 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Return everything. Whoever reserves or reads afterwards gets StateError."""
+        """Return all room. A later reserve, write or read ends with StateError."""

@@ -20,8 +20,8 @@ from actstore.tiers.pool import BufferPool
 class DeviceTier(Tier):
     """Memory of the compute device. On a CPU this is host memory, pooled; elsewhere torch's allocator pools.
 
-    Copies run on the stream that is current. Torch gives memory that is let go to later work of the stream on which it
-    was reserved: where another stream has used the slot, its memory is kept until that is complete.
+    Copies run on the current stream. Torch gives freed memory to later work of the stream on which it was reserved:
+    where another stream has used the slot, the tier keeps its memory until that work is complete.
     """
 
     name: ClassVar[str] = "device"
@@ -103,7 +103,7 @@ class DeviceTier(Tier):
             slot.last = Finalizer(self._back.put, (slot.buffer, slot.place.strangers))
 
     def _let_go(self) -> None:
-        """Let go of memory that other streams have left."""
+        """Free the memory with which other streams are done."""
         if self._back.queue or self._lent:
             with self._lock:
                 self._back.drain_locked()
@@ -114,7 +114,7 @@ class DeviceTier(Tier):
 
 
 class _ReservedMemory:
-    """The stream on which memory was reserved, and operations that others have started on it."""
+    """The stream on which memory was reserved, and operations that other streams have started on it."""
 
     __slots__ = ("home", "strangers")
 
@@ -124,7 +124,7 @@ class _ReservedMemory:
 
 
 def too_late(name: str) -> Ticket:
-    """A read from a tier that is closed: its result is the error."""
+    """Return the ticket of a read from a closed tier: its result is the error."""
     error = StateError(f"the {name} tier was closed, and its bytes are gone; close the store after backward")
     return JobTicket([Job.failed(error)])
 

@@ -19,26 +19,26 @@ from actstore.devices.base import Device, Workers
 from actstore.errors import ConfigError, StateError, TransferError
 from actstore.tiers.base import Slot, Tier
 from actstore.tiers.extents import Extents
-from actstore.tiers.file import BLOCK, NamelessFile, warn_if_memory
+from actstore.tiers.file import BLOCK_NBYTES, NamelessFile, warn_if_memory
 from actstore.tiers.gpu_direct import GpuDirect
 from actstore.tiers.parts import Extent, FileSlot, Mover, split
 
-# For writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the others make checksums
-# or wait for a processor that computes: benchmarks/disk.py shows what fewer lose.
+# Threads for writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the rest make
+# checksums or wait for a busy processor: benchmarks/disk.py shows the loss with fewer.
 WORKERS = 4
 
 
 class DiskTier(Tier):
     """A file in `folder` that worker threads write and read, past the system's page cache where that is possible.
 
-    Room is promised by the file system when it is reserved, so that a full disk is seen before any byte is lost.
-    Each part of a payload carries a checksum, which `read` verifies. A forked child writes to a file of its own, and
-    can read what its parent had written before the fork for as long as the parent keeps it.
+    The file system promises room when it is reserved, so that a full disk shows before any byte is lost.
+    Each part of a payload has a checksum, which `read` verifies. A forked child writes to a file of its own. It can
+    read payloads that its parent had written before the fork, for as long as the parent keeps them.
 
     Parameters
     ----------
-    folder : an existing folder that can be written; None for the system's temporary folder
-    device : where payloads come from and go to
+    folder : an existing writable folder; None for the system's temporary folder
+    device : the compute device that payloads come from and go to
     gpu_direct : move them without host memory in between (`tiers/gpu_direct.py`); not in a forked child
 
     Raises
@@ -59,12 +59,12 @@ class DiskTier(Tier):
         warn_if_memory(self._folder)
 
     def room(self, nbytes: int) -> int:
-        """Bytes of the file that a slot of `nbytes` takes."""
-        return max(BLOCK, round_up(nbytes, BLOCK))
+        """Return the bytes of the file that a slot of `nbytes` takes."""
+        return max(BLOCK_NBYTES, round_up(nbytes, BLOCK_NBYTES))
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of the file up to the end of the last range in use; a range stays so until its last job is done."""
+        """Bytes of the file up to the end of the last range in use. A range is in use until its last job is done."""
         with self._lock:
             self._back.drain_locked()
             return 0 if self._open is None else self._open.settle()
@@ -137,7 +137,7 @@ class DiskTier(Tier):
             self._back.drain()
 
     def _here_locked(self) -> _Open:
-        """What this process has open; a forked child opens its own."""
+        """Return the file and the workers of this process; a forked child opens its own."""
         if self._open is None:
             raise StateError("the disk tier is closed; make a new ActivationStore", folder=str(self._folder))
         if self._open.file.pid != os.getpid():
@@ -167,7 +167,7 @@ class DiskTier(Tier):
 
 
 class _Open:
-    """What one process has open. Not thread-safe, `close` excepted."""
+    """The file, the mover and the workers of one process. Not thread-safe, `close` excepted."""
 
     def __init__(self, file: NamelessFile, device: Device, mover: Mover) -> None:
         self.file = file
@@ -179,7 +179,7 @@ class _Open:
         self.readers = device.workers(WORKERS, "actstore-disk-read")
 
     def settle(self) -> int:
-        """Free the ranges that no job is at work on any more; where the last range in use ends."""
+        """Free the ranges on which no job runs any more. Return the end of the last range in use."""
         busy = []
         for place in self.freed:
             if all(job.done() for job in place.jobs) and not place.active:
@@ -190,7 +190,7 @@ class _Open:
         return self.extents.end
 
     def close(self) -> None:
-        """Skip what has not begun, wait for the rest, and give the bytes back."""
+        """Skip the jobs that have not begun, wait for the rest, and give the bytes back."""
         self.file.closed = True
         if self.file.pid == os.getpid():  # a forked child has no workers
             self.writers.shutdown()
@@ -211,7 +211,7 @@ def _written_parts(place: FileSlot, nbytes: int) -> Iterable[Extent]:
 def _submit(
     workers: Workers, move: Callable[..., Span], place: FileSlot, parts: Iterable[Extent], rest: tuple[Any, ...]
 ) -> list[Job[Span]]:
-    """A job for each part."""
+    """Submit a job for each part."""
     jobs: list[Job[Span]] = []
     try:
         for part in parts:
@@ -229,7 +229,7 @@ def _submit(
 
 
 def _move(move: Callable[..., Span], place: FileSlot, part: Extent, rest: tuple[Any, ...]) -> Span:
-    place.active.append(part)  # before it looks whether the place was dropped, as who frees it looks here after that
+    place.active.append(part)  # before `move` reads `dropped`: `free` sets `dropped` before `settle` reads `active`
     try:
         return move(place, part, *rest)
     finally:

@@ -1,4 +1,4 @@
-"""Which parts of a file, or of a segment of memory, are free."""
+"""Free ranges of a file, or of a segment of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Extents:
         self._free: list[tuple[int, int]] = []  # (start, nbytes), sorted, never adjacent
 
     def take(self, nbytes: int) -> int:
-        """Start of a range of `nbytes`; `end` grows when no free range is large enough."""
+        """Take a range of `nbytes`, and return its start; `end` grows when no free range is large enough."""
         for i, (start, size) in enumerate(self._free):
             if size >= nbytes:
                 if size == nbytes:
@@ -26,7 +26,7 @@ class Extents:
         return start
 
     def take_within(self, nbytes: int, most_nbytes: int) -> int | None:
-        """As `take`, or None where `end` would grow beyond `most_nbytes`."""
+        """Take a range as `take` does; None where `end` would grow beyond `most_nbytes`."""
         start = self.take(nbytes)
         if self.end <= most_nbytes:
             return start

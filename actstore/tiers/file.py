@@ -23,22 +23,22 @@ try:
 except ImportError:  # the extra `disk` is not installed: slower, and as good for bytes that no other process reads
     digest = zlib.crc32
 
-BLOCK = 4096  # what O_DIRECT asks of lengths, places and addresses, on every disk in use
-GROWTH_NBYTES = 64 * 2**20, 2**30  # least and most promised at once: each promise waits for the writes under way
+BLOCK_NBYTES = 4096  # the alignment that O_DIRECT needs of lengths, offsets and addresses, on every disk in use
+GROWTH_NBYTES = 64 * 2**20, 2**30  # least and most reserved at once: each reservation waits for the writes under way
 
 
 class NamelessFile:
     """Bytes in a file of mode 0600 that no path leads to. Thread-safe, `reserve` and `shrink` excepted.
 
-    The descriptor stays open until the last reference to this object is gone, so that no late reader or writer can meet
-    the number again on another file; `close` gives the bytes back at once.
+    The descriptor stays open until the last reference to this object is gone: no late read or write can then reach
+    another file under the same number. `close` gives the bytes back at once.
 
     Attributes
     ----------
     pid : the process that may write here; a forked child shares the file, and only reads it
     closed : whether the bytes are gone
-    direct : whether bytes by-pass the system's page cache. Then places, lengths and addresses are multiples of `BLOCK`.
-        It becomes False for good once the file system refuses
+    direct : whether bytes bypass the system's page cache. Then offsets, lengths and addresses are multiples of
+        `BLOCK_NBYTES`. It becomes False for good once the file system refuses
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,11 +51,11 @@ class NamelessFile:
 
     @property
     def path(self) -> str:
-        """Where this process can open the file once more while it has not closed it."""
+        """Path at which this process can open the file once more, while the file is open."""
         return f"/proc/self/fd/{self._fd}"
 
     def reserve(self, nbytes: int) -> bool:
-        """Have the file system promise that the file can hold `nbytes`, and some more if it has it; False if it cannot.
+        """Reserve `nbytes` of the file system for the file, and some more where possible; False where it is full.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class NamelessFile:
         return (ample > nbytes and self._promise(ample)) or self._promise(nbytes)
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what lies beyond `nbytes`."""
+        """Give back the bytes beyond `nbytes`."""
         if nbytes < self._nbytes:
             os.ftruncate(self._fd, nbytes)
             self._nbytes = nbytes
@@ -126,7 +126,7 @@ class NamelessFile:
             )
 
     def verify(self, view: memoryview, expected: int) -> None:
-        """Compare the checksum of bytes that were read with the one they were written with.
+        """Compare the checksum of bytes that were read with the checksum at their write.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class NamelessFile:
         self.compare(digest(view), expected, len(view))
 
     def compare(self, found: int, expected: int, nbytes: int) -> None:
-        """`verify`, where somebody else made the checksum."""
+        """Compare checksums as `verify` does, where the caller has computed the one of the bytes read."""
         if found != expected:
             raise PayloadError(
                 f"{nbytes} bytes came back from disk with another checksum than they were written with; "
@@ -144,7 +144,7 @@ class NamelessFile:
             )
 
     def close(self) -> None:
-        """Give the bytes back; the parent's stay as they are when a forked child closes."""
+        """Give the bytes back; a forked child leaves those of its parent."""
         self.closed = True
         if self.pid == os.getpid():
             os.ftruncate(self._fd, 0)
@@ -166,7 +166,8 @@ class NamelessFile:
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], views: Sequence[memoryview], start: int
     ) -> tuple[int, OSError | None]:
-        """Repeat a system call until all is done, the file ends or an error comes; the bytes done, and the error."""
+        """Repeat a system call until all bytes are done, the file ends or an error comes. Return the bytes done, and
+        the error."""
         left, done = list(views), 0
         may_refuse = True
         while left:
@@ -175,8 +176,8 @@ class NamelessFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not may_refuse:
                     return done, error
-                # Refused by the file system, or what is left after a short write is no multiple of a block. Another
-                # thread may have met this first, so `direct` does not tell whether it is worth a second try.
+                # The file system refuses O_DIRECT, or the rest after a short write is not a multiple of a block.
+                # Another thread may have cleared `direct` already, so it does not tell whether to try once more.
                 may_refuse = False
                 self.direct = self._set_direct(False)
                 continue
@@ -190,7 +191,7 @@ class NamelessFile:
         return done, None
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Switch O_DIRECT on or off; whether it is on now."""
+        """Switch O_DIRECT on or off. Return whether it is on now."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -203,7 +204,7 @@ class NamelessFile:
     def _suspect(self) -> str:
         if self.pid != os.getpid():
             return "the parent of this forked process has used their place again: run backward in the parent"
-        return "the disk or its driver is not to be trusted: use Disk(path) on another one"
+        return "the disk or its driver returns wrong bytes: use Disk(path) on another disk"
 
 
 def file_system(folder: Path) -> str:
@@ -222,12 +223,12 @@ def file_system(folder: Path) -> str:
 
 
 def is_memory(kind: str) -> bool:
-    """Whether a file system of this kind keeps its files in memory."""
+    """Return whether a file system of this kind keeps its files in memory."""
     return kind in ("tmpfs", "ramfs")
 
 
 def warn_if_memory(folder: Path) -> None:
-    """Warn when what is written in `folder` still fills memory."""
+    """Warn when files in `folder` fill memory."""
     if is_memory(file_system(folder)):
         warnings.warn(
             f"the disk tier's folder {str(folder)!r} lies in memory (tmpfs): what goes there still fills RAM. "

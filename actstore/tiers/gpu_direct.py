@@ -18,18 +18,18 @@ from actstore.errors import ConfigError, TransferError
 from actstore.tiers.file import NamelessFile
 from actstore.tiers.parts import Mover
 
-WITHOUT = "or leave gpu_direct=True out"
+DISABLE_HINT = "or leave gpu_direct=True out"
 
 
 class GpuDirect(Mover):
-    """Moves parts with cuFile, on the threads that call it, which wait: for `after`, for checksums and for the disk.
+    """A mover that uses cuFile on the threads that call it. They wait for `after`, for checksums and for the disk.
 
-    The disk's controller reads and writes GPU memory itself where the kernel module nvidia-fs (or PCI peer-to-peer) is
-    there, the file system supports it (ext4 and xfs on NVMe), and places and lengths are multiples of 4096 bytes, as
-    those of all that the transfer engine sends are. Memory at other addresses than such multiples crosses a buffer of
-    cuFile's on the GPU. Elsewhere kvikio copies through host memory of its own, and a warning says so.
+    The disk's controller reads and writes GPU memory itself under three conditions. The kernel module nvidia-fs (or PCI
+    peer-to-peer) is there. The file system supports it (ext4 and xfs on NVMe). Offsets and lengths are multiples of
+    4096 bytes, as those of all transfers of the transfer engine are. Memory at other addresses crosses a buffer of
+    cuFile on the GPU. Elsewhere kvikio copies through host memory of its own, and a warning says so.
 
-    Checksums are made on the GPU. They take up to 24 MiB of it for each direction.
+    The GPU computes the checksums. They take up to 24 MiB of its memory for each direction.
 
     Parameters
     ----------
@@ -72,9 +72,9 @@ class GpuDirect(Mover):
         return DONE
 
     def _move(self, what: str, call: Callable[..., int], memory: torch.Tensor, start: int, stream: Any) -> int:
-        """Bytes read or written, in a thread to which the device's context belongs."""
+        """Read or write, with the device's context current on this thread. Return the bytes done."""
         with self._device.on(stream):
-            self._device.record(stream)  # CUDA makes its context the thread's own when the thread first asks for work
+            self._device.record(stream)  # the first work of a thread makes the CUDA context current on it
             try:
                 return call(memory, memory.numel(), start)
             except (RuntimeError, OSError) as error:
@@ -91,17 +91,17 @@ class GpuDirect(Mover):
 def _failed(what: str, nbytes: int, why: str) -> TransferError:
     return TransferError(
         f"{what} {format_nbytes(nbytes)} between the GPU and the disk tier with kvikio failed: {why}; give Disk(path) "
-        f"a folder on an ext4 or xfs disk (`gdscheck -p` lists what GPUDirect Storage supports here), {WITHOUT}",
+        f"a folder on an ext4 or xfs disk (`gdscheck -p` lists what GPUDirect Storage supports here), {DISABLE_HINT}",
         errno=errno.EIO,
     )
 
 
 def _open(device: Device, file: NamelessFile) -> Any:
-    """kvikio's own way to the file."""
+    """Open the file with kvikio."""
     if device.on_host:
         raise ConfigError(
             f"Disk(gpu_direct=True) moves payloads of a GPU, and the compute device is {device.torch_device}; "
-            f"move the model to the GPU before the store is made, {WITHOUT}"
+            f"move the model to the GPU before the store is made, {DISABLE_HINT}"
         )
     try:
         import kvikio
@@ -110,7 +110,7 @@ def _open(device: Device, file: NamelessFile) -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # the last where it finds no libcufile
         raise ConfigError(
             f"Disk(gpu_direct=True) needs the package kvikio, which cannot be imported ({error}); "
-            f"pip install 'actstore[gds13]' (gds12 with CUDA 12), {WITHOUT}"
+            f"pip install 'actstore[gds13]' (gds12 with CUDA 12), {DISABLE_HINT}"
         ) from error
     try:
         opened = kvikio.CuFile(file.path, "r+")
@@ -118,13 +118,13 @@ def _open(device: Device, file: NamelessFile) -> Any:
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"Disk(gpu_direct=True): kvikio cannot open the disk tier's file: {error}; give Disk(path) a folder on an "
-            f"ext4 or xfs disk, {WITHOUT}"
+            f"ext4 or xfs disk, {DISABLE_HINT}"
         ) from error
     if not direct:
         warnings.warn(
             "Disk(gpu_direct=True), but kvikio finds no GPUDirect Storage here, and copies through host memory: load "
             "the kernel module nvidia-fs and let the process read /run/udev (`gdscheck -p` tells what else is "
-            f"missing), {WITHOUT}.",
+            f"missing), {DISABLE_HINT}.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -19,16 +19,16 @@ from actstore.tiers.device import DeviceTier, too_late
 class HostTier(Tier):
     """Pinned memory beside an accelerator.
 
-    Order of the operations on the memory of one slot, all by tickets and none by a wait of the host:
+    Tickets order the operations on the memory of one slot; the host never waits for them:
 
-    1. a write runs on the offload stream, after what made its source and after what its memory was used for before;
+    1. a write runs on the offload stream, after the work that made its source and after earlier uses of its memory;
     2. reads run on the fetch stream, after the write and after the last use of their target;
     3. the memory may go back before any of them is complete: their tickets go with it, and its next owner's write comes
        after them.
 
     Parameters
     ----------
-    most_nbytes : of host memory, with what lies idle in it; None for no limit
+    most_nbytes : limit of host memory, idle parts included; None for no limit
     """
 
     name: ClassVar[str] = "host"
@@ -43,7 +43,7 @@ class HostTier(Tier):
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is pinned; no longer so once the system has refused it."""
+        """Return whether new memory is pinned: False once the system has refused to pin more."""
         return self._arena.pinned
 
     def room(self, nbytes: int) -> int:
@@ -82,7 +82,7 @@ class HostTier(Tier):
         if memory is None:
             return
         after = [slot.written, *place.reads]
-        if place.starting:  # an interrupt (Ctrl-C) fell between the start of a copy and the record of it
+        if place.starting:  # an interrupt (Ctrl-C) fell between the start of a copy and its record
             after += [self._device.record(self._offload), self._device.record(self._fetch)]
         self._arena.free(place.range, after)
 
@@ -98,14 +98,14 @@ class HostTier(Tier):
 
 
 class _PinnedRange:
-    """Where the memory of a slot is, and what may still read it."""
+    """The memory of a slot, and the reads of it that may still run."""
 
     __slots__ = ("range", "reads", "starting")
 
     def __init__(self, taken: Range) -> None:
         self.range = taken
         self.reads: list[Ticket] = []
-        self.starting = False  # a copy is about to be queued, or was, and nothing remembers it yet
+        self.starting = False  # a copy is about to be queued, or was, and its ticket is not recorded yet
 
 
 class HostMemoryTier(DeviceTier):

@@ -13,11 +13,11 @@ from actstore.tiers.base import Slot, Tier
 
 
 class Limited(Tier):
-    """Another tier, of which at most `budget_nbytes` are taken at any time, counted by its `room`."""
+    """A wrapper of a tier that reserves at most `budget_nbytes` at any time, counted by the tier's `room`."""
 
     def __init__(self, tier: Tier, budget_nbytes: int) -> None:
         self.tier = tier
-        self.name = tier.name  # type: ignore[misc]  # a wrapper is known by what it wraps
+        self.name = tier.name  # type: ignore[misc]  # a wrapper has the name of the tier that it wraps
         self.on_device = tier.on_device
         self.budget_nbytes = budget_nbytes
         self._used_nbytes = 0

@@ -1,4 +1,4 @@
-"""Values for ``ActivationStore(tiers=...)``: the places where payloads may wait, and the bound on what moves there."""
+"""Values for ``ActivationStore(tiers=...)``: the options of each tier, and the bound on the bytes that move there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TierOptions(Protocol):
 
     @property
     def budget_nbytes(self) -> int | None:
-        """Most bytes that wait there; None for no limit."""
+        """Limit of the bytes that wait there; None for no limit."""
 
     def open(self, device: Device) -> Tier:
         """Open the tier for payloads of `device`.
@@ -46,8 +46,8 @@ class Host:
 
     Parameters
     ----------
-    budget : most bytes, as an int or text such as ``"64GiB"``; with ``"160GiB/node"`` the processes that torchrun
-        started on this machine share them equally. None for no limit
+    budget : limit of the bytes, as an int or text such as ``"64GiB"``; with ``"160GiB/node"`` the processes that
+        torchrun started on this machine share it equally. None for no limit
 
     Raises
     ------
@@ -62,7 +62,7 @@ class Host:
 
     @property
     def budget_nbytes(self) -> int | None:
-        """Most bytes that wait there, in this process; None for no limit."""
+        """Limit of the bytes that wait there, of this process; None for no limit."""
         return _budget_nbytes(self.budget, "Host(budget)")
 
     def open(self, device: Device) -> Tier:
@@ -79,10 +79,10 @@ class Disk:
     Parameters
     ----------
     path : an existing folder; None for the system's temporary folder
-    budget : most bytes, as of `Host`. `Auto` uses a disk only where this is given
+    budget : limit of the bytes, as of `Host`. `Auto` uses a disk only where this is given
     gpu_direct : whether payloads move between GPU memory and disk without host memory in between (GPUDirect Storage).
         Needs an NVIDIA GPU and the package kvikio: the extra `gds12` or `gds13`. kvikio waits for CUDA's default stream
-        before each transfer: compute on a stream of your own, else disk and GPU take turns
+        before each transfer: compute on another stream, else disk and GPU take turns
 
     Raises
     ------
@@ -99,7 +99,7 @@ class Disk:
 
     @property
     def budget_nbytes(self) -> int | None:
-        """Most bytes that wait there, of this process; None for no limit."""
+        """Limit of the bytes that wait there, of this process; None for no limit."""
         return _budget_nbytes(self.budget, "Disk(budget)")
 
     def open(self, device: Device) -> Tier:
@@ -119,8 +119,8 @@ class PluginTier:
     Parameters
     ----------
     name : the word of the policy text, which the package offers by an entry point of the group ``actstore.tiers``
-    budget : most bytes, as of `Host`
-    arguments : for the tier's class, beside the compute device
+    budget : limit of the bytes, as of `Host`
+    arguments : arguments of the tier's class, beside the compute device
 
     Raises
     ------
@@ -139,7 +139,7 @@ class PluginTier:
 
     @property
     def budget_nbytes(self) -> int | None:
-        """Most bytes that wait there, of this process; None for no limit."""
+        """Limit of the bytes that wait there, of this process; None for no limit."""
         return _budget_nbytes(self.budget, f"PluginTier({self.name!r}, budget)")
 
     def open(self, device: Device) -> Tier:
@@ -175,12 +175,12 @@ class Window:
 
     Parameters
     ----------
-    nbytes : most bytes that are on their way to one tier at once, and most that are fetched ahead in backward. From the
-        second step on a third of what moves is the bound where that is less (4 MiB at least), unless there is a budget.
-        None for 256 MiB, or 32 MiB where the compute device is a CPU
+    nbytes : limit of the bytes on their way to one tier at once, and of those fetched ahead in backward. From the
+        second step on the bound is a third of the moved bytes where that is less (4 MiB at least), unless there is a
+        budget. None for 256 MiB, or 32 MiB where the compute device is a CPU
     when_full : what a tensor does when the window is full. "wait": the compute stream waits for the oldest copy (the
         host waits too where the tier is a disk); "keep": it stays on the device, encoded; "spill": it goes to the next
-        tier of its ladder, and waits where there is none
+        tier of its ladder, and waits at the last one
 
     Raises
     ------
@@ -211,7 +211,7 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
 
     Raises
     ------
-    ConfigError : something else is among them, or one of them twice
+    ConfigError : an item of another type, or a tier that is given twice
     """
     if isinstance(given, str | Host | Disk | PluginTier | Window) or not isinstance(given, Iterable):
         raise ConfigError(f'tiers={given!r}: must be a list of tiers. Write tiers=[Host("64GiB"), Disk("/scratch")]')
@@ -232,7 +232,7 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
 
 
 def open_tier(name: str, device: Device, options: Mapping[str, TierOptions]) -> Tier:
-    """Open a tier by its name, with the options that are given for it.
+    """Open a tier by its name, with its options.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Parts of payloads on their way between memory and a file: what the workers of the disk tier do."""
+"""Parts of payloads on their way between memory and a file: the work of the disk tier's threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actstore.base.ticket import DONE, JobTicket, Span, Ticket
 from actstore.base.units import round_up
 from actstore.devices.base import Device
 from actstore.errors import StateError
-from actstore.tiers.file import BLOCK, NamelessFile, digest
+from actstore.tiers.file import BLOCK_NBYTES, NamelessFile, digest
 from actstore.tiers.staging import Ring
 
 
@@ -38,21 +38,21 @@ class Extent:
 
 
 def split(nbytes: int) -> list[Extent]:
-    """Parts of a payload, equal up to a block, so that several workers share it evenly."""
+    """Split a payload into parts, equal up to a block, so that several workers share it evenly."""
     count = -(-nbytes // Ring.chunk_nbytes)
-    step = round_up(-(-nbytes // max(1, count)), BLOCK)
+    step = round_up(-(-nbytes // max(1, count)), BLOCK_NBYTES)
     return [Extent(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, max(1, step))]
 
 
 class FileSlot:
-    """Where in which file a payload is, and what is known of it.
+    """The range of a file where a payload is, its parts, and the jobs on it.
 
     Attributes
     ----------
     parts : None until a write has begun
     jobs : writes and reads that may still run
-    active : the parts that threads are at work on now, also where an interrupt has lost the job
-    dropped : nobody will read the bytes: what has not begun need not be done
+    active : the parts on which threads work now, also where an interrupt has lost the job
+    dropped : whether the slot was freed: then no reader wants the bytes, and jobs that have not begun do nothing
     """
 
     __slots__ = ("active", "dropped", "file", "jobs", "parts", "size", "start")
@@ -68,16 +68,16 @@ class FileSlot:
 
 
 class Mover:
-    """Moves parts, on the threads that call it. Thread-safe.
+    """The copies of parts between memory and a file, on the threads that call it. Thread-safe.
 
-    Memory of the host is read and written where it is, as far as `NamelessFile.direct` allows; the rest crosses a chunk
+    The system reads and writes host memory in place, as far as `NamelessFile.direct` allows; the rest crosses a chunk
     of the ring. Before a job takes a chunk it waits for other jobs, such as the write of its part, so that these can
     have one. A checksum is made after the write: bytes that a processor has just read lie in its cache, from where they
     reach the disk more slowly (by 5 % of a write, benchmarks/disk.py).
 
     Parameters
     ----------
-    streams : of `device`, for what leaves its memory and what comes back
+    streams : two streams of `device`: for copies from its memory, and for copies back
     """
 
     def __init__(self, device: Device, streams: tuple[Any, Any]) -> None:
@@ -87,11 +87,11 @@ class Mover:
         self.ring = Ring(device)
 
     def close(self) -> None:
-        """Return what it holds; no job runs any more."""
+        """Return the chunks of the ring; no job runs any more."""
         self.ring.close()
 
     def write(self, place: FileSlot, part: Extent, src: torch.Tensor, after: Sequence[Ticket]) -> Span:
-        """Write a part of the payload `src`, after all of `after`, and remember its checksum.
+        """Write a part of the payload `src`, after all of `after`, and record its checksum.
 
         Raises
         ------
@@ -127,8 +127,12 @@ class Mover:
         return begin, perf_counter_ns()
 
     def _wait(self, after: Sequence[Ticket]) -> tuple[int, Sequence[Ticket]]:
-        """Make this thread wait for what no stream can wait for, before it holds a chunk; when that was over, and what
-        is left to the stream.
+        """Make this thread wait for the tickets that no stream can wait for, before it holds a chunk.
+
+        Returns
+        -------
+        int : the end of that wait
+        Sequence[Ticket] : the tickets that the stream is to wait for
         """
         rest = []
         for ticket in after:
@@ -139,7 +143,7 @@ class Mover:
         return perf_counter_ns(), rest
 
     def _write(self, file: NamelessFile, src: torch.Tensor, start: int, after: Sequence[Ticket]) -> int:
-        """Write `src` from the byte `start` on; its checksum."""
+        """Write `src` from the byte `start` on, and return its checksum."""
         if self._device.on_host:
             return self._write_host(file, src, start)
         return self._write_device(file, src, start, after)
@@ -147,7 +151,7 @@ class Mover:
     def _read(
         self, file: NamelessFile, dst: torch.Tensor, start: int, expected: int, after: Sequence[Ticket]
     ) -> Ticket:
-        """Fill `dst` from the byte `start` on, with bytes of the checksum `expected`; complete when it is filled."""
+        """Fill `dst` from the byte `start` on, and verify the checksum. Return a ticket, complete when it is filled."""
         if self._device.on_host:
             self._read_host(file, dst, start, expected)
             return DONE
@@ -162,7 +166,7 @@ class Mover:
         chunk = self.ring.take()
         try:
             np.copyto(chunk.memory[: len(view) - body].numpy(), src[body:].numpy())
-            rest = chunk.view[: round_up(len(view) - body, BLOCK)]
+            rest = chunk.view[: round_up(len(view) - body, BLOCK_NBYTES)]
             file.write([view[:body], rest] if body else [rest], start)
         finally:
             self.ring.give(chunk)
@@ -176,7 +180,7 @@ class Mover:
         else:
             chunk = self.ring.take()
             try:
-                rest = chunk.view[: round_up(len(view) - body, BLOCK)]
+                rest = chunk.view[: round_up(len(view) - body, BLOCK_NBYTES)]
                 file.read([view[:body], rest] if body else [rest], start, len(view))
                 np.copyto(dst[body:].numpy(), chunk.memory[: len(view) - body].numpy())
             finally:
@@ -190,7 +194,7 @@ class Mover:
             nbytes = src.numel()
             copied = self._device.copy(chunk.memory[:nbytes], src, self._offload, after)
             copied.result()
-            file.write([chunk.view[: round_up(nbytes, BLOCK)]], start)
+            file.write([chunk.view[: round_up(nbytes, BLOCK_NBYTES)]], start)
             return digest(chunk.view[:nbytes])
         finally:
             self.ring.give(chunk, copied)
@@ -202,7 +206,7 @@ class Mover:
         copied: Ticket = DONE
         try:
             nbytes = dst.numel()
-            file.read([chunk.view[: round_up(nbytes, BLOCK)]], start, nbytes)
+            file.read([chunk.view[: round_up(nbytes, BLOCK_NBYTES)]], start, nbytes)
             file.verify(chunk.view[:nbytes], expected)
             copied = self._device.copy(dst, chunk.memory[:nbytes], self._fetch, after)
         finally:
@@ -211,8 +215,8 @@ class Mover:
 
 
 def _in_place_nbytes(file: NamelessFile, memory: torch.Tensor) -> int:
-    """How many bytes from the first on the system may move to or from `memory` itself."""
+    """Return the number of first bytes that the system may move to or from `memory` itself."""
     nbytes = memory.numel()
     if not file.direct:
         return nbytes
-    return 0 if memory.data_ptr() % BLOCK else nbytes // BLOCK * BLOCK
+    return 0 if memory.data_ptr() % BLOCK_NBYTES else nbytes // BLOCK_NBYTES * BLOCK_NBYTES

@@ -1,4 +1,4 @@
-"""Host memory that is used again from step to step."""
+"""A pool of host memory that is used again from step to step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ OWN_PAGES_NBYTES = 64 * 1024  # larger buffers lie outside of the heap, where th
 
 
 class BufferPool:
-    """Uint8 buffers of exact sizes.
+    """A pool of uint8 buffers of exact sizes. Thread-safe; a buffer comes and goes without a lock.
 
-    `trim` begins a step, and returns what the last one did not need. Within a step, in use and idle together never
-    exceed the more of what they were when it began and of the most that was in use, so that variable shapes cannot make
-    it grow: a new buffer takes the place of idle ones. Thread-safe; a buffer comes and goes without a lock.
+    `trim` begins a step, and returns the buffers that the last step did not need. Within a step, the bytes of all
+    buffers never exceed the larger of two figures: their bytes at its begin, and the most that were in use. Variable
+    shapes so cannot make the pool grow: a new buffer takes the place of idle ones.
     """
 
     def __init__(self) -> None:
         self._closed = False
         self._lock = Lock()
-        self._sizes: dict[int, list[torch.Tensor]] = {}  # what is idle, by size
-        self._made: dict[int, int] = {}  # idle and in use, by size
+        self._sizes: dict[int, list[torch.Tensor]] = {}  # idle buffers, by size
+        self._made: dict[int, int] = {}  # number of buffers, idle and in use, by size
         self._least: dict[int, int] = {}  # the fewest that were idle at once in this step: it has not needed these
-        self._nbytes = 0  # idle and in use
-        self._most_nbytes = 0  # that may become without need
+        self._nbytes = 0  # of all buffers, idle and in use
+        self._most_nbytes = 0  # limit of `_nbytes` that only buffers in use may raise
 
     @property
     def used_nbytes(self) -> int:
@@ -38,9 +38,9 @@ class BufferPool:
         return sum(nbytes * len(idle) for nbytes, idle in list(self._sizes.items()))
 
     def take(self, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """An uninitialised buffer of exactly `nbytes`, and the list that it is appended to when it comes back.
+        """Take an uninitialised buffer of exactly `nbytes`, and the list to which the caller appends it afterwards.
 
-        A finalizer may do that. What comes back after `close` waits for `drain`.
+        A finalizer may do that. A buffer that comes back after `close` waits for `drain`.
 
         Raises
         ------
@@ -63,7 +63,7 @@ class BufferPool:
         return self._make(nbytes)
 
     def drain(self) -> None:
-        """Return what is idle. Safe in finalizers: another thread that is at it looks again before it ends."""
+        """Free the idle buffers. Safe in finalizers: a thread that already drains checks once more before it ends."""
         while self.idle_nbytes and self._lock.acquire(blocking=False):
             try:
                 self._shrink(0)
@@ -71,7 +71,7 @@ class BufferPool:
                 self._lock.release()
 
     def trim(self) -> None:
-        """Begin a new step: what the last one did not need is returned."""
+        """Begin a new step: free the buffers that the last step did not need."""
         with self._lock:
             for nbytes, idle in list(self._sizes.items()):
                 for _ in range(min(self._least.get(nbytes, 0), len(idle))):
@@ -80,7 +80,7 @@ class BufferPool:
             self._most_nbytes = self._nbytes
 
     def close(self) -> None:
-        """Return what is idle, and what comes back from now on."""
+        """Free the idle buffers, and those that come back from now on."""
         with self._lock:
             self._closed = True
             self._shrink(0)
@@ -109,13 +109,13 @@ class BufferPool:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _shrink(self, most: int) -> None:
-        """Return idle buffers until all have `most` bytes, or none is idle."""
+        """Free idle buffers until all buffers have `most` bytes, or no buffer is idle."""
         for nbytes, idle in list(self._sizes.items()) if self._nbytes > most else ():
             while idle and self._nbytes > most:
                 self._drop(nbytes, idle)
 
     def _drop(self, nbytes: int, idle: list[torch.Tensor]) -> None:
-        """Return one idle buffer, unless other threads have taken all."""
+        """Free one idle buffer, unless other threads have taken all."""
         self._forget(nbytes)  # before the call, after which an interrupt (Ctrl-C) may come
         try:
             idle.pop()
@@ -125,13 +125,13 @@ class BufferPool:
         self._least[nbytes] = min(self._least.get(nbytes, 0), len(idle))
 
     def _count(self, nbytes: int) -> None:
-        """One buffer of this size more."""
+        """Count one more buffer of this size."""
         made = self._made.get(nbytes, 0)  # before the rest, as an interrupt comes after a call
         self._nbytes += nbytes
         self._made[nbytes] = made + 1
 
     def _forget(self, nbytes: int) -> None:
-        """One buffer of this size less."""
+        """Count one buffer of this size less."""
         self._nbytes -= nbytes
         self._made[nbytes] -= 1
         if not self._made[nbytes]:

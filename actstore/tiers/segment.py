@@ -1,4 +1,4 @@
-"""One piece of memory from which ranges are given."""
+"""A segment: one piece of memory, with ranges that owners take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from actstore.base.ticket import Ticket
 from actstore.tiers.extents import Extents
 
-ALIGN_NBYTES = 64  # a line of the cache, which no two ranges share
+ALIGN_NBYTES = 64  # a cache line, which no two ranges share
 
 
 class Segment:
-    """Memory and what is free in it, the lowest address first. Not thread-safe.
+    """Memory and its free ranges, the lowest address first. Not thread-safe.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Segment:
         self._expected: list[tuple[int, int, Sequence[Ticket]]] = []  # of free or taken ranges: start, end, until when
 
     def take(self, size: int) -> int | None:
-        """Start of a free range; None where there is none of this size."""
+        """Take a free range, and return its start; None where no free range has this size."""
         start = self._extents.take_within(size, self.nbytes)
         if start is not None:
             self.unused_steps = 0
@@ -39,11 +39,11 @@ class Segment:
         self._extents.give(start, size)
 
     def expect(self, start: int, size: int, tickets: Sequence[Ticket]) -> None:
-        """Remember that operations run on a range until `tickets` are ready, whoever is given the range."""
+        """Record that operations run on a range until `tickets` are ready, also under its next owner."""
         self._expected.append((start, start + size, tickets))
 
     def waits(self, start: int, size: int) -> Sequence[Ticket]:
-        """What a new owner of a range has to come after."""
+        """Return the tickets after which a new owner of a range may use it."""
         if not self._expected:
             return ()
         self._expected = [item for item in self._expected if not all(ticket.ready() for ticket in item[2])]
@@ -52,6 +52,6 @@ class Segment:
         return [ticket for tickets in found for ticket in tickets if not ticket.ready()]
 
     def idle(self) -> bool:
-        """Whether nobody owns a range of it and no operation runs on it."""
+        """Return whether no range is taken and no operation runs on the memory."""
         self.waits(0, 0)
         return not self._extents.end and not self._expected

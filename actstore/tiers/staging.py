@@ -1,4 +1,4 @@
-"""Host memory that payloads cross between an accelerator and a file."""
+"""Staging memory on the host, which payloads cross between an accelerator and a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chunk:
     ----------
     memory : `Ring.chunk_nbytes` of uint8
     view : the same bytes, for system calls
-    busy : until when a copy of the device uses it
+    busy : ticket of the device's copy that uses the chunk
     """
 
     __slots__ = ("busy", "memory", "pinned", "view")
@@ -34,21 +34,21 @@ class Chunk:
 
     def settle(self) -> None:
         """Make the host wait until no copy uses it."""
-        with suppress(ActstoreError):  # a copy that failed is over too, and who asked for it is told
+        with suppress(ActstoreError):  # a failed copy is over too, and its own ticket raises the error
             self.busy.wait_on(None)
         self.busy = DONE
 
 
 class Ring:
-    """Chunks that are made when first needed and used in turn. Thread-safe.
+    """A ring of chunks, each made when first needed. Thread-safe.
 
-    Nobody waits here for another job, and so no jobs can wait for each other: a job holds one chunk at most, there are
-    as many chunks as jobs that run at a time, and a chunk that no job holds is at most waiting for the device.
+    No job waits here for another job, so that jobs cannot deadlock. A job holds one chunk at most, and the ring has as
+    many chunks as jobs that run at a time. A chunk that no job holds waits at most for the device.
 
     Attributes
     ----------
-    chunk_nbytes : of one system call; larger ones are not faster
-    chunks : the most there are: one for each worker that reads or writes
+    chunk_nbytes : bytes of one system call; larger calls are not faster
+    chunks : limit of the number of chunks: one for each worker that reads or writes
     """
 
     chunk_nbytes: ClassVar[int] = 8 * 2**20
@@ -61,7 +61,7 @@ class Ring:
         self._idle: list[Chunk] = []  # the longest idle first
 
     def take(self) -> Chunk:
-        """A chunk that nothing uses; the host waits for the device if it uses all of them.
+        """Take a chunk that is not in use; the host waits for the device if it uses all of them.
 
         Raises
         ------

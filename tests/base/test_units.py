@@ -109,8 +109,8 @@ def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, ranks):
     with pytest.raises(ConfigError) as caught:
         parse_budget("256GiB/node", "host_budget")
     assert str(caught.value) == (
-        f"host_budget='256GiB/node' needs the number of processes of this node, and LOCAL_WORLD_SIZE={ranks!r} is "
-        "none; start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+        f"host_budget='256GiB/node' needs the number of processes of this node. LOCAL_WORLD_SIZE={ranks!r}: must be "
+        "an int >= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
     )
     assert parse_budget("256GiB", "host_budget") == 256 * 2**30
 

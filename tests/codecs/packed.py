@@ -59,7 +59,8 @@ def check_cut(codec, tensor):
                 way.decode(payload[:nbytes], back)
             assert (back == 1).all()
         for numel in (tensor.numel() - 1, tensor.numel() + 1):
-            with pytest.raises(PayloadError, match=f"for {tensor.numel()} elements is none of {numel} elements"):
+            said = rf"for {tensor.numel()} elements: must have \d+ to \d+ bytes for {numel} elements"
+            with pytest.raises(PayloadError, match=said):
                 way.decode(payload, torch.empty(numel, dtype=tensor.dtype))
 
 

@@ -76,7 +76,7 @@ def test_the_documented_example():
 
 @pytest.mark.parametrize("numel", [1, 256, 600, 1024, 1500])
 def test_in_several_calls(numel, monkeypatch):
-    monkeypatch.setattr(bnb8, "AT_ONCE", 512)
+    monkeypatch.setattr(bnb8, "CALL_NUMEL", 512)
     check_codec(Bnb8(), tensor_of(random_bits(numel, "bfloat16", seed=1), torch.bfloat16))
 
 

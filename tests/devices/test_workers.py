@@ -136,7 +136,7 @@ def test_a_system_without_threads(monkeypatch):
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_thread_that_died_is_told(monkeypatch, begun):
     """Of a job that it had begun, and of one that only it could have run."""
-    monkeypatch.setattr("actstore.base.job.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("actstore.base.job.POLL_INTERVAL_S", 0.01)
     dead = threading.Thread(target=int)
     dead.start()
     dead.join()

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from actstore.kernels.cpu.notice import LEAST_S, Notice
+from actstore.kernels.cpu.notice import NOTICE_AFTER_S, Notice
 
 LINE = "compiling CPU kernels (once; cached in /somewhere)"
 
@@ -64,27 +64,27 @@ def compile_for(notice, timers, seconds):
 
 def test_a_long_compilation_is_said_once_while_it_runs(notice, timers, caplog):
     notice.begin()
-    timers.pass_(0.9 * LEAST_S)
+    timers.pass_(0.9 * NOTICE_AFTER_S)
     assert caplog.messages == []
-    timers.pass_(0.2 * LEAST_S)
+    timers.pass_(0.2 * NOTICE_AFTER_S)
     assert caplog.messages == [LINE]
     notice.end()
-    compile_for(notice, timers, 5 * LEAST_S)
+    compile_for(notice, timers, 5 * NOTICE_AFTER_S)
     assert caplog.messages == [LINE]
     assert caplog.records[0].name == "actstore"
 
 
 def test_short_compilations_add_up(notice, timers, caplog):
-    compile_for(notice, timers, 0.6 * LEAST_S)
-    timers.pass_(100 * LEAST_S)  # of other work
+    compile_for(notice, timers, 0.6 * NOTICE_AFTER_S)
+    timers.pass_(100 * NOTICE_AFTER_S)  # of other work
     assert caplog.messages == []
-    compile_for(notice, timers, 0.6 * LEAST_S)
+    compile_for(notice, timers, 0.6 * NOTICE_AFTER_S)
     assert caplog.messages == [LINE]
 
 
 def test_a_short_one_is_not_said(notice, timers, caplog):
-    compile_for(notice, timers, 0.9 * LEAST_S)
-    timers.pass_(100 * LEAST_S)
+    compile_for(notice, timers, 0.9 * NOTICE_AFTER_S)
+    timers.pass_(100 * NOTICE_AFTER_S)
     assert caplog.messages == []
 
 
@@ -93,14 +93,14 @@ def test_a_process_that_may_not_start_threads_compiles_all_the_same(timers, monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(Timer, "start", refuse)
-    compile_for(Notice(lambda: Path("/somewhere"), lambda: timers.now_s, timers), timers, 9 * LEAST_S)
+    compile_for(Notice(lambda: Path("/somewhere"), lambda: timers.now_s, timers), timers, 9 * NOTICE_AFTER_S)
     assert caplog.messages == []
 
 
 KERNEL = """
     from actstore.kernels.cpu.language import cache, kernel, notice
 
-    notice.LEAST_S = 0.0
+    notice.NOTICE_AFTER_S = 0.0
 
     def factory(step):
         @kernel

@@ -171,7 +171,7 @@ def test_our_own_names_win(tmp_path, monkeypatch):
 WRONG = {
     "crash": ("raise OSError('no library')", "thing", "OSError: no library"),
     "missing": ("", "thing", "AttributeError: .*no attribute 'thing'"),
-    "instance": ("thing = 3", "thing", "3 is no subclass of actstore.codecs.base.Codec"),
+    "instance": ("thing = 3", "thing", "3 must be a subclass of actstore.codecs.base.Codec"),
     "half": (
         "from actstore.codecs import Codec\nclass thing(Codec): name = 'odd'",
         "thing",

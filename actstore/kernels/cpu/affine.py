@@ -13,7 +13,7 @@ import torch
 
 from actstore.kernels.affine import LEVELS, widths
 from actstore.kernels.base import Kernels
-from actstore.kernels.cpu.affine_planes import MOST, pack, padded, section, unpack
+from actstore.kernels.cpu.affine_planes import PADDING_NUMEL, pack, padded, section, unpack
 from actstore.kernels.cpu.affine_scales import (
     QUARTER,
     away_from_zero,
@@ -72,7 +72,7 @@ def kernels(
     round: str,  # noqa: A002
     keep: bool,
 ) -> Kernels:
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], bits, group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(
@@ -83,7 +83,7 @@ def kernels(
 
 @inline
 def _load_ordered(source: Any, index: Any, kind: Any) -> Any:
-    """The bits of element `index` as an integer in the order of the values: -NaN < -Inf < finite < Inf < NaN."""
+    """Load element `index` as an integer in the order of the values: -NaN < -Inf < finite < Inf < NaN."""
     if kind == F32:
         word = get(i32_at(source), index)
         return _i32(word ^ _i32(_i32(word >> _i32(31)) & _i32(0x7FFFFFFF)))
@@ -93,7 +93,7 @@ def _load_ordered(source: Any, index: Any, kind: Any) -> Any:
 
 @inline
 def _value(ordered: Any, kind: Any) -> Any:
-    """The float32 value of a finite element in the form of `_load_ordered`."""
+    """Convert a finite element in the form of `_load_ordered` to float32."""
     magnitude = _i32(0x7FFFFFFF if kind == F32 else 0x7FFF)
     word = u32(_i32(ordered ^ _i32(_i32(ordered >> _i32(31)) & magnitude)))
     if kind == F32:
@@ -105,7 +105,7 @@ def _value(ordered: Any, kind: Any) -> Any:
 
 @inline
 def _range(source: Any, start: Any, group: Any, kind: Any, inf: Any, bits: Any) -> Any:
-    """The least and the largest element of a group, and whether all are finite; of 8 bits the finite elements only."""
+    """Find the least and the largest element of a group, for 8 bits of the finite ones, and whether all are finite."""
     first = _load_ordered(source, start, kind)
     low, high = first, first
     for i in range(start, start + group):
@@ -126,7 +126,7 @@ def _range(source: Any, start: Any, group: Any, kind: Any, inf: Any, bits: Any) 
 
 @inline
 def _code_from_zero(value: Any, factor: Any, noise: Any, i: Any, bits: Any, noisy: Any) -> Any:
-    """Return the code of an element, at least 1 where it is not zero; `factor` is 1 / scale, of two bits 4 / scale."""
+    """Return the code of an element, at least 1 where it is not zero; `factor` is 1 / scale, for two bits 4 / scale."""
     steps = value * QUARTER * factor if bits == 2 else value * factor
     if noisy:
         steps = steps + offset(noise, i)
@@ -163,7 +163,7 @@ def _code(
 
 @inline
 def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
-    """Copy `count` elements, and the last of them again up to `padded`."""
+    """Copy `count` elements, and repeat the last one up to `padded` elements."""
     for i in range(padded):
         if kind == F32:
             put(u32_at(target), i, get(u32_at(source), min(i, count - 1)))
@@ -173,7 +173,10 @@ def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
 
 @inline
 def _ranges(elements: Any, stacks: Any, groups: Any, group: Any, kind: Any, inf: Any, bits: Any, keep: Any) -> Any:
-    """Have what `_range` says of the groups of a tile; whether signs are kept and all are finite and start at zero."""
+    """Store the results of `_range` for the groups of a tile.
+
+    Return whether signs are kept, and all groups are finite and start at zero.
+    """
     lows, highs, finites, _quarters, _reciprocals, _zeros = stacks
     below, missing = u32(0), u32(0)
     for index in range(groups):
@@ -187,7 +190,7 @@ def _ranges(elements: Any, stacks: Any, groups: Any, group: Any, kind: Any, inf:
 
 @inline
 def _scales(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any, keep: Any) -> None:
-    """Store the scales and the minima of the groups of a tile, and have what `_codes` needs."""
+    """Store the scales and the minima of the groups of a tile, and the numbers that `_codes` needs."""
     lows, highs, finites, quarters, reciprocals, zeros = stacks
     for index in range(groups):
         low, high = _value(get(i32_at(lows), index), kind), _value(get(i32_at(highs), index), kind)
@@ -207,7 +210,7 @@ def _scales(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, level
 
 @inline
 def _scales_from_zero(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any) -> None:
-    """Do what `_scales` does, for a tile whose groups all start at zero."""
+    """Store the same as `_scales`, for a tile whose groups all start at zero."""
     _lows, highs, _finites, _quarters, reciprocals, _zeros = stacks
     for index in range(groups):
         scale, reciprocal = scale_from_zero(_value(get(i32_at(highs), index), kind), levels)
@@ -229,7 +232,7 @@ def _codes(
     noisy: Any,
     keep: Any,
 ) -> None:
-    """Store the codes of a tile, one a byte."""
+    """Store the codes of a tile, one per byte."""
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     _lows, _highs, finites, quarters, reciprocals, zeros = stacks
     for index in range(groups):
@@ -252,7 +255,7 @@ def _codes(
 def _codes_from_zero(
     elements: Any, codes: Any, stacks: Any, noise: Any, groups: Any, group: Any, kind: Any, bits: Any, noisy: Any
 ) -> None:
-    """Do what `_codes` does, for a tile whose groups all start at zero."""
+    """Store the same as `_codes`, for a tile whose groups all start at zero."""
     _lows, _highs, _finites, _quarters, reciprocals, _zeros = stacks
     for index in range(groups):
         factor = as_f32(get(u32_at(reciprocals), index))
@@ -293,7 +296,7 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
                 _scales(stacks, scales_at, minima_at, groups, kind, levels, bits, keep)
                 _codes(elements, codes, stacks, noise, groups, group, kind, bits, noisy, keep)
             if bits < 8 or count < TILE:
-                for i in range(count, -(-count // MOST) * MOST):
+                for i in range(count, -(-count // PADDING_NUMEL) * PADDING_NUMEL):
                     put(u8_at(codes), i, _u8(0))
                 pack(codes, lower, padded(count, low_bits), 0, low_bits)
                 if high_bits:

@@ -11,14 +11,14 @@ import numpy as np
 
 from actstore.kernels.cpu.language import get, inline, put, u8_at, u16, u16_at, u32, u32_at, u64_at
 
-MOST = 128  # elements in 16 bytes of a plane of one bit: what the last ones may be padded to
+PADDING_NUMEL = 128  # elements in 16 bytes of a plane of one bit: the codes are padded to a multiple of it
 
 _u8, _u64 = np.uint8, np.uint64
 
 
 @inline
 def pack(codes: Any, packed: Any, count: Any, shift: Any, width: Any) -> None:
-    """`width` bits, from bit `shift` on, of bytes with one code each side by side, the first ones lowest."""
+    """Pack `width` bits, from bit `shift` on, of bytes with one code each, side by side, the first ones lowest."""
     if width == 8:
         for i in range(count):
             put(u8_at(packed), i, get(u8_at(codes), i))
@@ -41,7 +41,7 @@ def pack(codes: Any, packed: Any, count: Any, shift: Any, width: Any) -> None:
 
 @inline
 def unpack(packed: Any, codes: Any, count: Any, shift: Any, width: Any) -> None:
-    """The inverse of `pack`: the first plane, with `shift` 0, sets the codes, others are added to them."""
+    """Unpack the bytes of `pack`: the first plane, with `shift` 0, sets the codes; the second is added to them."""
     if width == 8:
         for i in range(count):
             put(u8_at(codes), i, get(u8_at(packed), i))
@@ -67,11 +67,11 @@ def unpack(packed: Any, codes: Any, count: Any, shift: Any, width: Any) -> None:
 
 @inline
 def section(count: Any) -> Any:
-    """Bytes of a section of `count` bits, up to the next multiple of 16."""
+    """Return the bytes of a section of `count` bits, up to the next multiple of 16."""
     return ((count + 127) >> 7) << 4
 
 
 @inline
 def padded(count: Any, width: Any) -> Any:
-    """Elements of a plane up to the end of its section."""
+    """Count the elements of a plane up to the end of its section."""
     return -(-count * width // 128) * 128 // width

@@ -18,7 +18,7 @@ _i32 = np.int32
 
 @inline
 def _bf16_down(value: Any) -> Any:
-    """Return the bits of the next bfloat16 number below, the lowest one below that; 0 for tiny values."""
+    """Round down to bfloat16, and return the bits; the lowest number for values below it, 0 for tiny values."""
     word = as_u32(value)
     magnitude = u32(word & u32(0x7FFFFFFF))
     above = u32(min(u32(magnitude + u32(0xFFFF)), u32(0x7F7F0000)))
@@ -50,20 +50,23 @@ def scale_from_zero(high: Any, levels: Any) -> Any:
     """Return the bits of the scale of a group from 0 to `high`, and 4 / scale; both 0 where all is zero."""
     most = high * QUARTER
     step = SMALLEST_QUARTER if most < SMALLEST_QUARTER else _up(most / f32(levels))
-    empty = _i32(as_u32(high)) <= _i32(0)  # of floats, LLVM would take a denormal for a zero where the processor does
+    empty = _i32(as_u32(high)) <= _i32(0)  # as floats, LLVM would take a denormal for a zero where the processor does
     scale = u32(as_u32(step * f32(4)) >> u32(16))
     return u32(0) if empty else scale, f32(0) if empty else f32(1) / step
 
 
 @inline
 def away_from_zero(low: Any) -> Any:
-    """0 where the least element of a group, as an integer in the order of the values, is 0.0 or -0.0."""
+    """Return 0 where the least element of a group, as an integer in the order of the values, is 0.0 or -0.0."""
     return u32(u32(low + _i32(1)) >> u32(1))
 
 
 @inline
 def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """Find a quarter of the smallest step with which a power of two is the code of zero, and that code, of quarters."""
+    """Find a quarter of the smallest step with which a power of two is the code of zero, and that code.
+
+    `low` and `high` are quarters of the bounds of the group.
+    """
     low = max(low, -LARGEST_QUARTER)
     step, zero = f32(np.inf), _i32(1)
     for power in range(bits):
@@ -76,7 +79,7 @@ def _around_zero(low: Any, high: Any, levels: Any, bits: Any) -> Any:
 
 @inline
 def keeping_scale_of(low: Any, high: Any, levels: Any, bits: Any) -> Any:
-    """Return what `scale_of` does, with signs kept, and the code of zero; -1 where zero is below all elements."""
+    """Return the same as `scale_of`, with signs kept, and the code of zero; -1 where zero is below all elements."""
     scale, minimum, quarter, reciprocal = scale_of(low, high, levels)
     word = as_u32(low)
     if word > u32(0x80000000):

@@ -15,7 +15,7 @@ BLOCK = 64 * WORD  # elements in a unit of work
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for bools; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for bools; compiled at first use, then read from numba's disk cache."""
     return in_units(_run_encode, _run_decode, BLOCK)
 
 

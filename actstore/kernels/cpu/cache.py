@@ -23,15 +23,15 @@ _KERNEL = re.compile(r"^ *@kernel$", re.MULTILINE)
 def folder() -> Path:
     """Return the folder where numba caches kernels: ``__pycache__`` beside them, or that of NUMBA_CACHE_DIR.
 
-    Where neither can be written, numba takes the user's cache folder.
+    Where numba can write neither, it takes the user's cache folder.
 
     Raises
     ------
-    KernelUnavailable : none of them can be written
+    KernelUnavailable : numba can write none of them
     """
     try:
         compiled: Any = numba.njit(cache=True)(_stand_in)
-    except RuntimeError as error:  # numba's word for it
+    except RuntimeError as error:  # numba finds no writable folder
         raise KernelUnavailable(
             f"numba finds no folder for compiled kernels: set {VARIABLE} to a folder that can be written"
         ) from error
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def cached(source: str) -> int:
-    """Count the kernels of ``kernels/cpu/<source>.py``, as it is now, in the cache of this Python."""
+    """Count the kernels of the present ``kernels/cpu/<source>.py`` in the cache of this Python."""
     version = f"py{sys.version_info[0]}{sys.version_info[1]}"
     return len(list(folder().glob(f"{source}.*_{short_digest(_HERE / f'{source}.py')}-*.{version}*.nbi")))
 
@@ -62,4 +62,4 @@ def _digest(path: Path) -> str:
 
 
 def _stand_in() -> None:
-    """A function of this folder, where all kernels are."""
+    """Do nothing: a function of this folder, where all kernels are, for `folder`."""

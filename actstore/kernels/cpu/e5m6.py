@@ -35,13 +35,13 @@ from actstore.kernels.cpu.language import (
 )
 
 BLOCK = 512  # elements in a unit of work
-LEAST = u32(0x38800000)  # 2^-14, the least normal e5m6
-OVER = u32(0x47800000)  # 2^16: the code of Inf follows that of 65024
+LEAST_NORMAL = u32(0x38800000)  # 2^-14, the least normal e5m6
+OVERFLOW = u32(0x47800000)  # 2^16: the code of Inf follows that of 65024
 
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
-    """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = BLOCK * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype]), unit_nbytes)
@@ -64,11 +64,11 @@ def _code_of_f16(half: Any, keep: Any, unsigned: Any) -> Any:
 @inline
 def _code_of_f32(bits: Any, keep: Any, unsigned: Any) -> Any:
     magnitude = bits if unsigned else u32(bits & u32(0x7FFFFFFF))
-    near = magnitude if unsigned else u32(min(magnitude, OVER))
-    power = u32(max(u32(near & u32(0x7F800000)), LEAST))
+    near = magnitude if unsigned else u32(min(magnitude, OVERFLOW))
+    power = u32(max(u32(near & u32(0x7F800000)), LEAST_NORMAL))
     base = u32(power + u32(17 << 23))
     steps = u32(as_u32(as_f32(near) + as_f32(base)) - base)
-    rounded = u32(steps + u32(u32(power - LEAST) >> u32(17)))
+    rounded = u32(steps + u32(u32(power - LEAST_NORMAL) >> u32(17)))
     if unsigned:
         return u16(max(rounded, u32(1)) if bits != u32(0) else u32(0))
     if keep:
@@ -79,7 +79,7 @@ def _code_of_f32(bits: Any, keep: Any, unsigned: Any) -> Any:
 
 @inline
 def _code(source: Any, i: Any, kind: Any, keep: Any, unsigned: Any = False) -> Any:
-    """Return the code of an element. `unsigned` says that it is below 2^16 and has no sign, not even as a zero."""
+    """Return the code of an element. `unsigned` says that it is below 2^16 with a clear sign bit."""
     if kind == F16:
         return _code_of_f16(u16(get(u16_at(source), i)), keep, unsigned)
     return _code_of_f32(as_u32(load(source, i, kind)), keep, unsigned)
@@ -102,12 +102,12 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 @inline
 def _is_unsigned(source: Any, start: Any, kind: Any) -> Any:
-    """Return whether no element of a block has a sign, and all are below 2^16, as behind ReLU."""
+    """Return whether no element of a block has its sign bit set, and all are below 2^16, as behind ReLU."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + BLOCK):
         bits = load_bits(source, i, kind)
         top = max(top, bits)
-    return top < (OVER if kind == F32 else INF_F16 if kind == F16 else u16(OVER >> u32(16)))
+    return top < (OVERFLOW if kind == F32 else INF_F16 if kind == F16 else u16(OVERFLOW >> u32(16)))
 
 
 @inline

@@ -16,7 +16,7 @@ from actstore.kernels.planes import TILE
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype; compiled at first use, then read from numba's disk cache."""
     kind, itemsize = KINDS[dtype], dtype.itemsize
     measure, write, read = (
         Parallel(compile_for(kind), TILE * itemsize) for compile_for in (compile_measure, compile_write, compile_read)

@@ -1,4 +1,4 @@
-"""What the kernels of expack on the CPU share: sections, descriptors, the parts of an element. See csrc/expack.md."""
+"""Sections, descriptors and parts of an element, for the kernels of expack on the CPU. See csrc/expack.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def field(descriptor: Any, at: Any, width: Any) -> Any:
 
 @inline
 def units_of(descriptor: Any, kind: Any) -> Any:
-    """The length of the variable part of a tile, in units of 16 bytes."""
+    """Return the length of the variable part of a tile, in units of 16 bytes."""
     planes = field(descriptor, WIDTH_AT, WIDTH_BITS) + (3 if kind == F16 else 0)
     return planes * (PLANE_NBYTES // 16) + (field(descriptor, ESCAPES_AT, ESCAPES_BITS) + 15) // 16
 
@@ -43,7 +43,7 @@ def parts_of(payload: Any, numel: Any, kind: Any) -> Any:
 
 @inline
 def upper_half(source: Any, index: Any, kind: Any) -> Any:
-    """The upper 16 bits of an element: all of a 16-bit one."""
+    """Return the upper 16 bits of an element: all of a 16-bit one."""
     if kind == F32:
         return u16(get(u32_at(source), index) >> u32(16))
     return get(u16_at(source), index)
@@ -51,7 +51,7 @@ def upper_half(source: Any, index: Any, kind: Any) -> Any:
 
 @inline
 def load_exponents(source: Any, exponents: Any, start: Any, count: Any, kind: Any) -> None:
-    """The exponents of a tile, as bytes; 0 behind the last element."""
+    """Store the exponents of a tile, as bytes; 0 behind the last element."""
     for i in range(count):
         upper = upper_half(source, start + i, kind)
         if kind == F16:

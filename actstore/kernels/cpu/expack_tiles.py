@@ -24,7 +24,7 @@ from actstore.kernels.cpu.language import (
     u64_at,
 )
 from actstore.kernels.cpu.planes import (
-    STEP,
+    VECTOR_NBYTES,
     at_least,
     equal_to,
     lowest,
@@ -55,7 +55,7 @@ def _measure_tile(source: Any, exponents: Any, halves: Any, low: Any, start: Any
 
 
 def compile_measure(kind: int) -> Any:
-    """Write the bytes, halves and descriptors, the latter without offsets."""
+    """Compile the kernel that writes the bytes, halves and descriptors, the latter without offsets."""
 
     @kernel
     def measure(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -71,7 +71,7 @@ def compile_measure(kind: int) -> Any:
 
 
 def compile_scan(kind: int) -> Any:
-    """Give the variable parts their offsets, and write the header and the padding of the sections."""
+    """Compile the kernel that gives the variable parts their offsets, and writes header and padding."""
 
     @kernel
     def scan(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -97,7 +97,7 @@ def compile_scan(kind: int) -> Any:
 
 @inline
 def _encode_codes(exponents: Any, codes: Any, count: Any, base: Any, zero: Any) -> None:
-    """The distance of each exponent to the base, modulo 256."""
+    """Store the distance of each exponent to the base, modulo 256."""
     if zero:
         for i in range(TILE):
             exponent = get(u8_at(exponents), i)
@@ -112,9 +112,9 @@ def _encode_codes(exponents: Any, codes: Any, count: Any, base: Any, zero: Any) 
 
 @inline
 def _write_escapes(exponents: Any, codes: Any, escapes: Any, escape: Any) -> None:
-    """Put the exponents that are in no window at `escapes`, with zeros up to a multiple of 16 bytes."""
+    """Write the exponents that are in no window to `escapes`, with zeros up to a multiple of 16 bytes."""
     count = 0
-    for start in range(0, TILE, STEP):
+    for start in range(0, TILE, VECTOR_NBYTES):
         mask = at_least(codes + start, escape)
         while mask != u64(0):
             put(u8_at(escapes), count, get(u8_at(exponents), start + lowest(mask)))
@@ -147,7 +147,7 @@ def _write_tile(
 
 
 def compile_write(kind: int) -> Any:
-    """Write the variable part of each tile."""
+    """Compile the kernel that writes the variable part of each tile."""
 
     @kernel
     def write(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -164,7 +164,7 @@ def compile_write(kind: int) -> Any:
 
 @inline
 def _read_exponents(part: Any, exponents: Any, codes: Any, descriptor: Any, raw: Any) -> Any:
-    """The exponents of a tile; False where its number of escapes is not that of its descriptor."""
+    """Read the exponents of a tile. Return False where its number of escapes is not that of its descriptor."""
     width, zero = field(descriptor, WIDTH_AT, WIDTH_BITS), field(descriptor, ZERO_AT, 1)
     base, most = u8(descriptor >> u64(BASE_AT)), field(descriptor, ESCAPES_AT, ESCAPES_BITS)
     if width == 0:
@@ -179,7 +179,7 @@ def _read_exponents(part: Any, exponents: Any, codes: Any, descriptor: Any, raw:
         return most == 0
     escape, escapes = u8((1 << width) - 1), part + width * PLANE_NBYTES
     count = 0
-    for start in range(0, TILE, STEP):
+    for start in range(0, TILE, VECTOR_NBYTES):
         mask = equal_to(codes + start, escape)
         if count + popcount(mask) > most:
             return False
@@ -227,7 +227,10 @@ def _read_tile(
 
 
 def compile_read(kind: int) -> Any:
-    """Read all tiles; `extra` is the length of the payload, `wrong` the address of what says that it cannot be one."""
+    """Compile the kernel that reads all tiles.
+
+    `extra` is the length of the payload. The kernel sets the number at the address `wrong` to 1 for an invalid payload.
+    """
     raw = 5 if kind == F16 else 8
 
     @kernel

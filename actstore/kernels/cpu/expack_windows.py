@@ -1,4 +1,4 @@
-"""Which window the exponents of a tile of expack get, on the CPU. The rule: csrc/expack.md."""
+"""The choice of a window for the exponents of a tile of expack, on the CPU. The rule: csrc/expack.md."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 import numpy as np
 
 from actstore.kernels.cpu.language import F16, get, inline, put, stack_of, u8_at, u16, u16_at
-from actstore.kernels.cpu.planes import STEP, at_least, popcount, u64
-from actstore.kernels.expack import BASE_AT, ESCAPES_AT, FAR, WIDTH_AT, ZERO_AT
+from actstore.kernels.cpu.planes import VECTOR_NBYTES, at_least, popcount, u64
+from actstore.kernels.expack import BASE_AT, ESCAPES_AT, WIDTH_AT, WINDOW_DEPTH, ZERO_AT
 from actstore.kernels.planes import PLANE_NBYTES, TILE
 
 u8 = np.uint8
-within_stack: Any = stack_of(2 * 2 * (FAR + 1))
+within_stack: Any = stack_of(2 * 2 * (WINDOW_DEPTH + 1))
 
 
 @inline
 def _count_from(exponents: Any, least: Any) -> Any:
-    """How many of a tile are at least `least`, which is not 0."""
+    """Count the exponents of a tile that are at least `least`, which is not 0."""
     found = 0
-    for step in range(TILE // STEP):
-        found += popcount(at_least(exponents + step * STEP, u8(least)))
+    for step in range(TILE // VECTOR_NBYTES):
+        found += popcount(at_least(exponents + step * VECTOR_NBYTES, u8(least)))
     return found
 
 
 @inline
 def _best_window(within: Any, zeros: Any, top: Any, count: Any, widest: Any, most: Any) -> Any:
-    """The cheapest window of less than `most` bytes: ``bytes << 16 | zero << 15 | width << 8 | k``.
+    """Find the cheapest window of less than `most` bytes: ``bytes << 16 | zero << 15 | width << 8 | k``.
 
     It ends `k` below the top; `within[d]` of the exponents are less than `d` below the top.
     """
@@ -35,35 +35,35 @@ def _best_window(within: Any, zeros: Any, top: Any, count: Any, widest: Any, mos
         for width in range(1, widest + 1):
             size = (1 << width) - 1 - zero
             cost = width * PLANE_NBYTES
-            last = min(FAR - size, top - size) if zero else FAR - size
+            last = min(WINDOW_DEPTH - size, top - size) if zero else WINDOW_DEPTH - size
             if cost << 16 >= best or last < 0:
                 break
             fullest = u16(0)  # of the windows that end k below: elements << 5 | 31 - k
-            for k in range(FAR + 1):
+            for k in range(WINDOW_DEPTH + 1):
                 inside = u16(get(u16_at(within), k + size) - get(u16_at(within), k))
-                found = u16(u16(inside << u16(5)) | u16(u16(FAR) - u16(k)))
+                found = u16(u16(inside << u16(5)) | u16(u16(WINDOW_DEPTH) - u16(k)))
                 fullest = max(fullest, found if k <= last else u16(0))
             cost += count - np.int64(fullest >> u16(5)) - zeros * zero
-            best = min(best, cost << 16 | zero << 15 | width << 8 | FAR - np.int64(fullest & u16(31)))
+            best = min(best, cost << 16 | zero << 15 | width << 8 | WINDOW_DEPTH - np.int64(fullest & u16(31)))
     return best
 
 
 @inline
 def measure_exponents(exponents: Any, count: Any, within: Any, kind: Any) -> Any:
-    """The descriptor of a tile, without its offset."""
+    """Return the descriptor of a tile, without its offset."""
     largest = u8(0)
     for i in range(TILE):
         largest = max(largest, get(u8_at(exponents), i))
     top = np.int64(largest)
     zeros = count - _count_from(exponents, 1)
     found, depth = 0, 0
-    while depth < FAR and found < count:
+    while depth < WINDOW_DEPTH and found < count:
         found = _count_from(exponents, top - depth) if depth < top else count
         depth += 1
         put(u16_at(within), depth, u16(found))
     if depth == 1:
         return u64(top) << u64(BASE_AT)
-    for d in range(depth + 1, 2 * FAR + 1):
+    for d in range(depth + 1, 2 * WINDOW_DEPTH + 1):
         put(u16_at(within), d, u16(found))
     raw = 5 if kind == F16 else 8
     best = _best_window(within, zeros, top, count, min(5, raw - 1), raw * PLANE_NBYTES)

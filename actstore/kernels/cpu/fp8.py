@@ -38,7 +38,7 @@ from actstore.kernels.cpu.language import (
 from actstore.kernels.cpu.philox import noise_stack, renew_noise
 
 FLUSH = u32(0x0E800000)  # 2^-98
-LEAST = u32(0x3C800000)  # 2^-6, the least normal e4m3
+LEAST_NORMAL = u32(0x3C800000)  # 2^-6, the least normal e4m3
 LEAST_SCALE = u32(0x0A000000)  # 2^-107, of a group below 2^-98 where signs are kept
 
 _u8, _i32 = np.uint8, np.int32
@@ -46,7 +46,7 @@ _u8, _i32 = np.uint8, np.int32
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * dtype.itemsize
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
@@ -58,21 +58,21 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
 def _code(
     source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
 ) -> Any:
-    """Return the code of a finite element. `unsigned` says that no element has a sign, not even a zero.
+    """Return the code of a finite element. `unsigned` says that no element has its sign bit set, not even a zero.
 
-    Bits are compared as integers in a way that LLVM does not take for a comparison of floats: for those, denormals can
-    be zeros.
+    The code compares bits as integers in a way that LLVM does not take for a comparison of floats: for floats,
+    denormals can be zeros.
     """
     value = load(source, i, kind)
     bits = as_u32(value * reciprocal)
     magnitude = bits if unsigned else u32(bits & u32(0x7FFFFFFF))
-    power = u32(max(u32(magnitude & u32(0x7F800000)), LEAST))
+    power = u32(max(u32(magnitude & u32(0x7F800000)), LEAST_NORMAL))
     base = u32(power + u32((4 if noisy else 20) << 23))
     steps = u32(as_u32(as_f32(magnitude) + as_f32(base)) - base)
     if noisy:
         random = u32(u32(u32(get(u8_at(noise), i)) << u32(8)) | u32(0x80))
         steps = u32(u32(steps + random) >> u32(16))
-    code = u32(min(u32(steps + u32(u32(power - LEAST) >> u32(20))), u32(0x7E)))
+    code = u32(min(u32(steps + u32(u32(power - LEAST_NORMAL) >> u32(20))), u32(0x7E)))
     if unsigned:
         return max(_u8(code), _u8(1)) if as_u32(value) != u32(0) else _u8(0)
     if keep:
@@ -86,7 +86,7 @@ def _code(
 
 @inline
 def _top(source: Any, start: Any, count: Any, below: Any, kind: Any) -> Any:
-    """The largest magnitude less than `below`, as bits of its own width."""
+    """Find the largest magnitude less than `below`, as bits of its own width."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + count):
         magnitude = load_magnitude(source, i, kind)
@@ -142,7 +142,7 @@ def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, 
         code = u32(get(u8_at(codes), i))
         moved = u32(u32(code & u32(0x7F)) << u32(20))
         small = moved < u32(0x00800000)
-        bias = LEAST if small else u32(120 << 23)
+        bias = LEAST_NORMAL if small else u32(120 << 23)
         excess = f32(2.0**-6) if small else f32(0)
         magnitude = as_u32(as_f32(u32(moved + bias)) - excess)
         value = as_f32(u32(magnitude | u32(u32(code & u32(0x80)) << u32(24))))

@@ -1,6 +1,6 @@
 """Kernels for gates of ReLU on the CPU: bits of its results, given to other values. The bytes are those of bit1.
 
-Elements are looked at as integers: a float is 0 where all bits below its sign are.
+The kernels read elements as integers: a float is 0 where all bits below its sign are 0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Gates(NamedTuple):
 
     Attributes
     ----------
-    pack : (values, bits, numel) a bit for each of `numel` values in storage order: whether it is not 0
-    let_pass : (bits, values, out, numel) `out` gets a value, raised to the smallest normal number, where its bit is
-        set, and 0 elsewhere; NaN passes as it is. `out` may be `values`
+    pack : (values, bits, numel) writes a bit for each of `numel` values in storage order: whether it is not 0
+    let_pass : (bits, values, out, numel) writes a value, raised to the smallest normal number, where its bit is set,
+        and 0 elsewhere; NaN passes as it is. `out` may be `values`
     """
 
     pack: Callable[[torch.Tensor, torch.Tensor, int], None]
@@ -37,7 +37,7 @@ class Gates(NamedTuple):
 
 @cache
 def gates(dtype: torch.dtype) -> Gates:
-    """Return the kernels for a dtype of real floats; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for a dtype of real floats; compiled at first use, then read from numba's disk cache."""
     of_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     info = torch.finfo(dtype)
     tiny, inf = (int(torch.tensor(value, dtype=dtype).view(of_integers)) for value in (info.tiny, float("inf")))

@@ -6,15 +6,15 @@ from typing import Any
 
 from actstore.kernels.cpu.language import F32, cgutils, constant_intrinsic, llvm, types
 
-LANES = 32  # elements of a vector, which LLVM cuts to what the processor has: every group is a multiple
+LANES = 32  # elements of a vector, which LLVM splits into the processor's vectors; divides every group
 
 
 @constant_intrinsic
 def largest_of(_typing: Any, _address: Any, group: Any, kind: Any, signs: Any) -> Any:
-    """Find the largest of `group` elements, as bits of their width: finite < Inf < NaN < all with a sign.
+    """Find the largest of `group` elements, as bits of their width: finite < Inf < NaN < all with a sign bit.
 
-    Without `signs` elements have none. A loop over so few elements would be unrolled to scalar instructions. `group`,
-    `kind` and `signs` are constants of a kernel.
+    Without `signs` the sign bits are cleared. LLVM would unroll a loop over so few elements to scalar instructions.
+    `group`, `kind` and `signs` are constants of a kernel.
     """
     width = 32 if kind.literal_value == F32 else 16
     element = llvm.IntType(width)

@@ -40,7 +40,7 @@ from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 FLUSH = u32(0x08800000)  # 2^-110
-LEAST = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
+LEAST_SCALE = u32(0x0500)  # 2^-117 as bfloat16: the scale of a group below 2^-110 where signs are kept
 MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
 ZERO = 0x4B400000  # the bits of MAGIC
 
@@ -49,7 +49,7 @@ _u8, _i32 = np.uint8, np.int32
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(
@@ -60,10 +60,10 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 @inline
 def code_of(value: Any, steps: Any, keep: Any, unsigned: Any) -> Any:
-    """Return the code of a value of so many steps, the nearest; where signs are kept, 1 or -1 in place of a lost one.
+    """Round `steps` to the code of a value; where signs are kept, to 1 or -1 instead of a 0 that would lose the sign.
 
-    `unsigned` says that no value has a sign, not even a zero. Bits are compared as integers in a way that LLVM does not
-    take for a comparison of floats: for those, denormals can be zeros.
+    `unsigned` says that no value has its sign bit set, not even a zero. The code compares bits as integers in a way
+    that LLVM does not take for a comparison of floats: for floats, denormals can be zeros.
     """
     rounded = as_u32(steps + MAGIC)
     bits = as_u32(value)
@@ -89,7 +89,7 @@ def _code(
 
 @inline
 def _top(source: Any, start: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest magnitude, NaN and Inf too, and whether no element has a sign (False if signs are lost)."""
+    """Find the largest magnitude, NaN and Inf included, and whether no sign bit is set (False unless `keep`)."""
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     top: Any = u32(0) if kind == F32 else u16(0)
     if keep:  # behind ReLU, half the work
@@ -133,7 +133,7 @@ def _encode_group(
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) >> u32(16))
         reciprocal = f32(1) / as_f32(u32(scale << u32(16)))
     elif keep:
-        scale = LEAST if bits != u32(0) else u32(0)
+        scale = LEAST_SCALE if bits != u32(0) else u32(0)
     put(u16_at(scales), index, u16(scale))
 
     if keep and unsigned:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer
-from actstore.kernels.cpu.int8 import FLUSH, LEAST, code_of
+from actstore.kernels.cpu.int8 import FLUSH, LEAST_SCALE, code_of
 from actstore.kernels.cpu.int8 import kernels as element_kernels
 from actstore.kernels.cpu.language import (
     BF16,
@@ -42,24 +42,24 @@ from actstore.kernels.cpu.language import (
 from actstore.kernels.cpu.philox import offset, philox
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
-SEGMENT = 512  # elements of a row that are worked on at once: `group` such segments fit into the second-level cache
-UNROLLED = 4  # rows of which the maximum is taken before it meets the stack; divides every group
+SEGMENT_COLUMNS = 512  # elements of a row in a unit of work: `group` such segments fit into the second-level cache
+UNROLLED_ROWS = 4  # rows whose maximum is taken before it meets that on the stack; divides every group
 GROUP_BITS = 11  # of `extra`, which holds columns and group: a kernel for each group would not be faster
-tops_stack: Any = stack_of(4 * SEGMENT)
-scales_stack: Any = stack_of(4 * SEGMENT)
-noise_stack: Any = stack_of(SEGMENT + 16)
+tops_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
+scales_stack: Any = stack_of(4 * SEGMENT_COLUMNS)
+noise_stack: Any = stack_of(SEGMENT_COLUMNS + 16)
 
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
-    unit_nbytes = group * SEGMENT * dtype.itemsize
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
+    unit_nbytes = group * SEGMENT_COLUMNS * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], round == "dither", keep and round == "dither"), unit_nbytes)
     along_elements = element_kernels(dtype, device, group, round, keep)
 
     def units(numel: int, columns: int) -> int:
-        return -(-numel // (columns * group)) * -(-columns // SEGMENT)
+        return -(-numel // (columns * group)) * -(-columns // SEGMENT_COLUMNS)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
         if columns == 1:
@@ -82,17 +82,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 @inline
 def _tile(unit: Any, numel: Any, columns: Any, group: Any) -> Any:
-    """What a unit is: first element, first scale, columns, rows, and how many rows make one segment.
+    """Find the tile of a unit: first element, first scale, columns, rows, and the number of rows in one segment.
 
-    Rows shorter than half a segment are taken several at once, as one row whose columns repeat.
+    Several rows shorter than half a segment count as one row whose columns repeat.
     """
-    parts = (columns + SEGMENT - 1) // SEGMENT
+    parts = (columns + SEGMENT_COLUMNS - 1) // SEGMENT_COLUMNS
     width = ((columns + parts - 1) // parts + 63) & -64
     first, column = unit // parts, unit % parts * width
     rows = min(group, numel // columns - first * group)
     folds = 1
     if rows == group:
-        while 2 * folds * columns <= SEGMENT and 2 * UNROLLED * folds <= group:
+        while 2 * folds * columns <= SEGMENT_COLUMNS and 2 * UNROLLED_ROWS * folds <= group:
             folds *= 2
     return first * group * columns + column, first * columns + column, min(width, columns - column), rows, folds
 
@@ -121,10 +121,10 @@ def _bits(source: Any, i: Any, kind: Any, signs: Any) -> Any:
 
 @inline
 def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, signs: Any) -> Any:
-    """Find the largest bits of each column, with their signs or without; return the largest of all."""
+    """Find the largest bits of each column, with sign bits or without; return the largest of all."""
     _clear(tops, count, kind)
-    unrolled = rows - rows % UNROLLED
-    for row in range(0, unrolled, UNROLLED):
+    unrolled = rows - rows % UNROLLED_ROWS
+    for row in range(0, unrolled, UNROLLED_ROWS):
         at = start + row * stride
         for c in range(count):
             one = max(_bits(source, at + c, kind, signs), _bits(source, at + stride + c, kind, signs))
@@ -142,9 +142,9 @@ def _raise_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, coun
 
 @inline
 def _find_tops(source: Any, tops: Any, start: Any, stride: Any, rows: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest finite magnitude of each column; return whether all are finite, and none has a sign.
+    """Find the largest finite magnitude of each column; return whether all are finite, and whether no sign bit is set.
 
-    Nobody asks for the second where signs are not kept: it is False then.
+    Without `keep` the caller does not need the second result: it is False then.
     """
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
     if keep and _raise_tops(source, tops, start, stride, rows, count, kind, True) < inf:
@@ -166,7 +166,7 @@ def _find_scales(tops: Any, reciprocals: Any, scales: Any, first: Any, count: An
         bits = f32_magnitude(get(u32_at(tops), c) if kind == F32 else get(u16_at(tops), c), kind)
         scale = u32(u32(as_u32(as_f32(bits) / f32(127)) + u32(0xFFFF)) & u32(0xFFFF0000))
         large = bits >= FLUSH
-        small = (LEAST if bits != u32(0) else u32(0)) if keep else u32(0)
+        small = (LEAST_SCALE if bits != u32(0) else u32(0)) if keep else u32(0)
         put(u16_at(scales), first + c, u16(u32(scale >> u32(16))) if large else u16(small))
         reciprocal = as_u32(f32(1) / as_f32(scale))
         put(u32_at(reciprocals), c, reciprocal if large else u32(0))
@@ -181,7 +181,7 @@ def _repeat(values: Any, columns: Any, folds: Any) -> None:
 
 @inline
 def _draw(noise: Any, start: Any, count: Any, key: Any) -> Any:
-    """Have the noise of elements `start` to `start + count`; the address for `offset`."""
+    """Draw the noise of elements `start` to `start + count`, and return the address for `offset`."""
     words, first = u32_at(noise), start // 16
     for block in range((start + count + 15) // 16 - first):
         a, b, c, d = philox(first + block, 0, key)

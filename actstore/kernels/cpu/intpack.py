@@ -30,7 +30,7 @@ KINDS: dict[torch.dtype, tuple[int, Any, Any]] = {
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype; compiled at first use, then read from numba's disk cache."""
     itemsize = dtype.itemsize
     measure, write, read = (
         Parallel(compile_for(*KINDS[dtype]), TILE * itemsize)
@@ -60,7 +60,7 @@ def _base(payload: Any, tile: Any) -> Any:
 
 @inline
 def _place(payload: Any, tile: Any) -> Any:
-    """Offset and width of a tile."""
+    """Return the word with offset and width of a tile."""
     return get(u64_at(payload + HEADER_NBYTES), 2 * tile + 1)
 
 
@@ -83,7 +83,7 @@ def _scan(source: int, payload: int, numel: int, key: int, extra: int, first: in
 
 
 def _compile_measure(itemsize: int, number: Any, unsigned: Any) -> Any:
-    """Write the descriptors without offsets."""
+    """Compile the kernel that writes the descriptors without offsets."""
 
     @kernel
     def measure(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -104,7 +104,7 @@ def _compile_measure(itemsize: int, number: Any, unsigned: Any) -> Any:
 
 
 def _compile_write(itemsize: int, number: Any, unsigned: Any) -> Any:
-    """Write the planes of each tile."""
+    """Compile the kernel that writes the planes of each tile."""
 
     @kernel
     def write(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
@@ -125,7 +125,10 @@ def _compile_write(itemsize: int, number: Any, unsigned: Any) -> Any:
 
 
 def _compile_read(itemsize: int, number: Any, unsigned: Any) -> Any:
-    """Read all tiles; `extra` is the length of the payload, `wrong` the address of what says that it cannot be one."""
+    """Compile the kernel that reads all tiles.
+
+    `extra` is the length of the payload. The kernel sets the number at the address `wrong` to 1 for an invalid payload.
+    """
     most = 8 * itemsize
 
     @kernel

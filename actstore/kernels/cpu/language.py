@@ -1,6 +1,6 @@
-"""What numba kernels are made of: typed access to addresses, bit casts, the 16-bit floats that numba has no type for.
+"""Building blocks of numba kernels: typed access to addresses, bit casts, and 16-bit floats, which numba lacks.
 
-Arithmetic on `np.uint32` is cast back after each operation: numba widens it to 64 bits, which halves the vectors.
+Kernels cast `np.uint32` results back after each operation: numba widens them to 64 bits, which halves the vectors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     from numba.core import cgutils as _cgutils
     from numba.extending import intrinsic as _intrinsic
 
-    from actstore.kernels.cpu import cache, notice  # no part of the digest: they change no kernel
+    from actstore.kernels.cpu import cache, notice  # not in the digest: they change no kernel
 except ImportError as error:
     raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
 
@@ -35,12 +35,12 @@ INF_F32 = u32(0x7F800000)
 INF_BF16 = u16(0x7F80)
 INF_F16 = u16(0x7C00)
 
-# Any: numba's own annotations describe the Python side of a compiled function, not what it compiles to
+# Any: numba's own annotations describe the Python side of a compiled function, not its compiled type
 types: Any = numba.types
 intrinsic: Any = _intrinsic
 constant_intrinsic: Any = _intrinsic(prefer_literal=True)  # for arguments that are constants of the kernel
 cgutils: Any = _cgutils
-llvm: Any = ir  # for intrinsics that stand elsewhere
+llvm: Any = ir  # for intrinsics in other modules
 inline: Any = numba.njit(forceinline=True, error_model="numpy")
 _compiled: Any = numba.njit(
     "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
@@ -50,17 +50,17 @@ _compiled: Any = numba.njit(
 def kernel(run: Any) -> Any:
     """Compile ``run(source, target, numel, key, extra, first, last)``, or read it from numba's cache on disk.
 
-    It works on units `first` to `last` of `numel` elements; what `extra` is, and what a unit is, each kernel says.
+    It works on units `first` to `last` of `numel` elements; each kernel defines `extra` and its unit.
 
     Notes
     -----
-    The name of a kernel is the name of its files on disk, and it says more than numba would:
+    The name of a kernel is the name of its files on disk. It holds more than numba would put there:
 
     * the constants that its factory closed over. numba keeps all functions of one factory in one index, without a lock:
       when two processes save two of them at once, the code of one can end up under the key of the other, and that
       kernel then runs in its place for ever;
-    * a digest of its source and of all kernel sources that this imports. numba itself looks only at the file that the
-      kernel stands in: with a newer version of another one, it would go on running the old code.
+    * a digest of its source and of all kernel sources that this imports. numba itself checks only the file of the
+      kernel: with a newer version of an imported one, it would go on running the old code.
 
     Raises
     ------
@@ -96,7 +96,7 @@ i64_at = _pointer_to(types.int64)
 
 
 def stack_of(nbytes: int) -> Any:
-    """A function that gives the address of `nbytes` on the stack, a multiple of 64; one place for each call site."""
+    """Return a function that returns the 64-byte-aligned address of `nbytes` on the stack, one place per call site."""
 
     @intrinsic
     def stack(_typing: Any) -> Any:
@@ -129,7 +129,7 @@ def _fetch_add(_typing: Any, _address: Any, _value: Any) -> Any:
 
 
 def team(run: Any) -> Any:
-    """A C function for the threads of a team: each runs ranges of `threads.Ranges` until none is left."""
+    """Compile a C function for the threads of a team: each runs ranges of `threads.Ranges` until all are done."""
 
     @numba.cfunc("void(int64)", error_model="numpy")
     def work(job: int) -> None:
@@ -145,11 +145,11 @@ def team(run: Any) -> Any:
 
 
 class Parallel:
-    """Runs a kernel on all units: on the calling thread, for a large tensor on torch's threads, else on our own.
+    """A kernel that runs on all units: on the calling thread, for a large tensor on torch's threads, else on our own.
 
     Parameters
     ----------
-    run : what `kernel` compiled
+    run : result of `kernel`
     unit_nbytes : bytes of the tensor in one unit
     """
 
@@ -158,7 +158,7 @@ class Parallel:
         self._run = run
         self._team: Any = None  # compiled at first use
         (compiled,) = run.overloads.values()
-        self._compiled = compiled.entry_point  # there is one signature: to look for it costs a quarter more
+        self._compiled = compiled.entry_point  # the only signature: numba's look-up would cost a quarter more
 
     def __call__(self, source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
         """Run ``kernel(source, target, numel, key, extra, first, last)`` for ranges that cover ``range(units)``."""
@@ -176,7 +176,7 @@ class Parallel:
             split(self._run, args, units)
 
     def bind(self, numel: int, extra: int, units: int) -> Bound:
-        """The same as ``(source, target, key)``, of tensors: one call in Python where a tensor is small."""
+        """Bind the call to ``(source, target, key)``, of tensors: one call in Python where a tensor is small."""
         run: Any = self
         if units < self._few:
             run = self._compiled
@@ -185,9 +185,9 @@ class Parallel:
 
 
 def in_units(encode: Parallel, decode: Parallel, unit: int, extra: int = 0) -> Kernels:
-    """The two directions of a codec that works on units of `unit` elements; `extra` is for `encode`.
+    """Return the two directions of a codec that works on units of `unit` elements; `extra` is for `encode`.
 
-    Addresses are not looked at: who calls checks them once, as `Codec.encode` does, or knows its memory.
+    They do not check addresses: the caller checks them once, as `Codec.encode` does, or knows its memory.
     """
 
     def bind(numel: int) -> tuple[Bound, Bound]:
@@ -203,7 +203,7 @@ def in_units(encode: Parallel, decode: Parallel, unit: int, extra: int = 0) -> K
 
 @intrinsic
 def get(_typing: Any, base: Any, _index: Any) -> Any:
-    """``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
+    """Load ``base[index]``, without the wrap-around of negative indices that numba's arrays have."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
@@ -213,7 +213,7 @@ def get(_typing: Any, base: Any, _index: Any) -> Any:
 
 @intrinsic
 def put(_typing: Any, base: Any, _index: Any, value: Any) -> Any:
-    """``base[index] = value``, cut to the width of the element."""
+    """Store ``base[index] = value``, cut to the width of the element."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = context.cast(builder, args[2], signature.args[2], base.dtype)
@@ -241,7 +241,7 @@ def as_u32(_typing: Any, _value: Any) -> Any:
 
 @inline
 def f16_to_f32(half: Any) -> Any:
-    """The float32 value of finite float16 bits; no float32 denormal appears on the way."""
+    """Convert finite float16 bits to float32; no float32 denormal appears on the way."""
     moved = u32(u32(half & u32(0x7FFF)) << u32(13))
     denormal = moved < u32(0x00800000)
     bias = u32(0x38800000) if denormal else u32(0x38000000)
@@ -252,7 +252,7 @@ def f16_to_f32(half: Any) -> Any:
 
 @inline
 def f32_to_f16(magnitude: Any) -> Any:
-    """The float16 bits nearest to a float32 magnitude of at most 65504, ties to even."""
+    """Round a float32 magnitude of at most 65504 to float16 bits, ties to even."""
     denormal = u32(as_u32(as_f32(magnitude) + f32(0.5)) - u32(0x3F000000))
     odd = u32(u32(magnitude >> u32(13)) & u32(1))
     normal = u32(u32(u32(magnitude - u32(0x37FFF001)) + odd) >> u32(13))
@@ -261,14 +261,14 @@ def f32_to_f16(magnitude: Any) -> Any:
 
 @inline
 def f32_to_bf16(magnitude: Any) -> Any:
-    """The bfloat16 bits nearest to a finite float32 magnitude, ties to even."""
+    """Round a finite float32 magnitude to bfloat16 bits, ties to even."""
     odd = u32(u32(magnitude >> u32(16)) & u32(1))
     return u32(u32(u32(magnitude + u32(0x7FFF)) + odd) >> u32(16))
 
 
 @inline
 def f32_magnitude(bits: Any, kind: Any) -> Any:
-    """A finite magnitude of a kind, given as bits of its width, as the bits of a float32."""
+    """Convert a finite magnitude of a kind, given as bits of its width, to the bits of a float32."""
     if kind == F32:
         return u32(bits)
     if kind == BF16:
@@ -278,7 +278,7 @@ def f32_magnitude(bits: Any, kind: Any) -> Any:
 
 @inline
 def load(source: Any, index: Any, kind: Any) -> Any:
-    """Element `index` at the address `source` as float32; float16 must be finite."""
+    """Load element `index` at the address `source` as float32; float16 must be finite."""
     if kind == F32:
         return as_f32(get(u32_at(source), index))
     if kind == BF16:
@@ -288,7 +288,7 @@ def load(source: Any, index: Any, kind: Any) -> Any:
 
 @inline
 def load_bits(source: Any, index: Any, kind: Any) -> Any:
-    """Element `index` as bits of its own width: finite < Inf < NaN < all with a sign."""
+    """Load element `index` as bits of its own width: finite < Inf < NaN < all with a sign bit."""
     if kind == F32:
         return u32(get(u32_at(source), index))
     return u16(get(u16_at(source), index))
@@ -296,7 +296,7 @@ def load_bits(source: Any, index: Any, kind: Any) -> Any:
 
 @inline
 def load_magnitude(source: Any, index: Any, kind: Any) -> Any:
-    """Element `index` without its sign, as bits of its own width: finite < Inf < NaN."""
+    """Load element `index` without its sign, as bits of its own width: finite < Inf < NaN."""
     if kind == F32:
         return u32(get(u32_at(source), index) & u32(0x7FFFFFFF))
     return u16(get(u16_at(source), index) & u16(0x7FFF))

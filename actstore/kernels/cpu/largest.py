@@ -17,7 +17,7 @@ _word_stack: Any = stack_of(4 * LANES)
 
 @inline
 def _store_mask(payload: Any, word: Any, numel: Any, mask: Any) -> Any:
-    """Store a word of masks without the bits that stand for no element; the number of the others."""
+    """Store a word of masks without the bits behind the last element, and count the set bits."""
     if numel - word * LANES < LANES:
         mask = u32(mask & u32(u32(u32(1) << u32(numel - word * LANES)) - u32(1)))
     put(u32_at(masks_of(payload)), word, mask)
@@ -25,7 +25,7 @@ def _store_mask(payload: Any, word: Any, numel: Any, mask: Any) -> Any:
 
 
 def compile_mark_tiles(itemsize: int) -> Any:
-    """`key` is the number to keep of a tile, `extra` that of a short last one."""
+    """Compile the kernel that marks tiles; `key` is the number to keep of a tile, `extra` that of a short last one."""
     width = WIDTHS[itemsize]
     unsigned = width((1 << (8 * itemsize - 1)) - 1)
     step = LANES * itemsize
@@ -69,7 +69,7 @@ def compile_mark_tiles(itemsize: int) -> Any:
 
 
 def compile_mark_groups(itemsize: int, group: int) -> Any:
-    """`key` is the number to keep of each `group` elements."""
+    """Compile the kernel that marks groups; `key` is the number to keep of each `group` elements."""
 
     @kernel
     def mark(source: int, payload: int, numel: int, keep: int, extra: int, first: int, last: int) -> None:

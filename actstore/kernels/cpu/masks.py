@@ -1,4 +1,4 @@
-"""Masks of 32 elements at once on the CPU, and moving the elements that a mask names.
+"""Masks of 32 elements at once on the CPU, and moves of the elements that a mask names.
 
 The last arguments of these functions, sizes of elements and groups, are constants of the kernel that calls them.
 """
@@ -15,7 +15,7 @@ from actstore.kernels.cpu.language import cgutils, constant_intrinsic, intrinsic
 
 LANES = 32
 WIDTHS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-# one instruction each; on processors without them loops over elements are faster than what LLVM makes of the same
+# one instruction each; on processors without them loops over elements are faster than LLVM's expansion
 COMPRESSES = all(
     llvmlite.binding.get_host_cpu_features().get(name) for name in ("avx512f", "avx512bw", "avx512vl", "avx512vbmi2")
 )
@@ -62,7 +62,7 @@ at_least = _comparison(">=")
 
 @constant_intrinsic
 def elements(_typing: Any, _address: Any, itemsize: Any) -> Any:
-    """An address as a pointer for `get` and `put` to unsigned integers of `itemsize` bytes."""
+    """Turn an address into a pointer for `get` and `put` to unsigned integers of `itemsize` bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -107,9 +107,9 @@ def expand(_typing: Any, _source: Any, _target: Any, _mask: Any, itemsize: Any) 
 
 @constant_intrinsic
 def largest(_typing: Any, _address: Any, _keep: Any, group: Any, itemsize: Any) -> Any:
-    """Bit `i` says whether float `i` of 32 is one of the `keep` largest of its `group` consecutive ones.
+    """Mark the floats of 32 that are among the `keep` largest of their `group` consecutive ones, a bit each.
 
-    Compared are magnitudes as bits; of equal ones the first is larger.
+    The comparison is of magnitudes as bits; of equal ones the first is larger.
     """
     count, size = group.literal_value, itemsize.literal_value
 
@@ -117,7 +117,7 @@ def largest(_typing: Any, _address: Any, _keep: Any, group: Any, itemsize: Any) 
         lanes = _lanes(size)
         magnitude = ir.Constant(lanes, [(1 << (8 * size - 1)) - 1] * LANES)
         values = builder.and_(_load(builder, args[0], size), magnitude)
-        larger = ir.Constant(lanes, None)  # for each element, how many others of its group come before it
+        larger = ir.Constant(lanes, None)  # for each element, the count of elements of its group that come before it
         for turn in range(1, count):
             other = [i // count * count + (i + turn) % count for i in range(LANES)]
             first = ir.Constant(_FLAGS, [other[i] < i for i in range(LANES)])
@@ -133,7 +133,7 @@ def largest(_typing: Any, _address: Any, _keep: Any, group: Any, itemsize: Any) 
 
 @intrinsic
 def popcount(_typing: Any, _mask: Any) -> Any:
-    """Set bits of a word."""
+    """Count the set bits of a word."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.zext(builder.ctpop(args[0]), ir.IntType(64))

@@ -39,7 +39,7 @@ from actstore.kernels.cpu.language import (
 )
 from actstore.kernels.nf4 import BNB_LEAST, BOUNDS, FLUSH, LARGEST, NAN, VALUES, ZERO
 
-TILE = 1024  # elements worked on at once, a multiple of every group
+TILE = 1024  # elements in a unit of work, a multiple of every group
 ZEROS = np.uint8(ZERO << 4 | ZERO)
 
 _B1 = tuple(f32(bound) for bound in BOUNDS)
@@ -54,7 +54,7 @@ _groups_stack: Any = stack_of(4 * TILE // 32)
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
-    """Kernels for one dtype and set of options; compiled at first use, then read from numba's cache on disk."""
+    """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
@@ -63,7 +63,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, k
 
 @inline
 def _code(t: Any, bounds: Any) -> Any:
-    """How many boundaries are less, by bisection without branches."""
+    """Count the bounds below `t`, by bisection without branches."""
     d = t > bounds[7]
     c = t > (bounds[11] if d else bounds[3])
     upper, lower = (bounds[13] if c else bounds[9]), (bounds[5] if c else bounds[1])
@@ -78,7 +78,7 @@ def _code(t: Any, bounds: Any) -> Any:
 
 @inline
 def _code_above(t: Any, bounds: Any) -> Any:
-    """Return what `_code` does for a number above zero, but the code of zero."""
+    """Return the same as `_code` for a number above zero, except the code of zero."""
     c = t > bounds[11]
     b = t > (bounds[13] if c else bounds[9])
     upper, lower = (bounds[14] if b else bounds[12]), (bounds[10] if b else bounds[8])
@@ -91,7 +91,7 @@ def _code_above(t: Any, bounds: Any) -> Any:
 def _kept(code: Any, value: Any, keep: Any) -> Any:
     """Return the code of an element; where signs are kept, only zero has the code of zero."""
     if keep:
-        word = as_u32(value)  # of floats, LLVM would take a denormal for a zero where the processor does
+        word = as_u32(value)  # as floats, LLVM would take a denormal for a zero where the processor does
         above = max(code, np.uint8(ZERO + 1)) if np.int32(word) > np.int32(0) else code
         return min(code, np.uint8(ZERO - 1)) if word > u32(0x80000000) else above
     return code
@@ -99,7 +99,7 @@ def _kept(code: Any, value: Any, keep: Any) -> Any:
 
 @inline
 def _value(code: Any) -> Any:
-    """The value of a code, by choices without branches or a table."""
+    """Return the value of a code, by selects without branches or a table."""
     a, b, c, d = (code & u32(1)) != 0, (code & u32(2)) != 0, (code & u32(4)) != 0, (code & u32(8)) != 0
     v0, v2 = (_V[1] if a else _V[0]), (_V[3] if a else _V[2])
     v4, v6 = (_V[5] if a else _V[4]), (_V[7] if a else _V[6])
@@ -113,7 +113,7 @@ def _value(code: Any) -> Any:
 
 @inline
 def _as_f32_bits(top: Any, kind: Any) -> Any:
-    """A magnitude as bits of a float32; Inf or more where it is NaN or Inf."""
+    """Convert a magnitude to bits of a float32; Inf or more where it is NaN or Inf."""
     return INF_F32 if kind == F16 and top >= INF_F16 else f32_magnitude(top, kind)
 
 
@@ -125,7 +125,7 @@ def _least(top: Any, keep: Any) -> Any:
 
 @inline
 def _scale(top: Any, bnb: Any, keep: Any) -> Any:
-    """The bits of the absmax as it is stored, and what elements are multiplied with."""
+    """Return the bits of the stored absmax, and the factor of the elements."""
     if bnb:
         absmax = u32(NAN) if top >= INF_F32 else top
         return absmax, f32(1) / as_f32(u32(max(top, u32(BNB_LEAST))))
@@ -138,9 +138,9 @@ def _scale(top: Any, bnb: Any, keep: Any) -> Any:
 
 @inline
 def _find_tops(source: Any, tops: Any, group: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest magnitude of each group, NaN and Inf too; return whether all are finite, and none has a sign.
+    """Find the largest magnitude of each group, NaN and Inf too; return whether all are finite without a sign bit.
 
-    Where signs are not kept it is False: there the answer is not needed.
+    Without `keep` the caller does not need the result: it is False then.
     """
     nbytes = group * (4 if kind == F32 else 2)
     if keep:
@@ -198,7 +198,7 @@ def _encode_tile(
 
 @inline
 def _encode_short_bnb(source: Any, packed: Any, absmaxes: Any, start: Any, group: Any, kind: Any, keep: Any) -> None:
-    """The last group, where it is short, as bitsandbytes has it: it divides."""
+    """Encode a short last group as bitsandbytes does, which divides there."""
     top = u32(max(u32(get(u32_at(absmaxes), start // group)), u32(BNB_LEAST)))
     if top < INF_F32:
         put(u32_at(absmaxes), start // group, top)
@@ -252,7 +252,7 @@ def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
             scales, elements = absmaxes + start // group * width, source + start * itemsize
             unsigned = _find_tops(elements, tops, group, kind, keep)
             _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb, keep, unsigned)
-        if last > full:  # the last tile, with zeros in place of what it lacks
+        if last > full:  # the last tile, padded with zeros
             start = full * TILE
             count = numel - start
             elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()

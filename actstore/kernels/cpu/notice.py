@@ -1,4 +1,4 @@
-"""A line in the log where the compilation of kernels takes long, while it does."""
+"""A log line during a long compilation of kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from actstore.kernels.cpu import cache
 
 log = logging.getLogger("actstore")
 
-LEAST_S = 1.0  # of compilation in one process
+NOTICE_AFTER_S = 1.0  # of compilation in one process
 
 
 class Notice:
-    """The line, once in a process. numba's lock lets one thread at a time call `begin` and `end`.
+    """The log line, once in a process. numba's lock lets one thread at a time call `begin` and `end`.
 
     Parameters
     ----------
-    folder : gives the folder of the cache
-    clock, timer : ``time.perf_counter`` and ``threading.Timer``, or what tests give
+    folder : returns the folder of the cache
+    clock, timer : ``time.perf_counter`` and ``threading.Timer``, or the stand-ins of tests
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Notice:
         self._timer: Any = None
 
     def begin(self) -> None:
-        """The compiler begins: say so as soon as it has taken `LEAST_S` in all."""
+        """Start the timer when the compiler begins; the line comes when it has taken `NOTICE_AFTER_S` in all."""
         if self._said:
             return
         self._began_s = self._clock()
-        self._timer = self._make_timer(max(0.0, LEAST_S - self._spent_s), self._say)
+        self._timer = self._make_timer(max(0.0, NOTICE_AFTER_S - self._spent_s), self._say)
         self._timer.daemon = True
-        with suppress(RuntimeError):  # no thread to be had: nothing is said
+        with suppress(RuntimeError):  # the system gives no thread: no line then
             self._timer.start()
 
     def end(self) -> None:
-        """The compiler is done."""
+        """Stop the timer when the compiler is done."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -62,7 +62,7 @@ notice = Notice(cache.folder)
 
 
 class _Misses(event.Listener):
-    """Hears of numba when it compiles one function, and not when its cache has it, nor of what is inlined there."""
+    """A listener for numba's compilation of one function: not for a hit in its cache, nor for inlined functions."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

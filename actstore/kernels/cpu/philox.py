@@ -8,7 +8,7 @@ import numpy as np
 
 from actstore.kernels.cpu.language import f32, get, inline, put, stack_of, u8_at, u32, u32_at
 
-NOISE_NUMEL = 1024  # elements whose noise is drawn at once: a multiple of every group
+NOISE_NUMEL = 1024  # elements in one draw of noise: a multiple of every group
 noise_stack: Any = stack_of(NOISE_NUMEL)
 
 _u64 = np.uint64
@@ -27,7 +27,7 @@ def _round(a: Any, b: Any, c: Any, d: Any, low: Any, high: Any) -> Any:
 
 @inline
 def philox(block: Any, purpose: Any, key: Any) -> Any:
-    """Four random words for counter (`block`, `purpose`) under a 63-bit key."""
+    """Compute four random words for counter (`block`, `purpose`) under a 63-bit key."""
     a, b, c, d = u32(_u64(block)), u32(_u64(block) >> _u64(32)), u32(purpose), u32(0)
     low, high = u32(_u64(key)), u32(_u64(key) >> _u64(32))
     for _ in range(10):
@@ -50,7 +50,10 @@ def draw_noise(noise: Any, start: Any, key: Any) -> None:
 
 @inline
 def renew_noise(noise: Any, start: Any, first: Any, key: Any) -> Any:
-    """Have the noise of element `start`, in a loop over groups from element `first` on; the address for `offset`."""
+    """Draw noise where a loop over groups from element `first` on needs it. Return the address for `offset`.
+
+    `start` is the first element of the present group.
+    """
     if start == first or start % NOISE_NUMEL == 0:
         draw_noise(noise, start - start % NOISE_NUMEL, key)
     return noise + start % NOISE_NUMEL - start
@@ -58,5 +61,5 @@ def renew_noise(noise: Any, start: Any, first: Any, key: Any) -> Any:
 
 @inline
 def offset(noise: Any, index: Any) -> Any:
-    """The noise of element `index`, a number of (-1/2, 1/2): ``(byte + 1/2) / 256 - 1/2``, exact in float32."""
+    """Return the noise of element `index`, in (-1/2, 1/2): ``(byte + 1/2) / 256 - 1/2``, exact in float32."""
     return f32(get(u8_at(noise), index)) * f32(2.0**-8) - f32(0.498046875)

@@ -1,6 +1,6 @@
 """Bit planes of tiles of 1024 bytes on the CPU: bit `b` of 64 neighbouring bytes is one 64-bit word.
 
-Written as vectors of 64 bytes, which LLVM cuts to what the processor has.
+The code uses vectors of 64 bytes, which LLVM splits into the processor's vectors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from llvmlite import ir
 from actstore.kernels.cpu.language import inline, intrinsic, stack_of, types
 from actstore.kernels.planes import PLANE_NBYTES, TILE
 
-STEP = 64  # bytes of a vector
+VECTOR_NBYTES = 64  # bytes of a vector
 
 u64 = np.uint64
 tile_stack: Any = stack_of(TILE)
 
-_BYTES = ir.VectorType(ir.IntType(8), STEP)
-_BITS = ir.VectorType(ir.IntType(1), STEP)
+_BYTES = ir.VectorType(ir.IntType(8), VECTOR_NBYTES)
+_BITS = ir.VectorType(ir.IntType(1), VECTOR_NBYTES)
 _WORD = ir.IntType(64)
 
 
@@ -29,12 +29,12 @@ def _vector(builder: Any, address: Any) -> Any:
 
 def _splat(builder: Any, byte: Any) -> Any:
     one = builder.insert_element(ir.Constant(_BYTES, ir.Undefined), byte, ir.Constant(ir.IntType(32), 0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), STEP), [0] * STEP)
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), VECTOR_NBYTES), [0] * VECTOR_NBYTES)
     return builder.shuffle_vector(one, ir.Constant(_BYTES, ir.Undefined), lanes)
 
 
 def _constant(byte: int) -> Any:
-    return ir.Constant(_BYTES, [byte] * STEP)
+    return ir.Constant(_BYTES, [byte] * VECTOR_NBYTES)
 
 
 def _comparison(relation: str) -> Any:
@@ -64,7 +64,7 @@ def popcount(_typing: Any, _word: Any) -> Any:
 
 @intrinsic
 def lowest(_typing: Any, _word: Any) -> Any:
-    """The index of the lowest bit of a word that is not 0."""
+    """Find the index of the lowest set bit of a word that is not 0."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -108,15 +108,15 @@ def _reader(width: int) -> Any:
 
 
 def _of_a_tile(move: Any, codes_first: bool) -> Any:
-    """`move` for the 16 vectors of a tile."""
+    """Return a function that calls `move` for the 16 vectors of a tile."""
 
     @inline
     def run(codes: Any, planes: Any) -> None:
-        for step in range(TILE // STEP):
+        for step in range(TILE // VECTOR_NBYTES):
             if codes_first:
-                move(codes + step * STEP, planes + step * 8)
+                move(codes + step * VECTOR_NBYTES, planes + step * 8)
             else:
-                move(planes + step * 8, codes + step * STEP)
+                move(planes + step * 8, codes + step * VECTOR_NBYTES)
 
     return run
 
@@ -127,7 +127,7 @@ _r1, _r2, _r3, _r4, _r5, _r6, _r7, _r8 = (_of_a_tile(_reader(width), False) for 
 
 @inline
 def write_planes(codes: Any, planes: Any, width: Any) -> None:
-    """The low `width` bits, 0 to 8, of the 1024 bytes at `codes` as planes of 128 bytes each."""
+    """Write the low `width` bits, 0 to 8, of the 1024 bytes at `codes` as planes of 128 bytes each."""
     if width == 1:
         _w1(codes, planes)
     elif width == 2:
@@ -148,7 +148,7 @@ def write_planes(codes: Any, planes: Any, width: Any) -> None:
 
 @inline
 def read_planes(planes: Any, codes: Any, width: Any) -> None:
-    """The inverse of `write_planes`, for a width of 1 to 8."""
+    """Read the planes of `write_planes` back, for a width of 1 to 8."""
     if width == 1:
         _r1(codes, planes)
     elif width == 2:

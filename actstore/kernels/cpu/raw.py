@@ -1,4 +1,4 @@
-"""raw on the CPU: a copy that needs no compiler. The bytes: csrc/raw.md."""
+"""raw on the CPU: a copy without a compiler. The bytes: csrc/raw.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actstore.kernels.torch import raw as raw_torch
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype."""
+    """Return the kernels for one dtype."""
     itemsize = dtype.itemsize
     on_threads = raw_torch.kernels(dtype, device)  # torch copies on all its threads
 

@@ -20,7 +20,7 @@ Run = Callable[[int, int, int, int, int, int], None]
 
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
-    """Kernels for one dtype and rule, around those of the inner codec; compiled at first use."""
+    """Return the kernels for one dtype and rule, around those of the inner codec; compiled at first use."""
     itemsize = dtype.itemsize
     mark, compact, expand = _mark(itemsize, rule.row if rule else 0), _compact(itemsize), _expand(itemsize)
     lossy = None if inner.name == "raw" else inner.kernels("cpu", dtype, device)
@@ -70,7 +70,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
 
 def _header(payload: int) -> ctypes.Array[ctypes.c_int64]:
-    """The length of a payload and the number of its elements."""
+    """View the header of a payload: its length and the number of its kept elements."""
     return (ctypes.c_int64 * 2).from_address(payload)
 
 

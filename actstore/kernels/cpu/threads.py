@@ -1,4 +1,4 @@
-"""Runs one kernel over parts of a large tensor on several threads."""
+"""Runs of one kernel over parts of a large tensor, on several threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from actstore.base.job import Job, finish
 from actstore.devices.workers import Threads
 from actstore.errors import StateError
 
-SPLIT_NBYTES = 8 << 20  # below, one thread is done before a second one has started: a hand-off costs about 100 us
-TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: about 20 us
+SPLIT_NBYTES = 8 << 20  # below it, one thread is done before a second one has started: a hand-off costs about 100 us
+TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: a hand-off costs about 20 us
 
 _pool: Threads | None = None
 _lock = threading.Lock()
@@ -27,8 +27,8 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
     Parameters
     ----------
     run : releases the GIL
-    args : what every call gets first
-    units : how many independent parts there are (groups of a codec, blocks of a copy)
+    args : the first arguments of every call
+    units : number of independent parts (groups of a codec, blocks of a copy)
 
     Notes
     -----
@@ -55,13 +55,13 @@ Ranges = ctypes.c_int64 * 8  # the next unit, five arguments, the number of unit
 
 
 def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -> bool:
-    """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; False where there are none to be had.
+    """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; return False without such threads.
 
-    They are awake right after an operator of torch, and a thread of ours would have to share their cores.
+    They are awake right after an operator of torch, and a thread of our own would have to share their cores.
 
     Parameters
     ----------
-    work : address of a C function ``void(Ranges *)``, which takes ranges until none is left (`cpu.team`)
+    work : address of a C function ``void(Ranges *)``, which takes ranges until all are taken (`language.team`)
     """
     threads = torch.get_num_threads()
     if _openmp is None or threads == 1:
@@ -72,7 +72,7 @@ def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -
 
 
 def _find_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded."""
+    """Find the OpenMP runtime that torch has loaded."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -94,7 +94,7 @@ def _workers() -> Threads:
 
 
 def _forget_workers() -> None:
-    """A forked child has none of the threads, nor a usable lock; OpenMP would wait for its threads for ever."""
+    """Drop threads and lock in a forked child, which has neither; OpenMP would wait for its threads for ever."""
     global _pool, _lock, _openmp
     _pool, _lock, _openmp = None, threading.Lock(), None
 

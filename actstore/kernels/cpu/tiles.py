@@ -26,7 +26,7 @@ def starts_of(payload: Any, numel: Any) -> Any:
 
 @inline
 def end_tile(payload: Any, numel: Any, tile: Any, count: Any) -> None:
-    """Store the number of kept elements of a tile, in the place of what `scan` makes of it, and the zeros behind."""
+    """Store the number of kept elements of a tile, where `scan` later writes its start, and the zeros behind."""
     starts = u64_at(starts_of(payload, numel))
     put(starts, tile, count)
     if (tile + 1) * TILE >= numel:
@@ -92,7 +92,7 @@ def compile_mark_nonzero(itemsize: int) -> Any:
 
 
 def compile_compact(itemsize: int, compresses: bool = COMPRESSES) -> Any:
-    """Kept elements, side by side, at the address in the place of the target; `extra` is the payload."""
+    """Compile the kernel that writes kept elements side by side to the target; `extra` is the payload."""
 
     @kernel
     def compact_tiles(source: int, values: int, numel: int, key: int, payload: int, first: int, last: int) -> None:
@@ -109,7 +109,7 @@ def compile_compact(itemsize: int, compresses: bool = COMPRESSES) -> Any:
                 start = max(start, end // LANES * LANES)
             kept = _tile_stack()
             count = 0
-            for i in range(start, end):  # on the stack: writes one element too many, which may be another thread's
+            for i in range(start, end):  # on the stack: the last write may be one too many, in another thread's range
                 put(elements(kept, itemsize), count, get(elements(source, itemsize), i))
                 count += int(u32(get(masks, i // LANES) >> u32(i % LANES)) & u32(1))
             for i in range(count):
@@ -119,7 +119,7 @@ def compile_compact(itemsize: int, compresses: bool = COMPRESSES) -> Any:
 
 
 def compile_expand(itemsize: int, expands: bool = COMPRESSES) -> Any:
-    """The elements of `extra`, a payload, from the kept ones at the address in the place of the source."""
+    """Compile the kernel that expands the kept elements at the source to all elements of the payload `extra`."""
     width = WIDTHS[itemsize]
 
     @kernel
@@ -142,7 +142,7 @@ def compile_expand(itemsize: int, expands: bool = COMPRESSES) -> Any:
             else:
                 for i in range(start, end):
                     top = np.int32(u32(get(masks, i // LANES) << u32(LANES - 1 - i % LANES)))
-                    spread = np.int32(top >> np.int32(31))  # 0 or -1: LLVM would make a branch of a bit, and lose
+                    spread = np.int32(top >> np.int32(31))  # 0 or -1: from a bit LLVM would make a slower branch
                     value = get(elements(values, itemsize), min(rank, behind - 1))
                     put(elements(target, itemsize), i, width(value & width(spread)))
                     rank -= np.int64(spread)

@@ -1,4 +1,4 @@
-"""int8 of elements without a sign on the CPU, as behind ReLU, where signs are kept. The bytes: csrc/int8.md."""
+"""int8 of elements without a sign bit on the CPU, as behind ReLU, where signs are kept. The bytes: csrc/int8.md."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 from actstore.kernels.cpu.language import BF16, F32, constant_intrinsic, llvm, types
 
-LANES = 32  # elements at once: every group is a multiple
+LANES = 32  # elements at once; divides every group
 _U8, _U16, _U32, _F32 = llvm.IntType(8), llvm.IntType(16), llvm.IntType(32), llvm.FloatType()
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
 
 
 @constant_intrinsic
 def put_codes(_typing: Any, _source: Any, _codes: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any) -> Any:
-    """Store the codes of `LANES` elements, of each that is not zero 1 at least.
+    """Store the codes of `LANES` elements; the code of an element that is not zero is at least 1.
 
-    LLVM would make vectors of a loop as wide as floats are, with a mask for each; these are as wide as codes are.
+    For a loop LLVM would make vectors with as many lanes as floats fit, and a mask for each; these have as many lanes
+    as codes fit.
 
     Parameters
     ----------
-    source, codes, noise : addresses; there is noise where `noisy` says so
-    reciprocal : of the scale of all of them, a float32, or the address of one for each
-    kind, noisy : constants of a kernel; elements are finite, and none has a sign, not even a zero
+    source, codes, noise : addresses; `noise` is read where `noisy`
+    reciprocal : a float32, 1 / scale of all elements, or the address of one for each
+    kind, noisy : constants of a kernel; elements are finite, and no sign bit is set, not even of a zero
     """
     count, each = LANES, reciprocal == types.int64
 

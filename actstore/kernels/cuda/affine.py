@@ -18,7 +18,7 @@ def kernels(
     round: str,  # noqa: A002
     keep: bool,
 ) -> Kernels:
-    """Kernels for one dtype and set of options on one device."""
+    """Return the kernels for one dtype and set of options on one device."""
     source = "affine_planes" if widths(bits)[1] else "affine"
     kept = "_keep" * keep
     noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")

@@ -7,11 +7,11 @@ import torch
 from actstore.kernels.base import Kernels, aligned
 from actstore.kernels.cuda import launch
 
-OWNED = 32  # elements per thread, in csrc/bit1.cu
+THREAD_NUMEL = 32  # elements per thread, in csrc/bit1.cu
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for bools on one device."""
+    """Return the kernels for bools on one device."""
     run_encode, run_decode = (launch.launcher("bit1", kernel, device) for kernel in ("bit1_encode", "bit1_decode"))
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
@@ -24,4 +24,4 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
 
 
 def _blocks(numel: int) -> int:
-    return -(-numel // (OWNED * launch.THREADS))
+    return -(-numel // (THREAD_NUMEL * launch.THREADS))

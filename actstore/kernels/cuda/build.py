@@ -1,4 +1,4 @@
-"""Compiles CUDA sources with NVRTC, through CuPy, once per source and device."""
+"""Compilation of CUDA sources with NVRTC, through CuPy, once per source and device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from actstore.errors import KernelBuildError, KernelUnavailable
 
 @cache
 def function(name: str, kernel: str, device: int) -> Any:
-    """The compiled kernel `kernel` of ``csrc/<name>.cu`` for a CUDA device, as a `cupy.cuda.Function`.
+    """Compile the kernel `kernel` of ``csrc/<name>.cu`` for a CUDA device, and return it as a `cupy.cuda.Function`.
 
     Raises
     ------
     KernelUnavailable : CuPy is not installed
-    KernelBuildError : the compiler refused; `log` holds its words
+    KernelBuildError : the compiler failed; `log` holds its output
     """
     cupy = _cupy()
     with torch.cuda.device(device):

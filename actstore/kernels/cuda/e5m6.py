@@ -8,11 +8,11 @@ from actstore.kernels.base import Kernels, aligned
 from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX
 
-RUN = 16  # elements per thread, in csrc/e5m6.cu
+THREAD_NUMEL = 16  # elements per thread, in csrc/e5m6.cu
 
 
 def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
-    """Kernels for one dtype on one device."""
+    """Return the kernels for one dtype on one device."""
     run_encode = launch.launcher("e5m6", f"e5m6_encode_{SUFFIX[dtype]}" + "_keep" * keep, device)
     run_decode = launch.launcher("e5m6", f"e5m6_decode_{SUFFIX[dtype]}", device)
 
@@ -26,4 +26,4 @@ def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
 
 
 def _blocks(numel: int) -> int:
-    return -(-numel // (RUN * launch.THREADS))
+    return -(-numel // (THREAD_NUMEL * launch.THREADS))

@@ -10,5 +10,5 @@ from actstore.kernels.cuda.planes import plane_kernels
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype on one device."""
+    """Return the kernels for one dtype on one device."""
     return plane_kernels("expack", SUFFIX[dtype], device)

@@ -8,15 +8,15 @@ from actstore.kernels.base import Kernels, aligned
 from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
-BELOW = {"linear": 0xFFFF, "pow2": 0x7FFFFF}  # bits of a float32 below the last one of a scale
+SCALE_LOW_BITS = {"linear": 0xFFFF, "pow2": 0x7FFFFF}  # bits of a float32 below the last bit of a scale
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options on one device."""
+    """Return the kernels for one dtype and set of options on one device."""
     options = "_noise" * (round != "nearest") + "_keep" * keep
     run_encode = launch.launcher("fp8", f"fp8_encode_{SUFFIX[dtype]}{options}", device)
     run_decode = launch.launcher("fp8", f"fp8_decode_{SUFFIX[dtype]}", device)
-    shift, below = log2_lanes(group), BELOW[scale]
+    shift, below = log2_lanes(group), SCALE_LOW_BITS[scale]
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
         run_encode(group_blocks(numel, group), src, aligned(out), numel, count, key, shift, below)

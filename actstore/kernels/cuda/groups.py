@@ -6,15 +6,15 @@ import torch
 
 from actstore.kernels.cuda.launch import THREADS
 
-OWNED = 32  # elements per thread, in csrc/groups.cuh
+THREAD_NUMEL = 32  # elements per thread, in csrc/groups.cuh
 SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def log2_lanes(group: int) -> int:
-    """Threads that share a group, as a power of two."""
-    return (group // OWNED).bit_length() - 1
+    """Return the binary logarithm of the number of threads that share a group."""
+    return (group // THREAD_NUMEL).bit_length() - 1
 
 
 def group_blocks(numel: int, group: int) -> int:
-    """Blocks of a launch with a thread for each 32 elements of whole groups."""
-    return -(-(-(-numel // group) * group // OWNED) // THREADS)
+    """Count the blocks of a launch with a thread for each 32 elements of whole groups."""
+    return -(-(-(-numel // group) * group // THREAD_NUMEL) // THREADS)

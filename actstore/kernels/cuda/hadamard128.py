@@ -7,19 +7,19 @@ import torch
 from actstore.kernels.base import Inner, Kernels
 from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX, group_blocks
-from actstore.kernels.hadamard128 import ROTATED, around
+from actstore.kernels.hadamard128 import ROTATION_NUMEL, around
 
 
 def kernels(dtype: torch.dtype, device: torch.device, inner: Inner) -> Kernels:
-    """Kernels for one dtype on one device, around those of the inner codec."""
+    """Return the kernels for one dtype on one device, around those of the inner codec."""
     run_forward, run_inverse = (
         launch.launcher("hadamard128", f"hadamard128_{way}_{SUFFIX[dtype]}", device) for way in ("forward", "inverse")
     )
 
     def forward(src: torch.Tensor, scratch: torch.Tensor, numel: int, key: int) -> None:
-        run_forward(group_blocks(numel, ROTATED), src, scratch, numel, key)
+        run_forward(group_blocks(numel, ROTATION_NUMEL), src, scratch, numel, key)
 
     def inverse(scratch: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        run_inverse(group_blocks(numel, ROTATED), scratch, out, numel, key)
+        run_inverse(group_blocks(numel, ROTATION_NUMEL), scratch, out, numel, key)
 
     return around(inner.kernels("cuda", torch.float32, device), device, forward, inverse)

@@ -10,7 +10,7 @@ from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options on one device."""
+    """Return the kernels for one dtype and set of options on one device."""
     kept = "_keep" * keep
     noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
     run_encode = launch.launcher("int8", f"int8_encode_{SUFFIX[dtype]}{noise}{kept}", device)

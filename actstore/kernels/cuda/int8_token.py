@@ -13,7 +13,7 @@ BLOCK_COLUMNS = 64  # of a block of threads, in csrc/int8_token.cu
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options on one device."""
+    """Return the kernels for one dtype and set of options on one device."""
     kept = "_keep" * keep
     noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
     run_encode = launch.launcher("int8_token", f"int8_token_encode_{SUFFIX[dtype]}{noise}{kept}", device)

@@ -18,5 +18,5 @@ SUFFIX = {
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype on one device."""
+    """Return the kernels for one dtype on one device."""
     return plane_kernels("intpack", SUFFIX[dtype], device)

@@ -1,4 +1,4 @@
-"""Launches compiled kernels on torch's current stream."""
+"""Launches of compiled kernels on torch's current stream."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Launch = Callable[..., None]
 
 
 class _Stream(NamedTuple):
-    """What CuPy wants of a stream."""
+    """A stream in the form that CuPy takes."""
 
     ptr: int
 
 
 def launcher(name: str, kernel: str, device: torch.device) -> Launch:
-    """A function ``(blocks, *args)`` that launches one kernel of ``csrc/<name>.cu`` on `device`, in blocks of THREADS.
+    """Return a function ``(blocks, *args)`` that launches a kernel of ``csrc/<name>.cu`` on `device`.
 
-    Every parameter of the kernel is 64 bits wide: a pointer, given as the tensor that it points to (None: null), or a
-    size, given as an int. No two tensors of a launch overlap.
+    A block has THREADS threads. Every parameter of the kernel is 64 bits wide: a pointer, given as the tensor that it
+    points to (None: null), or a size, given as an int. No two tensors of a launch overlap.
 
     Raises
     ------

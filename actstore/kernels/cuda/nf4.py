@@ -10,7 +10,7 @@ from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
-    """Kernels for one dtype and set of options on one device."""
+    """Return the kernels for one dtype and set of options on one device."""
     suffix = SUFFIX[dtype] + "_bnb" * (layout == "bnb")
     run_encode = launch.launcher("nf4", f"nf4_encode_{suffix}" + "_keep" * keep, device)
     run_decode = launch.launcher("nf4", f"nf4_decode_{suffix}", device)

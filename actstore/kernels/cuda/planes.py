@@ -8,18 +8,18 @@ from actstore.kernels.base import Kernels, aligned
 from actstore.kernels.cuda import launch
 from actstore.kernels.planes import TILE
 
-CHUNK = 1024  # tiles whose lengths one block adds
+CHUNK_TILES = 1024  # tiles whose lengths one block adds
 
 
 def plane_kernels(name: str, suffix: str, device: torch.device) -> Kernels:
-    """Kernels of ``csrc/<name>.cu``, which measure all tiles, add their lengths, and write them."""
+    """Return the kernels of ``csrc/<name>.cu``, which measure all tiles, add their lengths, and write the tiles."""
     measure, add, place, write, read = (
         launch.launcher(name, f"{name}_{part}_{suffix}", device)
         for part in ("measure", "add", "place", "write", "decode")
     )
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
-        blocks, chunks = tile_blocks(numel), -(-numel // (TILE * CHUNK))
+        blocks, chunks = tile_blocks(numel), -(-numel // (TILE * CHUNK_TILES))
         measure(blocks, src, aligned(out), numel, count)
         add(chunks, out, numel, count)
         place(chunks, out, numel, count)
@@ -32,5 +32,5 @@ def plane_kernels(name: str, suffix: str, device: torch.device) -> Kernels:
 
 
 def tile_blocks(numel: int) -> int:
-    """Blocks of a launch with a warp for each tile."""
+    """Count the blocks of a launch with a warp for each tile."""
     return -(-numel // (TILE * launch.THREADS // 32))

@@ -11,12 +11,12 @@ THREAD_NBYTES = 64  # RAW_THREAD_NBYTES in csrc/raw.cu
 
 
 def blocks(nbytes: int) -> int:
-    """Blocks of a launch."""
+    """Count the blocks of a launch."""
     return -(-nbytes // (THREAD_NBYTES * launch.THREADS))
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype on one device."""
+    """Return the kernels for one dtype on one device."""
     run_encode, run_decode = (launch.launcher("raw", kernel, device) for kernel in ("raw_encode", "raw_decode"))
     itemsize = dtype.itemsize
 

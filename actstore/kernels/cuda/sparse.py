@@ -10,13 +10,13 @@ from actstore.kernels.base import Inner, Kernels, aligned
 from actstore.kernels.cuda import launch
 from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, SparseSections
 
-SCANNED = 2048  # tiles, in csrc/sparse.cu
+SCAN_TILES = 2048  # tiles that one block scans, in csrc/sparse.cu
 
 Encode = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 
 def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
-    """Kernels for one dtype and rule on one device, around those of the inner codec."""
+    """Return the kernels for one dtype and rule on one device, around those of the inner codec."""
     lossy = None if inner.name == "raw" else inner.kernels("cuda", dtype, device)
     expand = launch.launcher("sparse", f"sparse_expand_{dtype.itemsize}", device)
 
@@ -43,10 +43,10 @@ def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: Inner, loss
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         header, masks, starts, payload = _sections(aligned(out), numel)
         blocks, tiles = _blocks(numel), -(-numel // TILE)
-        parts = -(-tiles // SCANNED)
+        parts = -(-tiles // SCAN_TILES)
         before = torch.empty(parts, dtype=torch.int64, device=device)
         mark(blocks, src, masks, starts, numel)
-        scan(parts, starts, before, tiles, SCANNED)
+        scan(parts, starts, before, tiles, SCAN_TILES)
         scan(1, before, header[8:], parts, parts)
         values = payload if lossy is None else _scratch(None, numel, dtype, device)
         compact(blocks, src, masks, starts, before, values, numel)
@@ -80,7 +80,7 @@ def _encode_largest(
 
 
 def _sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Header, masks, starts and inner payload."""
+    """Return views of the header, the masks, the starts and the inner payload."""
     masks, starts, inner = SparseSections.of(numel)
     return payload[:masks], payload[masks:starts], payload[starts:inner], payload[inner:]
 
@@ -90,10 +90,10 @@ def _count(header: torch.Tensor) -> torch.Tensor:
 
 
 def _scratch(rule: Rule, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Room for the elements that may be kept."""
+    """Allocate room for all elements that the rule may keep."""
     return torch.empty(numel if rule is None else rule.kept(numel), dtype=dtype, device=device)
 
 
 def _blocks(numel: int) -> int:
-    """Blocks of a launch with a warp for each tile."""
+    """Count the blocks of a launch with a warp for each tile."""
     return -(-numel // (TILE * launch.THREADS // 32))

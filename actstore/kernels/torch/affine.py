@@ -24,14 +24,14 @@ def kernels(
     round: str,  # noqa: A002
     keep: bool,
 ) -> Kernels:
-    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
     low_bits, high_bits = widths(bits)
 
     def views(
         payload: torch.Tensor, numel: int
     ) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
-        """The planes of codes, each with its first bit of a code and how many; the scales, padded, and the minima."""
+        """Return the planes of codes, each with its first bit and its width; the scales, padded, and the minima."""
         payload_pointer(payload)
         at = sections(numel, bits, group)
         planes = [(payload[: at.upper], 0, low_bits), (payload[at.upper : at.scales], low_bits, high_bits)]
@@ -83,14 +83,14 @@ def kernels(
 def _encode(
     groups: torch.Tensor, noise: torch.Tensor | None, bits: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""
+    """Return codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""
     finite = (groups.view(torch.int32) & 0x7FFFFFFF) < INF
     low = torch.where(finite, groups, torch.inf).amin(1, keepdim=True)
     high = torch.where(finite, groups, -torch.inf).amax(1, keepdim=True)
     none = low > high
     minimum = _floor(torch.where(none, 0, low))
     quarter = _quarter(minimum)
-    # divides by a tensor: by a number, CUDA would multiply with its reciprocal and lose the last bit
+    # divides by a tensor: for a number, CUDA would multiply with its reciprocal and lose the last bit
     high_quarter = torch.where(none, 0, high) * 0.25
     spread = high_quarter - quarter
     step = _up(spread / torch.full_like(spread, LEVELS[bits]))
@@ -130,12 +130,12 @@ def _encode(
 
 
 def _up(values: torch.Tensor) -> torch.Tensor:
-    """Finite float32 numbers of at least 0, rounded up to bfloat16."""
+    """Round finite float32 numbers of at least 0 up to bfloat16."""
     return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def _around_zero(low: torch.Tensor, high: torch.Tensor, levels: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quarters of the steps of groups with negative elements, and the code of their zero; quarters come in."""
+    """Find a quarter of the step of groups with negative elements, and their code of zero, from quarters of bounds."""
     low = low.clamp(min=-LARGEST_QUARTER)
     step, zero = torch.full_like(low, torch.inf), torch.ones_like(low)
     for power in range(bits):
@@ -148,7 +148,7 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor, levels: int, bits: int) 
 
 
 def _floor(values: torch.Tensor) -> torch.Tensor:
-    """The bits, int32, of the bfloat16 numbers below finite float32 ones; 0 for tiny ones, the lowest below it."""
+    """Round finite float32 numbers down to bfloat16, as bits, int32; 0 for tiny ones, the lowest for those below it."""
     word = values.view(torch.int32)
     magnitude = word & 0x7FFFFFFF
     down = torch.where(word < 0, (magnitude + 0xFFFF).clamp(max=LARGEST) | ~0x7FFFFFFF, word)
@@ -156,12 +156,12 @@ def _floor(values: torch.Tensor) -> torch.Tensor:
 
 
 def _quarter(bits: torch.Tensor) -> torch.Tensor:
-    """A quarter of bfloat16 numbers given by their bits."""
+    """Return a quarter of bfloat16 numbers given by their bits."""
     return (bits.to(torch.int32) << 16).view(torch.float32) * 0.25
 
 
 def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """The low bits of 1-d uint8 side by side in bytes, the first ones lowest."""
+    """Pack the low bits of 1-d uint8 side by side into bytes, the first ones lowest."""
     if width == 8:
         return codes
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
@@ -169,7 +169,7 @@ def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """The inverse of `_pack`."""
+    """Unpack the bytes of `_pack`."""
     if width == 8:
         return packed
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)

@@ -10,7 +10,7 @@ from actstore.kernels.torch.groups import chunks
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for bools. They allocate temporaries and never wait for the device."""
+    """Return the kernels for bools. They allocate temporaries and never wait for the device."""
     places = torch.arange(8, dtype=torch.uint8, device=device)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:

@@ -12,13 +12,13 @@ import torch
 from actstore.errors import KernelUnavailable
 from actstore.kernels.torch.groups import grouped
 
-BLOCK = 256
-AT_ONCE = 1 << 30  # elements: bitsandbytes counts in 32 bits on CUDA devices
+BLOCK_NUMEL = 256
+CALL_NUMEL = 1 << 30  # elements in one call: bitsandbytes counts in 32 bits on CUDA devices
 
 
 @cache
 def library() -> Any:
-    """The module bitsandbytes.functional.
+    """Import the module bitsandbytes.functional.
 
     Raises
     ------
@@ -36,28 +36,28 @@ def library() -> Any:
 def quantize(values: torch.Tensor, codes: torch.Tensor, absmaxes: torch.Tensor) -> None:
     """Write codes and largest magnitudes of 1-d `values`; NaN for a block with an element that is not finite."""
     functional, code = library(), _code(values.device)
-    for first in range(0, len(values), AT_ONCE):
-        part = values[first : first + AT_ONCE]
+    for first in range(0, len(values), CALL_NUMEL):
+        part = values[first : first + CALL_NUMEL]
         with _legacy_stream(values.device):
-            found, state = functional.quantize_blockwise(part, code=code, blocksize=BLOCK)
-        codes[first : first + AT_ONCE] = found
+            found, state = functional.quantize_blockwise(part, code=code, blocksize=BLOCK_NUMEL)
+        codes[first : first + CALL_NUMEL] = found
         # bitsandbytes itself gives a finite value for NaN, and Inf for its whole block
-        missing = grouped(part.isfinite().logical_not_(), BLOCK).any(1)
-        absmaxes[first // BLOCK :][: len(missing)] = state.absmax.masked_fill(missing, torch.nan)
+        missing = grouped(part.isfinite().logical_not_(), BLOCK_NUMEL).any(1)
+        absmaxes[first // BLOCK_NUMEL :][: len(missing)] = state.absmax.masked_fill(missing, torch.nan)
 
 
 def dequantize(codes: torch.Tensor, absmaxes: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill 1-d `values` again."""
+    """Fill 1-d `values` from codes and largest magnitudes."""
     functional, code = library(), _code(values.device)
-    for first in range(0, len(values), AT_ONCE):
-        blocks = absmaxes[first // BLOCK :][: AT_ONCE // BLOCK]
-        state = functional.QuantState(absmax=blocks, code=code, blocksize=BLOCK, dtype=values.dtype)
-        values[first : first + AT_ONCE] = functional.dequantize_blockwise(codes[first : first + AT_ONCE], state)
+    for first in range(0, len(values), CALL_NUMEL):
+        blocks = absmaxes[first // BLOCK_NUMEL :][: CALL_NUMEL // BLOCK_NUMEL]
+        state = functional.QuantState(absmax=blocks, code=code, blocksize=BLOCK_NUMEL, dtype=values.dtype)
+        values[first : first + CALL_NUMEL] = functional.dequantize_blockwise(codes[first : first + CALL_NUMEL], state)
 
 
 @cache
 def _code(device: torch.device) -> torch.Tensor:
-    """The 256 values of a code, on one device: bitsandbytes keeps them on one and would copy them in each call."""
+    """Return the 256 values of a code on a device: bitsandbytes keeps them on one, and would copy them in each call."""
     code: torch.Tensor = library().create_dynamic_map().to(device)
     return code
 
@@ -66,9 +66,9 @@ def _code(device: torch.device) -> torch.Tensor:
 def _legacy_stream(device: torch.device) -> Iterator[None]:
     """Order the work inside, which bitsandbytes puts on CUDA's legacy default stream, into the current stream.
 
-    1. the legacy stream waits for what the current one was given so far;
-    2. the work;
-    3. the current stream waits for the work: what it frees or reads afterwards is safe.
+    1. the legacy stream waits for all that the current stream has queued so far;
+    2. the work runs;
+    3. the current stream waits for the work: its later reads and frees are safe.
     """
     if device.type != "cuda":
         yield

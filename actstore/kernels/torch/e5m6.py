@@ -9,12 +9,12 @@ from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_sl
 from actstore.kernels.torch.groups import INF, chunks
 
 EXPONENT = 0x7F800000  # of a float32
-LEAST = 0x38800000  # 2^-14, the least normal e5m6
-OVER = 0x47800000  # 2^16: the code of Inf follows that of 65024
+LEAST_NORMAL = 0x38800000  # 2^-14, the least normal e5m6
+OVERFLOW = 0x47800000  # 2^16: the code of Inf follows that of 65024
 
 
 def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
-    """Kernels for one dtype. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype. They allocate temporaries and never wait for the device."""
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         payload_pointer(out)
@@ -42,14 +42,14 @@ def kernels(dtype: torch.dtype, device: torch.device, keep: bool) -> Kernels:
 
 
 def _codes(values: torch.Tensor, keep: bool) -> torch.Tensor:
-    """Codes, int32, of float32 values."""
+    """Return the codes, int32, of float32 values."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    near = magnitude.clamp(max=OVER)
-    power = (near & EXPONENT).clamp(min=LEAST)
+    near = magnitude.clamp(max=OVERFLOW)
+    power = (near & EXPONENT).clamp(min=LEAST_NORMAL)
     base = power + (17 << 23)
     steps = (near.view(torch.float32) + base.view(torch.float32)).view(torch.int32) - base
-    codes = steps + (power - LEAST >> 17)
+    codes = steps + (power - LEAST_NORMAL >> 17)
     if keep:
         codes = torch.where((codes == 0) & (magnitude != 0), 1, codes)
     codes = codes | bits >> 20 & 0x800

@@ -14,11 +14,11 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype. They allocate temporaries and wait for the device."""
+    """Return the kernels for one dtype. They allocate temporaries and wait for the device."""
     split, itemsize = SPLITS[dtype], dtype.itemsize
 
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, ...]:
-        """Descriptors, low halves, bytes and the parts of the tiles."""
+        """Return views of the descriptors, low halves, bytes and the parts of the tiles."""
         payload_pointer(payload)
         at = ExpackSections.of(numel, itemsize)
         descriptors = payload[at.descriptors :][: 8 * -(-numel // TILE)].view(torch.int64)
@@ -61,7 +61,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
 
 
 def _split(upper: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exponents, bytes of sign and mantissa, and what is in no byte, of the upper halves of float32 or of bfloat16."""
+    """Split the upper halves of float32, or bfloat16, into exponents, bytes of sign and mantissa, and an empty rest."""
     return (upper >> 7) & 255, upper & 0x7F | (upper >> 8) & 0x80, upper[:0]
 
 
@@ -70,7 +70,7 @@ def _join(exponents: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _split_half(elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of float16."""
+    """Split float16 into exponents, low bytes, and the rest of sign and mantissa."""
     return (elements >> 10) & 31, elements & 0xFF, (elements >> 8) & 3 | (elements >> 13) & 4
 
 

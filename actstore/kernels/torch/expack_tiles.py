@@ -8,10 +8,10 @@ from actstore.kernels.expack import (
     BASE_AT,
     ESCAPES_AT,
     ESCAPES_BITS,
-    FAR,
     OFFSET_BITS,
     WIDTH_AT,
     WIDTH_BITS,
+    WINDOW_DEPTH,
     ZERO_AT,
     Split,
     altered,
@@ -19,11 +19,11 @@ from actstore.kernels.expack import (
 from actstore.kernels.planes import PLANE_NBYTES, TILE
 from actstore.kernels.torch.planes import pack_planes, places, unpack_planes
 
-_NONE = 1 << 40  # more than any cost
+_INFINITE_COST = 1 << 40  # more than any cost
 
 
 class Tiles:
-    """Some tiles by their descriptors, int64."""
+    """Tiles by their descriptors, int64."""
 
     def __init__(self, descriptors: torch.Tensor, split: Split) -> None:
         self.descriptors = descriptors
@@ -40,7 +40,7 @@ class Tiles:
 
     @property
     def _escape(self) -> torch.Tensor:
-        """The code of escapes, (tiles, 1); one that does not occur where there are none."""
+        """The code of escapes, (tiles, 1); 256, which no code equals, for tiles without escapes."""
         windowed = (self.width > 0) & (self.width < self.split.exponent_bits)
         return torch.where(windowed, (1 << self.width) - 1, 256)[:, None]
 
@@ -49,9 +49,9 @@ class Tiles:
 
         Parameters
         ----------
-        offsets : of the parts, in bytes
+        offsets : starts of the parts, in bytes
         exponents : (tiles, 1024), -1 behind the last element
-        rest : (tiles, 1024) of sign and mantissa bits; empty where there are none
+        rest : (tiles, 1024) of sign and mantissa bits; empty for dtypes without planes
         """
         codes = (exponents - self.base[:, None]) & 255
         is_zero, zeroed = exponents == 0, self.zero[:, None] == 1
@@ -72,7 +72,7 @@ class Tiles:
         parts[offsets[tile] + escaped.cumsum(1)[tile, element] - 1] = exponents[tile, element].to(torch.uint8)
 
     def read(self, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exponents and the rest of sign and mantissa, (tiles, 1024) each.
+        """Read exponents and the rest of sign and mantissa, (tiles, 1024) each.
 
         Raises
         ------
@@ -103,23 +103,23 @@ class Tiles:
 
 
 def choose(exponents: torch.Tensor, split: Split) -> Tiles:
-    """The cheapest windows for exponents (tiles, 1024), -1 behind the last element."""
+    """Choose the cheapest windows for exponents (tiles, 1024), -1 behind the last element."""
     top = exponents.amax(1)
-    below = torch.where(exponents >= 0, top[:, None] - exponents, _NONE)
-    within = torch.stack([(below < distance).sum(1) for distance in range(FAR + 1)], 1)
+    below = torch.where(exponents >= 0, top[:, None] - exponents, _INFINITE_COST)
+    within = torch.stack([(below < distance).sum(1) for distance in range(WINDOW_DEPTH + 1)], 1)
     count, zeros = (exponents >= 0).sum(1), (exponents == 0).sum(1)
     raw = split.exponent_bits
-    # bytes, whether zero has a code, width, how far below the top the window ends: the first that differs decides
+    # bytes, whether zero has a code, width, distance of the window's end to the top: the first difference decides
     best = torch.full_like(top, raw * PLANE_NBYTES << 16)
-    k = torch.arange(FAR + 1, device=top.device)
+    k = torch.arange(WINDOW_DEPTH + 1, device=top.device)
     for zero in (0, 1):
         for width in range(1, split.widest + 1):
             size = (1 << width) - 1 - zero
-            ends = k[: FAR + 1 - size]
+            ends = k[: WINDOW_DEPTH + 1 - size]
             cost = (width * PLANE_NBYTES + count - zeros * zero)[:, None] - (within[:, size:] - within[:, ends])
             if zero:
                 allowed = (top[:, None] - ends >= size) & (zeros > 0)[:, None]
-                cost = torch.where(allowed, cost, _NONE)
+                cost = torch.where(allowed, cost, _INFINITE_COST)
             best = torch.minimum(best, (cost << 16 | zero << 15 | width << 8 | ends).amin(1))
     taken, widths = best >> 16, (best >> 8) & 127
     base = (top - (best & 255) - (1 << widths) + 2) & 255

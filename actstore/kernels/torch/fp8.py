@@ -10,13 +10,13 @@ from actstore.kernels.torch.philox import offsets
 
 FLUSH = 0x0E800000  # 2^-98
 EXPONENT = 0x7F800000  # of a float32
-LEAST = 0x3C800000  # 2^-6, the least normal e4m3
+LEAST_NORMAL = 0x3C800000  # 2^-6, the least normal e4m3
 NOT_FINITE, TOP = 0x7F, 0x7E
 LEAST_SCALE = 2.0**-107  # of a group below 2^-98 where signs are kept
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
 
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,25 +50,25 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
 def _encode(
     groups: torch.Tensor, noise: torch.Tensor | None, below: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, uint8, and scales of float32 (groups, group)."""
+    """Return codes, uint8, and scales of float32 (groups, group)."""
     bits = groups.view(torch.int32)
     magnitudes = bits & 0x7FFFFFFF
     finite = magnitudes < INF
     top = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
-    # divides by a tensor: by a number, CUDA would multiply with its reciprocal and lose the last bit
+    # divides by a tensor: for a number, CUDA would multiply with its reciprocal and lose the last bit
     exact = top.view(torch.float32) / torch.full_like(top, 448, dtype=torch.float32)
     scale = ((exact.view(torch.int32) + below) & ~below).view(torch.float32)
     flushed = top < FLUSH
     scaled = groups.abs() * torch.where(flushed, 0, scale.reciprocal())
 
-    power = torch.where(finite, scaled.view(torch.int32) & EXPONENT, 0).clamp(min=LEAST)
+    power = torch.where(finite, scaled.view(torch.int32) & EXPONENT, 0).clamp(min=LEAST_NORMAL)
     if noise is None:
         base = power + (20 << 23)
         steps = (scaled + base.view(torch.float32)).view(torch.int32) - base
     else:
         base = power + (4 << 23)
         steps = (scaled + base.view(torch.float32)).view(torch.int32) - base + (noise << 8 | 0x80) >> 16
-    codes = (steps + (power - LEAST >> 20)).clamp(max=TOP)
+    codes = (steps + (power - LEAST_NORMAL >> 20)).clamp(max=TOP)
     scale = torch.where(flushed, 0, scale)
     if keep:
         codes = torch.where((codes == 0) & (magnitudes != 0), 1, codes)
@@ -78,7 +78,7 @@ def _encode(
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
-    """What e4m3 codes stand for, float32; anything for NaN."""
+    """Return the values, float32, of e4m3 codes; arbitrary values for NaN."""
     wide = codes.to(torch.int16)
-    # as a float16 the same bits are 2^-8 of it, denormals too
+    # the same bits as a float16 are 2^-8 of the value, denormals too
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).view(torch.float16).to(torch.float32) * 256

@@ -1,4 +1,4 @@
-"""What codecs of groups share as PyTorch operations."""
+"""Chunks, groups and stores of codecs of groups, as PyTorch operations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-CHUNK = 1 << 24  # elements at once, a multiple of every group: bounds the float32 temporaries
+CHUNK_NUMEL = 1 << 24  # elements at once, a multiple of every group: bounds the float32 temporaries
 INF = 0x7F800000
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Starts and counts of the parts of a tensor that are worked on at once."""
-    for start in range(0, numel, CHUNK):
-        yield start, min(CHUNK, numel - start)
+    """Yield starts and counts of the chunks of a tensor, each encoded at once."""
+    for start in range(0, numel, CHUNK_NUMEL):
+        yield start, min(CHUNK_NUMEL, numel - start)
 
 
 def grouped(values: torch.Tensor, group: int) -> torch.Tensor:
-    """A 1-d tensor as (groups, group), the last group filled with zeros."""
+    """Reshape a 1-d tensor to (groups, group), the last group filled with zeros."""
     return pad(values, (0, -len(values) % group)).view(-1, group)
 
 

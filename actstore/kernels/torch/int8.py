@@ -9,11 +9,11 @@ from actstore.kernels.torch.groups import INF, chunks, grouped, store
 from actstore.kernels.torch.philox import offsets
 
 FLUSH = 0x08800000  # 2^-110
-LEAST = 0x05000000  # 2^-117, the scale of a group below that where signs are kept
+LEAST_SCALE = 0x05000000  # 2^-117, the scale of a group below that where signs are kept
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload_pointer(payload)
@@ -46,11 +46,11 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
 
 
 def quantize(groups: torch.Tensor, noise: torch.Tensor | None, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, int8, and scales of float32 (groups, group), or (groups, group, columns) with one scale per column."""
+    """Return codes, int8, and scales of float32 (groups, group), or of (groups, group, columns), a scale per column."""
     magnitudes = groups.view(torch.int32) & 0x7FFFFFFF
     finite = magnitudes < INF
     top = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
-    # divides by a tensor: by a number, CUDA would multiply with its reciprocal and lose the last bit
+    # divides by a tensor: for a number, CUDA would multiply with its reciprocal and lose the last bit
     exact = top.view(torch.float32) / torch.full_like(top, 127, dtype=torch.float32)
     scale = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     flushed = top < FLUSH
@@ -63,5 +63,5 @@ def quantize(groups: torch.Tensor, noise: torch.Tensor | None, keep: bool) -> tu
         codes = torch.where(
             (codes == 0) & (magnitudes != 0), (groups.view(torch.int32) >> 31 | 1).to(torch.int8), codes
         )
-        scale = torch.where(flushed & (top != 0), torch.full_like(top, LEAST).view(torch.float32), scale)
+        scale = torch.where(flushed & (top != 0), torch.full_like(top, LEAST_SCALE).view(torch.float32), scale)
     return codes, scale.view(-1).to(torch.bfloat16)

@@ -9,12 +9,12 @@ from torch.nn.functional import pad
 
 from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_slice
 from actstore.kernels.torch import int8 as int8_torch
-from actstore.kernels.torch.groups import CHUNK, store
+from actstore.kernels.torch.groups import CHUNK_NUMEL, store
 from actstore.kernels.torch.philox import offsets
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     along_elements = int8_torch.kernels(dtype, device, group, round, keep)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
@@ -53,14 +53,14 @@ def _sections(payload: torch.Tensor, numel: int, group: int, columns: int) -> tu
 
 
 def _chunks(numel: int, group: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Whole groups of rows that are worked on at once: first element, elements, first and last scale."""
+    """Yield chunks of whole groups of rows: first element, number of elements, first and last scale."""
     tile = group * columns
-    step = max(1, CHUNK // tile) * tile
+    step = max(1, CHUNK_NUMEL // tile) * tile
     for start in range(0, numel, step):
         count = min(step, numel - start)
         yield start, count, start // group, columns * -(-(start + count) // tile)
 
 
 def _tiled(values: torch.Tensor, group: int, columns: int) -> torch.Tensor:
-    """A 1-d tensor as (groups of rows, group, columns), the last one filled with zeros."""
+    """Reshape a 1-d tensor to (groups of rows, group, columns), the last group filled with zeros."""
     return pad(values, (0, -len(values) % (group * columns))).view(-1, group, columns)

@@ -11,11 +11,11 @@ from actstore.kernels.torch.planes import chunks, pack_planes, places, tiled, un
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype. They allocate temporaries and wait for the device."""
+    """Return the kernels for one dtype. They allocate temporaries and wait for the device."""
     stored = torch.uint8 if dtype is torch.bool else dtype
 
     def sections(payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Descriptors, a row for each tile, and the parts of the tiles."""
+        """Return views of the descriptors, a row for each tile, and of the parts of the tiles."""
         payload_pointer(payload)
         parts = parts_of(numel)
         return payload[HEADER_NBYTES:parts].view(torch.int64).view(-1, 2), payload[parts:]
@@ -59,7 +59,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
 
 
 def _bit_length(numbers: torch.Tensor) -> torch.Tensor:
-    """Bits that int64 numbers need, those below zero as what they are unsigned."""
+    """Count the bits that int64 numbers need, read as unsigned."""
     needed = torch.where(numbers < 0, 64, 0)
     for bit in range(63):
         needed = torch.where((numbers >> bit) > 0, bit + 1, needed)
@@ -67,5 +67,5 @@ def _bit_length(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _by_width(widths: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Each width that occurs, but for 0, and which tiles have it."""
+    """List the widths of tiles, but for 0, each with the indices of its tiles."""
     return [(width, (widths == width).nonzero().view(-1)) for width in widths.unique().tolist() if width]

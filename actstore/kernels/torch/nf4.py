@@ -10,7 +10,7 @@ from actstore.kernels.torch.groups import INF, chunks, grouped, store
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
-    """Kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
+    """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     bnb = layout == "bnb"
     bounds, values = (torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (BOUNDS, VALUES))
 
@@ -32,7 +32,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, k
             else:
                 scaled, found = _scale(groups, tops, FLUSH >> 16 if keep else 0)
             absmaxes[start // group : -(-(start + count) // group)] = found.view(-1)
-            # NaN and Inf: their groups are decoded to NaN by the absmax
+            # groups with NaN or Inf decode to NaN by their absmax
             codes = torch.bucketize(scaled, bounds, out_int32=True)
             if keep:
                 word = groups.view(torch.int32)
@@ -66,14 +66,14 @@ def _scale(groups: torch.Tensor, tops: torch.Tensor, least: int) -> tuple[torch.
     small = tops < FLUSH
     bits = (tops.clamp(max=INF) + 0xFFFF >> 16).clamp(max=LARGEST)
     absmax = (bits << 16).view(torch.float32)
-    # divides a tensor: a number would be multiplied with a reciprocal
+    # divides a tensor: for a number, torch would multiply with a reciprocal
     factor = (torch.full_like(absmax, 4) / absmax).masked_fill(small, 0)
     bits = bits.masked_fill(small, least).masked_fill(tops == 0, 0).masked_fill(tops >= INF, NAN >> 16)
     return groups * factor / 4, bits.to(torch.int16)
 
 
 def _scale_bnb(groups: torch.Tensor, tops: torch.Tensor, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as bitsandbytes has it, with `whole` groups before one that may be short."""
+    """Return the same in the layout of bitsandbytes, for `whole` groups and a last one that may be short."""
     least = tops.clamp(min=BNB_LEAST)
     divisors = least.view(torch.float32)
     scaled = torch.cat([groups[:whole] * divisors[:whole].reciprocal(), groups[whole:] / divisors[whole:]])

@@ -8,7 +8,7 @@ from actstore.kernels.base import Kernels, payload_pointer, storage_slice
 
 
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels for one dtype."""
+    """Return the kernels for one dtype."""
     itemsize = dtype.itemsize
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:

@@ -14,9 +14,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
-    """Kernels for one dtype and rule, around those of the inner codec.
+    """Return the kernels for one dtype and rule, around those of the inner codec.
 
-    They allocate temporaries, and wait for the device: only it knows how many elements there are.
+    They allocate temporaries, and wait for the device, which counts the kept elements.
     """
     parts = inner.kernels("torch", dtype, device)
     integer = INTEGERS[dtype.itemsize]
@@ -51,7 +51,9 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
         payload_pointer(buf)
         sections = SparseSections.of(numel)
         if len(buf) < sections.inner:
-            raise PayloadError(f"a sparse payload ends after {len(buf)} bytes; it starts with {sections.inner} others")
+            raise PayloadError(
+                f"a sparse payload ends after {len(buf)} bytes; {sections.inner} stand before its elements"
+            )
         length, total = buf[:HEADER_NBYTES].view(torch.int64).tolist()
         check_header(len(buf), (length, total), numel, dtype.itemsize, rule, inner)
         octets = buf[sections.masks :][: -(-numel // 8)]
@@ -74,7 +76,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
 
 def _largest(bits: torch.Tensor, rule: Largest) -> torch.Tensor:
-    """Marks the largest magnitudes, given as the bits of floats, of every row; of equal ones the first."""
+    """Mark the largest magnitudes, given as the bits of floats, of every row; of equal ones the first."""
     magnitudes = bits & torch.iinfo(bits.dtype).max
     full = len(bits) // rule.row * rule.row
     rows = [magnitudes[:full].view(-1, rule.row)] if full else []
