@@ -35,7 +35,7 @@ def measure_gradient_error(
 
     Parameters
     ----------
-    step : a function that runs forward and backward, as `actstore.check_gradients` takes it, on the same batch each time
+    step : a function that runs forward and backward, as for `actstore.check_gradients`, on the same batch each time
     store : made with the model; its policy is lossy
     draws : number of runs, 2 or more; each rounds with other random numbers. The standard error of the variance of D
         independent directions is sqrt(2 / (draws - 1) / D) of it
