@@ -194,7 +194,7 @@ class AutoController:
             self.tightened(error)
 
     def tightened(self, error: BaseException) -> bool:
-        """Plan for less where `error` means that memory ran out; return False for other errors and where no plan needs less.
+        """Plan for less where `error` means that memory ran out; return False where it does not, or no plan needs less.
 
         Each error is handled once: a second call with it returns the first result.
         """

@@ -26,9 +26,9 @@ from actstore.auto.memory import memory_of
 from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
-from actstore.plan.build import SHARE
+from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians
-from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
+from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
 from actstore.store.tierset import TierSet
@@ -126,7 +126,7 @@ class Probes:
         known = {name: self._shapes[name] for name in self._kinds}
         if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
             return None  # everything fits: no other decision is needed
-        least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
+        least = MIN_PART_SHARE * sum(self._saved(figures, name) for name in known) / len(known)
         chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
         room = max(self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
         wanted = False
@@ -185,7 +185,7 @@ class Probes:
         least is unknown.
         """
         wish, figures = self._wish, self.figures()
-        much = SHARE * sum(self._saved(figures, name) for name in self._kinds)
+        much = MIN_PART_SHARE * sum(self._saved(figures, name) for name in self._kinds)
         for name, kind in self._kinds.items():
             untried = set(self._replays(name)) - figures[kind].keys()
             if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
@@ -281,7 +281,7 @@ class Probes:
     def _replays(self, name: str) -> list[str]:
         """Return the replays to try on a unit that runs several times in a step."""
         calls = self._calls.get(name, 1)
-        return [segments_of(SEGMENT)] * (calls > 1) + [revolve_of(SLOTS)] * (calls > 2 * SLOTS)
+        return [segments_of(PROBE_SEGMENT)] * (calls > 1) + [revolve_of(PROBE_SLOTS)] * (calls > 2 * PROBE_SLOTS)
 
     def _worth(self, name: str, part: Module) -> bool:
         """Return whether to try to recompute a part. PyTorch's activations and dropouts save at most an input, and some
@@ -345,7 +345,7 @@ class Probes:
                     f"{name} : recompute"
                     for name, part in shape.parts.items()
                     if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
-                    if of_part.saved > SHARE * keep.total("saved")
+                    if of_part.saved > MIN_PART_SHARE * keep.total("saved")
                 ]
         return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
 

@@ -160,7 +160,7 @@ def _versions(args: Any) -> list[int]:
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    """Return `tree_leaves(value)`, with a fast path for a tensor or a tuple of these: RNN cells have a thousand calls."""
+    """Return `tree_leaves(value)`, with a fast path for tensors and tuples of these: RNN cells run a thousand times."""
     if isinstance(value, Tensor):
         return (value,)
     if type(value) is tuple and all(isinstance(leaf, Tensor) for leaf in value):
