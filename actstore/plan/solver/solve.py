@@ -24,7 +24,7 @@ from actstore.plan.solver.tables import BACKWARD, FORWARD, Tables
 from actstore.plan.solver.timeline import Evaluation, evaluated
 
 MIB = 2**20
-PROOF_TOLERANCE = 1e-5  # of the step: a smaller violation of a row is below the solver's tolerances
+PROOF_TOLERANCE = 1e-5  # of the step: no proof goes further, as smaller violations vanish in the solver's tolerances
 
 
 @dataclass(frozen=True, slots=True)
