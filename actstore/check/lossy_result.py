@@ -19,7 +19,7 @@ class WeightDeviation:
     ----------
     norm : norm of the exact gradient
     variance : variance of a draw, summed over the elements
-    bias_squared : squared norm of the bias, without the share of so few draws' variance; by chance it is below 0
+    bias_squared : squared norm of the bias, without the share of so few draws' variance; chance can make it negative
     chance : that share: the variance by the number of draws
     """
 

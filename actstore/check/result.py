@@ -101,9 +101,9 @@ class GradientCheck:
     """Result of `check_gradients`. `str()` gives a text for people.
 
     verdict : "equal" bit for bit; "within tolerance"; "different"; or "no verdict", where plain training differs from
-            itself, and `first` says where
-        first : the first difference; None for equal runs
-        loss : the first number that the step returned, plainly and with the store; None where it returned none
+        itself, and `first` says where
+    first : the first difference; None for equal runs
+    loss : the first number that the step returned, plainly and with the store; None where it returned none
     parameters, outputs, buffers : a comparison for each gradient, output and buffer, from the worst run
     runs : number of runs with the store
     saved_bytes, stored_bytes, held_bytes : of the store's last run, as in its report

@@ -20,7 +20,7 @@ from torch.nn import Module
 class GeneratorAccess(NamedTuple):
     """Functions that read and set the state of one generator. States compare with ``==``.
 
-    `look` is a faster read. It reports a new state after each `set`, also where the set state equals the last one.
+    `look` is a faster read. It assumes that code that has set the state since the last read has set a different one.
     """
 
     read: Callable[[], Any]

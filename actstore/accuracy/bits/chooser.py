@@ -1,6 +1,6 @@
-"""The controller that finds a codec for each payload during training: it measures a pair of steps, chooses, and repeats.
+"""The controller that finds a codec for each payload during training: it measures a pair of steps, and chooses.
 
-Every step on the way is an ordinary training step, with the errors that its codecs state.
+It repeats both later. Every step on the way is an ordinary training step, with the errors that its codecs state.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class BitsController:
 
     It measures in pairs of steps. In the first step, every payload goes through each candidate codec, and errors of
     several sizes give a prediction of their effect. The second step gives the noise from batch to batch. Before the
-    first choice payloads are stored in 8 bits; later in the codecs of the running choice, and those that it keeps in
-    8 bits in the first step of a pair.
+    first choice payloads are stored in 8 bits; later in the codecs of the running choice, where kept payloads use 8
+    bits in the first step of a pair.
 
     Attributes
     ----------
     plan : the running choice; its variance is that of each weight's gradient by the square of its norm, averaged over
-    noise : the same from batch to batch
+        elements. None before the first choice
+    noise : the same variance, from batch to batch
     """
 
     name = "bits"
@@ -75,7 +76,8 @@ class BitsController:
 
         Raises
         ------
-        CapacityError : no choice fits into the budget. Raised only before the first choice; later a warning follows
+        CapacityError : no choice fits into the budget. Raised only before the first choice; later that stays, with a
+            warning
         StateError : steps do not show the effect of errors on gradients. Raised only before the first choice, too
         """
         try:

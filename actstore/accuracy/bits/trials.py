@@ -25,9 +25,7 @@ UNBIASED = (
     "keep",
     "int8(affine, round=dither)",
     *(f"int{bits}(group={group}, round=dither)" for bits in (6, 5, 4, 3, 2) for group in GROUP_NUMELS),
-    *(
-        f"int{bits}(group={group}, round=stochastic)" for bits in (4, 3) for group in GROUP_NUMELS
-    ),  # for many exact zeros
+    *(f"int{bits}(group={group}, round=stochastic)" for bits in (4, 3) for group in GROUP_NUMELS),  # for exact zeros
 )
 NEAREST = (
     "e5m6",
@@ -251,8 +249,8 @@ def _some(src: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Sums over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and the count
-    of zeros in x.
+    """Sums over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and the zeros
+    in x.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """The noise of gradients from minibatch to minibatch: the reference for the errors of payloads.
 
 With g and h the gradients of two batches at the same weights, E |g - h|^2 / 2 is the variance of either. The second
-batch is that of the next step or, until that has come, of the previous observed step. An optimizer's step lies between;
-the figure then includes the difference of the mean gradients. At most 2**10 evenly spaced elements of each weight are
-compared. One pair of batches is one draw: with D directions in which gradients differ, its relative standard error is
-sqrt(2 / D), which is some per cent where many weights differ, and more than half of the figure where one direction has
-all of it.
+batch is that of the next step or, until that has come, of the previous step, if that was observed. An optimizer's step
+lies between; the figure then includes the difference of the mean gradients. At most 2**10 evenly spaced elements of
+each weight are compared. One pair of batches is one draw: with D directions in which gradients differ, its relative
+standard error is sqrt(2 / D). That is some per cent where many weights differ, and more than half of the figure where
+one direction has all of it.
 """
 
 from __future__ import annotations

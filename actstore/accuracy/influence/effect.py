@@ -16,7 +16,7 @@ class SiteEffect:
     sensitivity : the same for each unit of squared relative error of the payload; None where unknown
     reason : the reason why it is not predicted; empty where it is
     by_weight : the variance of each weight's gradient by the square of its own norm, averaged over all elements: the
-            relevant figure for optimizers that give each weight its own scale, as Adam does
+        relevant figure for optimizers that give each weight its own scale, as Adam does
     nodes : names of the autograd nodes that read the payloads, where it is predicted
     curve : `by_weight` at other squared relative errors of the payloads, as requested
     """

@@ -201,7 +201,7 @@ def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor
 
 
 def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tensor:
-    """Return the change of the gradient x^T grad of a linear layer's weight under noise in each row of x.
+    """Return the change of the gradient x^T grad of a linear layer's weight under `relative` noise in each row of x.
 
     The rows' errors e_n are independent of each other, so that E |sum_n e_n grad_n^T|^2 = sum_n |e_n|^2 |grad_n|^2.
 
