@@ -44,7 +44,7 @@ log = logging.getLogger("actstore")
 
 CPU = torch.device("cpu")
 
-MEASURED_STEPS = 4  # of a plan: the first ones, and again from step 64, 128, 256 ... on
+MEASURED_STEPS = 4  # of a plan: its first ones, and again from its step 64, 128, 256 ... on
 FIRST_RECHECK_STEP = 64
 REPLAN_DEVIATION = 0.1  # of the predicted step time: a larger difference makes a new plan,
 MIN_GAIN = 0.02  # which replaces the decisions only where it promises this share of the step

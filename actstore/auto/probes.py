@@ -304,7 +304,7 @@ class Probes:
         for name, decision in decisions.items():
             of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
             found, part = of_kind.get(decision), PARTIAL_RECOMPUTE.fullmatch(decision)
-            share = int(part[1]) / self._calls[name] if part else 1.0  # of the calls: those that are recomputed
+            share = int(part[1]) / self._calls[name] if part else 1.0  # the recomputed part of the calls
             if found is None and decision.startswith("recompute("):
                 found = of_kind.get("recompute")
             held += saved if found is None else share * found.total("held") + (1 - share) * saved

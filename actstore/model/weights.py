@@ -55,8 +55,8 @@ class Weights:
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
-        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # of the norms of rows, before they are used
-        self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
+        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
+        self._versions: list[tuple[Tensor, int]] = []  # of parameters and buffers, expected at the next run
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
         for module in modules:

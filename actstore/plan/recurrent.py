@@ -9,7 +9,7 @@ from actstore.plan.profile import Unit, UnitFigures
 from actstore.plan.solver.chain import LayerOption
 from actstore.plan.solver.revolve import advances
 
-SHARE_STEPS = 40  # one part in so many of the calls is the step between recomputed shares
+SHARE_STEPS = 40  # options recompute multiples of 1/40 of the calls
 PROBE_SEGMENT = 8  # calls that share one stored input, in the step that measures the bytes of an input
 PROBE_SLOTS = 8  # stored inputs, in the step that measures the time of a replay with few stored inputs
 MIN_CHAINED_SHARE = 0.02  # of the bytes that recompute holds: chains with smaller inputs are not worth a replay

@@ -32,11 +32,12 @@ log = logging.getLogger("actstore")
 INITIAL_CODEC = Int8(affine=True, round="dither")  # until the first choice
 ERROR_LEVELS = (0.02, 0.08, 0.4)  # relative errors, about those of 6, 4 and 2 bits
 CHOICE_GAP = 2e-3  # proven relative distance of a choice from the optimum
-RECHOOSE_STEPS = 128  # steps from one choice to the next; doubled each time,
-WATCH_STEPS = 16  # and to the first check of the errors; doubled each time
+RECHOOSE_STEPS = 128  # from one choice to the next; doubled each time
+WATCH_STEPS = 16  # from a choice to the first check of its errors; doubled each time
 MAX_GROWTH = 2.0  # of the effect of errors over the predicted one; beyond it, measure and choose again
-MAX_ATTENTION_ERROR = 0.01  # squared relative error, about that of 4 bits: the effect of errors in queries and keys
-ATTENTION = "Attention"  # (nodes of this name) grows exponentially with them, and with the logits during training
+# The effect of errors in queries and keys grows exponentially with these, and with the logits during training.
+MAX_ATTENTION_ERROR = 0.01  # squared relative error, about that of 4 bits
+ATTENTION = "Attention"  # part of the names of such nodes
 
 
 class BitsController:

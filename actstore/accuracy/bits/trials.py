@@ -249,8 +249,8 @@ def _some(src: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Sums over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and the zeros
-    in x.
+    """Sums over a site's payloads: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and the number
+    of zeros in x.
     """
 
     def __init__(self) -> None:

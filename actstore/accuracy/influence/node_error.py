@@ -20,7 +20,7 @@ BLOCK_NUMEL = 32  # contiguous elements that share one size of noise
 CHUNK_NUMELS = {"cpu": 2**15}  # elements in work at once, by device type,
 ACCELERATOR_CHUNK_NUMEL = 2**22  # and on an accelerator
 MIN_PART_NUMEL = 2**10  # fewest elements of a payload that stand for all of it
-SEED = 0x5EED
+NOISE_SEED = 0x5EED
 NOISE_NUMEL = 2**16 + 1  # not a power of two, so that rows of tensors do not all get the same numbers
 NOISE_STRIDE = 104_729  # a prime
 MATMULS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}  # the attribute of a linear layer's input
@@ -85,7 +85,7 @@ class Noise:
     def _draw(self, tensor: Tensor) -> Tensor:
         """Return noise of the shape of `tensor`: float32, in memory of its own."""
         if tensor.device not in self._drawn:
-            generator = torch.Generator(tensor.device).manual_seed(SEED)
+            generator = torch.Generator(tensor.device).manual_seed(NOISE_SEED)
             drawn = torch.randn(NOISE_NUMEL, generator=generator, device=tensor.device)
             self._drawn[tensor.device] = drawn, book(self._ledger, self.NBYTES)
         drawn, _ = self._drawn[tensor.device]
