@@ -94,7 +94,7 @@ class AutoController:
         self._rules = Rules([])
         self._shift = 0.0  # the largest excess of a measured peak over the predicted one
         self._looked: list[Sample] = []  # the measured steps of this plan
-        self._runs = 0  # steps since the first plan
+        self._runs = 0  # steps with a plan
         self._look_at = FIRST_RECHECK_STEP  # the value of `_runs` at the next measurement
         self._chase_at = 0  # the value of `_runs` from which a deviating step time makes a new plan
         self._retries = alloc_retries(device_of(model) or CPU)

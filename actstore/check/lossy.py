@@ -70,7 +70,7 @@ def measure_gradient_error(
         if not repeated <= MAX_REPEAT_ERROR:
             raise StateError(
                 f"two plain runs of the step from the same state differ by {repeated:.2g} of the gradients' norm, so "
-                "that no error can be told; have the step take the same batch each time, and give its own random "
+                "that errors of lossy payloads cannot be measured; have the step take the same batch each time, and give its own random "
                 "generators and schedulers by stateful="
             )
         whole = _Deviations(exact)
@@ -188,7 +188,7 @@ def _relative(found: Copies, expected: Copies) -> float:
     deviations.add(found)
     norm = _norm(expected)
     if not norm:
-        raise ConfigError("all gradients of the plain step are 0, or there are none: no error can be told by them")
+        raise ConfigError("all gradients of the plain step are 0, or none exists: errors cannot be measured by them")
     return math.sqrt(sum(deviations._squares.values())) / norm
 
 

@@ -93,7 +93,7 @@ def users_code(script: str, before: str) -> Iterator[None]:
         raise typer.Exit(2) from error
     except BaseException as error:
         traceback.print_exc()
-        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
+        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so the command has no result", err=True)
         raise typer.Exit(2) from error
 
 
