@@ -70,8 +70,8 @@ def measure_gradient_error(
         if not repeated <= MAX_REPEAT_ERROR:
             raise StateError(
                 f"two plain runs of the step from the same state differ by {repeated:.2g} of the gradients' norm, so "
-                "that errors of lossy payloads cannot be measured; have the step take the same batch each time, and give "
-                "its own random generators and schedulers by stateful="
+                "that errors of lossy payloads cannot be measured; have the step take the same batch each time, and "
+                "give its own random generators and schedulers by stateful="
             )
         whole = _Deviations(exact)
         predicted = _predicted(runner, store)
