@@ -1,10 +1,10 @@
-"""Figures of what a lossy payload loses.
+"""Figures of the error of lossy payloads.
 
-With ``x`` what was encoded, ``y`` what comes back and ``e = y - x``, all sums over the elements where both are finite:
+With ``x`` the encoded values, ``y`` the decoded ones and ``e = y - x``, all sums over elements where both are finite:
 
 * ``relative = sqrt(sum(e**2) / sum(x**2))``;
-* ``gain = sum(y * x) / sum(x**2)``: the part of ``x`` that is left. Rounding whose errors do not depend on ``x`` has 1;
-  the shrinkage that least squares explain, as of a codec that drops small elements, is ``1 - relative**2``;
+* ``gain = sum(y * x) / sum(x**2)``: the part of ``x`` that is left. It is 1 for rounding whose errors do not depend on
+  ``x``, and ``1 - relative**2`` for shrinkage as of a least-squares fit, such as by a codec that drops small elements;
 * ``gain_noise = sqrt(sum((e * x)**2)) / sum(x**2)``: the standard error of ``gain`` if errors are independent;
 * ``bias = mean(e) / rms(x)`` and ``largest = max(abs(e)) / rms(x)``.
 """
@@ -21,25 +21,25 @@ from torch import Tensor
 from actstore.base.layout import layout_of
 from actstore.kernels.base import storage_slice
 
-MOST_ELEMENTS = 2**20  # of one payload that are measured,
-BLOCKS = 64  # in so many runs, evenly spaced, where it has more
-RUN = MOST_ELEMENTS // BLOCKS
-RUNS_AT_ONCE = {"cpu": 1}  # that are worked on, so that they stay in the cache and take little memory,
-RUNS = 16  # and on an accelerator
-FAINT = 2.0**-100  # as good as zero: a payload whose elements are all smaller may vanish. int8's scales do below 1e-33
-CLIPPED = 2.0  # times what came back at most: int2 may round the largest element of a group to half of it
-ROW = 10  # figures of one payload
-SCRATCH = 8  # float32 numbers for each element that is worked on
+MEASURED_NUMEL = 2**20  # most elements of a payload that are measured,
+MEASURED_RUNS = 64  # in so many evenly spaced runs, for a larger payload
+RUN_NUMEL = MEASURED_NUMEL // MEASURED_RUNS
+RUNS_AT_ONCE = {"cpu": 1}  # by device type: few, to stay in the cache and take little memory,
+ACCELERATOR_RUNS_AT_ONCE = 16  # and on an accelerator
+FAINT_MAGNITUDE = 2.0**-100  # a payload with only smaller elements may vanish, as in int8's scales below 1e-33
+CLIP_FACTOR = 2.0  # of the largest decoded element: int2 may round the largest element of a group to half of it
+ROW_NUMEL = 10  # figures of one payload
+SCRATCH_FLOATS = 8  # float32 numbers for each element in work
 
-# A gain is far from 1 where it is off by more than this, beyond what least squares and chance explain.
-GAIN_OFF = 0.02
-LEAST_SQUARES = 1.5  # times relative**2
-CHANCE = 4.0  # times gain_noise
+# A gain is far from 1 where it is off by more than this, beyond the parts of least squares and of chance.
+GAIN_TOLERANCE = 0.02
+LEAST_SQUARES_FACTOR = 1.5  # times relative**2
+CHANCE_SIGMAS = 4.0  # times gain_noise
 
 
 @torch.no_grad()
 def measure(x: Tensor, back: Tensor) -> Tensor:
-    """Compare what came back of a payload with what was encoded. Nobody waits for the device.
+    """Compare a decoded payload with its source. The host does not wait for the device.
 
     Parameters
     ----------
@@ -48,9 +48,9 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
 
     Returns
     -------
-    Tensor of ROW float64 on their device, for `Total.add`: the elements where both are finite; those of `x` that are
-        not; those that are lost (see `ErrorFigures`); a scale s, the largest finite magnitude of both; with
-        ``x / s`` and ``e / s`` the sums of x x, e x, e e, e and (e x)(e x); and the largest e
+    Tensor of ROW_NUMEL float64 on their device, for `Total.add`: the number of elements where both are finite; of
+        those of `x` that are not; of those that are lost (see `ErrorFigures`); a scale s, the largest finite magnitude
+        of both; with ``x / s`` and ``e / s`` the sums of x x, e x, e e, e and (e x)(e x); and the largest e
     """
     xs, ys = (_sample(flat) for flat in _flattened(x, back))
     chunks = list(zip(xs, ys, strict=True))
@@ -58,8 +58,8 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
     most = torch.stack(largest).amax(0) if largest else torch.zeros(2, device=x.device)
     scale = most.amax()
     divisor = torch.where(scale > 0, scale, 1.0)
-    clipped = torch.where(scale > FAINT, CLIPPED * (most[1] / divisor), torch.inf)
-    row = torch.zeros(ROW, dtype=torch.float64, device=x.device)
+    clipped = torch.where(scale > FAINT_MAGNITUDE, CLIP_FACTOR * (most[1] / divisor), torch.inf)
+    row = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=x.device)
     for pair in chunks:
         sums, worst = _sums(*pair, divisor, clipped)
         row[:9] += sums
@@ -69,29 +69,29 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
 
 
 def scratch_nbytes(x: Tensor) -> int:
-    """Bytes that `measure` needs beside its arguments, at most, where these are dense."""
-    return 4 * SCRATCH * min(x.numel(), RUN * _at_once(x))
+    """Return the most bytes that `measure` needs beside its arguments, where these are dense."""
+    return 4 * SCRATCH_FLOATS * min(x.numel(), RUN_NUMEL * _at_once(x))
 
 
 def _flattened(x: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as 1-d tensors, one order of elements; views where they are dense."""
+    """Return both as 1-d tensors in the same element order; views where they are dense."""
     if x.stride() == back.stride() and layout_of(x.shape, x.stride()).dense:
         return storage_slice(x, 0, x.numel()), storage_slice(back, 0, back.numel())
     return x.detach().reshape(-1), back.detach().reshape(-1)
 
 
 def _at_once(tensor: Tensor) -> int:
-    return RUNS_AT_ONCE.get(tensor.device.type, RUNS)
+    return RUNS_AT_ONCE.get(tensor.device.type, ACCELERATOR_RUNS_AT_ONCE)
 
 
 def _sample(flat: Tensor) -> tuple[Tensor, ...]:
-    """Return the runs of a 1-d tensor that are measured, as views, one piece of work each."""
+    """Return the measured runs of a 1-d tensor, as views, one for each piece of work."""
     if not flat.numel():
         return ()
-    if flat.numel() <= MOST_ELEMENTS:
-        return flat.split(RUN * _at_once(flat))  # type: ignore[no-any-return]
-    space = (flat.numel() - RUN) // (BLOCKS - 1)
-    return flat.as_strided((BLOCKS, RUN), (space, 1), flat.storage_offset()).split(_at_once(flat))  # type: ignore[no-any-return]
+    if flat.numel() <= MEASURED_NUMEL:
+        return flat.split(RUN_NUMEL * _at_once(flat))  # type: ignore[no-any-return]
+    space = (flat.numel() - RUN_NUMEL) // (MEASURED_RUNS - 1)
+    return flat.as_strided((MEASURED_RUNS, RUN_NUMEL), (space, 1), flat.storage_offset()).split(_at_once(flat))  # type: ignore[no-any-return]
 
 
 def _finite_max(values: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _finite_max(values: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, y: Tensor, divisor: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
-    """What a row has of some elements, but for the largest e, which follows."""
+    """Return the sums of a row over some elements, and their largest e."""
     good_x, good_y = torch.isfinite(x), torch.isfinite(y)
     both = good_x & good_y
     x = torch.where(both, x, 0).float() / divisor
@@ -114,24 +114,24 @@ def _sums(x: Tensor, y: Tensor, divisor: Tensor, clipped: Tensor) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class ErrorFigures:
-    """What the payloads of one site lost in one step. NaN, Inf and what is lost are left out of the relative figures.
+    """Errors of one site's payloads in one step. The relative figures leave out NaN, Inf and lost elements.
 
     Attributes
     ----------
-    step : number of the step that was measured, from 1
-    decision : what it was stored by, as policy text
-    payloads : lossy payloads of the step
-    measured : those of them that were measured; for the others there was no room. With 0 the figures are NaN
-    nbytes : of the tensors that were measured
-    relative : relative L2 error: 0.01 is 1 %; inf where zeros came back as something else
-    gain : how much of the values is left: 1 where nothing shrinks
+    step : number of the measured step, from 1
+    decision : decision of the payloads, as policy text
+    payloads : number of lossy payloads of the step
+    measured : number of these that were measured; the rest found no room. With 0 the figures are NaN
+    nbytes : bytes of the measured tensors
+    relative : relative L2 error: 0.01 is 1 %; inf where zeros came back as other values
+    gain : the part of the values that is left: 1 where nothing shrinks
     gain_noise : the standard error of `gain` if the errors of elements are independent
-    bias : mean error, as a part of the root mean square of the values
-    largest : largest error of an element, likewise
-    nonfinite : elements that were NaN or Inf before
-    lost : elements that are no longer what they were: finite ones that came back as NaN or Inf; NaN and Inf that came
-        back as numbers; and finite ones of more than twice the magnitude of all that came back of their payload: the
-        codec clipped them, or let them vanish; not where the payload has none above 2**-100, which is as good as zero
+    bias : mean error, as a fraction of the root mean square of the values
+    largest : largest error of an element, as the same fraction
+    nonfinite : number of elements that were NaN or Inf before
+    lost : number of elements that lost their value: finite ones that came back as NaN or Inf; NaN and Inf that came
+        back as numbers; and finite ones of more than twice the largest decoded magnitude of their payload, which the
+        codec clipped or let vanish. The last kind does not count in a payload without elements above 2**-100
     """
 
     step: int
@@ -149,8 +149,9 @@ class ErrorFigures:
 
     @property
     def shrunk(self) -> bool:
-        """Whether `gain` is farther from 1 than rounding, dropping small elements and chance explain."""
-        return abs(1 - self.gain) > GAIN_OFF + LEAST_SQUARES * self.relative**2 + CHANCE * self.gain_noise
+        """True where `gain` is farther from 1 than rounding, dropped small elements and chance explain."""
+        explained = LEAST_SQUARES_FACTOR * self.relative**2 + CHANCE_SIGMAS * self.gain_noise
+        return abs(1 - self.gain) > GAIN_TOLERANCE + explained
 
     def __str__(self) -> str:
         if not self.measured:
@@ -164,12 +165,12 @@ class ErrorFigures:
 
 
 def format_error(relative: float) -> str:
-    """A relative error in per cent, with two digits that mean something."""
+    """Format a relative error in per cent, with two significant digits."""
     return f"{100 * relative:.{1 if relative >= 0.001 else 2}f} %" if relative >= 1e-4 else f"{100 * relative:.1e} %"
 
 
 class Total:
-    """Rows of `measure`, added up."""
+    """Sum of rows of `measure`."""
 
     __slots__ = ("_ee", "_ex", "_exex", "_largest", "_n", "_sum", "_xx", "lost", "nonfinite")
 
@@ -193,11 +194,11 @@ class Total:
 
     @property
     def relative(self) -> float:
-        """The relative L2 error."""
+        """Relative L2 error."""
         return sqrt(_ratio(self._ee, self._xx))
 
     def figures(self, step: int, decision: str, payloads: int, measured: int, nbytes: int) -> ErrorFigures:
-        """As figures of so many payloads."""
+        """Return the figures of `measured` out of `payloads`."""
         unknown = 0.0 if measured else nan
         rms = sqrt(self._xx / self._n) if self._n else 0.0
         return ErrorFigures(
@@ -217,7 +218,7 @@ class Total:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """Nothing of nothing is nothing."""
+    """Return `part` divided by `whole`; 0 by 0 gives 0."""
     if whole:
         return part / whole
     return 0.0 if not part else inf if part > 0 else -inf

@@ -1,4 +1,4 @@
-"""Measures what lossy payloads lose, in a step from time to time, and tells when that is too much."""
+"""Sampler of the errors of lossy payloads: it measures a step from time to time, and reports large errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from actstore.accuracy.figures import ROW, ErrorFigures, Total, measure, scratch_nbytes
+from actstore.accuracy.figures import ROW_NUMEL, ErrorFigures, Total, measure, scratch_nbytes
 from actstore.base.caller import stacklevel
 from actstore.base.ledger import Account, Ledger
 from actstore.base.ticket import Between, Ticket
@@ -21,52 +21,52 @@ from actstore.errors import AccuracyError
 from actstore.trace import Trace
 from actstore.transfer import Cell, Cells
 
-ROW_NBYTES = 8 * ROW
+ROW_NBYTES = 8 * ROW_NUMEL
 
 
 @dataclass(frozen=True)
 class SampledPayload:
-    """A payload that was measured; its figures are on their way to the host."""
+    """A measured payload, whose figures are on their way to the host."""
 
     losses: Losses
     account: Account
     cells: Cells
     cell: Cell
     nbytes: int
-    span: Ticket | None  # how long it took, for the trace
+    span: Ticket | None  # the time of the measurement, for the trace
 
 
 class Losses:
-    """What one site lost in one step, so far."""
+    """Errors of one site in one step, so far."""
 
     def __init__(self, step: int, decision: str) -> None:
         self.step = step
         self.decision = decision
         self.payloads = self.measured = self.nbytes = 0
         self.total = Total()
-        self.row: Tensor | None = None  # of the last payload, on its device
+        self.row: Tensor | None = None  # figures of the last payload, on its device
 
     def figures(self) -> ErrorFigures:
         return self.total.figures(self.step, self.decision, self.payloads, self.measured, self.nbytes)
 
 
 class Sampler:
-    """Measures the lossy payloads of every `every`-th step, from the first step that has one. Thread-safe.
+    """Sampler of the lossy payloads of every `every`-th step, from the first step that has one. Thread-safe.
 
-    A payload that was encoded is decoded at once and compared on the device. What is measured has no effect: payloads,
-    keys and gradients are those of any other step. The memory that it takes is booked for the moment; where that would
-    pass the limit of `ledger`, or the device has no room, the payload is not measured, and counted so.
+    It decodes an encoded payload at once and compares it on the device. This has no effect: payloads, keys and
+    gradients are those of any other step. It books its memory for the moment. Where that would pass the limit of
+    `ledger`, or the device has no room, it does not measure the payload, and counts it as not measured.
 
     Parameters
     ----------
-    every : 0 for only those steps that somebody asks for
-    warn : the relative error of a site above which it is warned of, once
-    fail : that above which AccuracyError is raised
+    every : number of steps from sample to sample; 0 to sample only the steps that `ask` requests
+    warn : relative error of a site above which the sampler warns, once
+    fail : relative error of a site above which it raises AccuracyError
 
     Notes
     -----
-    Nobody waits in forward or backward. What was measured is judged by `start`, as far as it has come to the host, and
-    by `errors` and `close`, which wait for it; with `fail`, `start` waits, too.
+    The host does not wait in forward or backward. `start` judges the figures that have come to the host; `errors` and
+    `close` wait for all of them; with `fail`, `start` waits, too.
     """
 
     def __init__(self, ledger: Ledger, every: int, warn: float | None = None, fail: float | None = None) -> None:
@@ -74,10 +74,10 @@ class Sampler:
         self._every = every
         self._warn = warn
         self._fail = fail
-        self._step = 0  # the last step that was sampled
-        self._running = 0  # the step that runs
-        self._asked = False  # whether somebody wants the next one sampled
-        self._losses: dict[Account, Losses] = {}  # of the last step that was sampled
+        self._step = 0  # the last sampled step
+        self._running = 0  # the running step
+        self._asked = False  # whether `ask` requests the next step
+        self._losses: dict[Account, Losses] = {}  # of the last sampled step
         self._rows: deque[SampledPayload] = deque()
         self._unjudged: dict[Account, Losses] = {}
         self._warned = set[tuple[Account, str]]()
@@ -86,11 +86,11 @@ class Sampler:
         self._lock = Lock()
 
     def start(self, step: int) -> bool:
-        """Begin a step. Returns whether it is to be sampled.
+        """Begin a step, and return whether to sample it.
 
         Raises
         ------
-        AccuracyError : a step that was sampled before has lost more than is allowed
+        AccuracyError : an earlier sampled step has a larger error than `fail`
         """
         self._running = step
         self._judge(wait=self._fail is not None)
@@ -100,27 +100,27 @@ class Sampler:
         return asked or (self._every > 0 and (not self._step or step >= self._step + self._every))
 
     def ask(self) -> None:
-        """Have the next step sampled."""
+        """Request that the next step be sampled."""
         self._asked = True
 
     def relative(self, account: Account) -> Tensor | None:
-        """The relative error of a site's last payload: a float64 scalar on its device; None where it was not measured.
+        """Return the relative error of a site's last payload: a float64 scalar on its device; None where unmeasured.
 
-        Nobody waits. 0 where the payload is 0.
+        The host does not wait. 0 where the payload is 0.
         """
         losses = self._losses.get(account)
         row = None if losses is None else losses.row
         return None if row is None else (row[6] / row[4]).nan_to_num(0.0, 0.0).sqrt()
 
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
-        """The same codec, whose payload is measured when it is encoded; `plain` decodes unobserved."""
+        """Return the codec, wrapped to measure each payload that it encodes; `plain` decodes without a measurement."""
 
         before = account.held
 
         def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             used = bound.encode(src, out, key)
             losses = self._met(account)
-            unbooked = max(0, out.nbytes - (account.held - before))  # of the payload: a tier's has been booked
+            unbooked = max(0, out.nbytes - (account.held - before))  # bytes of the payload; a tier has booked its own
             nbytes = unbooked + src.nbytes + scratch_nbytes(src)
             if self._ledger.fits(nbytes):
                 self._ledger.touch_peak(account, nbytes, "sampling")
@@ -140,18 +140,18 @@ class Sampler:
         return bound._replace(encode=encode)
 
     def errors(self) -> dict[Account, ErrorFigures]:
-        """What each site lost in the last step that was sampled. The host waits for what is on its way.
+        """Return the errors of each site in the last sampled step. The host waits for figures on their way.
 
         Raises
         ------
-        AccuracyError : it is more than is allowed
+        AccuracyError : an error is larger than `fail`
         """
         self._judge(wait=True)
         with self._lock:
             return {account: losses.figures() for account, losses in self._losses.items()}
 
     def read(self, *, wait: bool) -> None:
-        """Take in what has come to the host, or all that is on its way."""
+        """Add up the figures that have come to the host, or with `wait` all that are on their way."""
         while self._rows and (wait or self._rows[0].cell.ready()):
             with self._lock:
                 if not self._rows:
@@ -167,11 +167,11 @@ class Sampler:
                 self._tell(row, figures)
 
     def close(self) -> None:
-        """Return the memory.
+        """Judge the remaining figures, and return the memory.
 
         Raises
         ------
-        AccuracyError : what was not judged yet is more than is allowed
+        AccuracyError : an error that was not judged yet is larger than `fail`
         """
         try:
             self._judge(wait=True)
@@ -183,12 +183,12 @@ class Sampler:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Return the memory of figures where that makes nobody wait, as unpinning may."""
+        """Return the memory of figures where this does not make a thread wait, as unpinning may."""
         for device in [device for device in self._cells if device.on_host]:
             self._cells.pop(device).close([])
 
     def _met(self, account: Account) -> Losses:
-        """Count a lossy payload of the step that runs."""
+        """Count a lossy payload of the running step."""
         with self._lock:
             if self._step != self._running:
                 self._step, self._losses = self._running, {}
@@ -209,7 +209,7 @@ class Sampler:
             self._rows.append(SampledPayload(losses, account, cells, cell, nbytes, span))
 
     def _tell(self, row: SampledPayload, figures: list[float]) -> None:
-        """Have the trace tell of a payload."""
+        """Add the measurement of a payload to the trace."""
         if self._trace is None or row.span is None:
             return
         losses, total = row.losses, Total()
@@ -220,7 +220,7 @@ class Sampler:
         self._trace.add("measure", begin, end, row.account.site, losses.step, "", row.nbytes, note)
 
     def _judge(self, *, wait: bool) -> None:
-        """Give the verdict on what has come."""
+        """Judge the figures that have come: warn of large errors, or raise."""
         self.read(wait=wait)
         with self._lock:
             unjudged, self._unjudged = self._unjudged, {}
@@ -246,7 +246,7 @@ class Sampler:
             )
 
     def _give_warning(self, account: Account, found: ErrorFigures, why: str) -> None:
-        """Warn, once for each site and reason."""
+        """Warn once for each site and reason."""
         if (account, why) not in self._warned:
             self._warned.add((account, why))
             message = f"{_words(account, found)}: {why}. {_advice(account)}"
@@ -260,4 +260,4 @@ def _words(account: Account, found: ErrorFigures) -> str:
 def _advice(account: Account) -> str:
     site = account.site
     place = f"{site.name or '*'}/{site.tag}" if site.tag else site.name or "*"
-    return f'Put a rule with more bits before the others, such as "{place} : e5m6", or "{place} : keep"'
+    return f'Put a rule with more bits first, such as "{place} : e5m6", or "{place} : keep"'

@@ -1,4 +1,4 @@
-"""What must be as before, so that a step that ran out of memory can be run once more."""
+"""State to restore before a step that ran out of memory can run again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from actstore.model.generators import GeneratorStates
 class Attempt:
     """The state of a model and of the random generators before a step.
 
-    Put back are the generators (torch's, Python's, NumPy's, those of modules), the running statistics of
-    normalisations, and gradients that were not there before. Whatever else of the model the step has changed by then
-    (parameters, gradients that were there, other buffers), or of the tensors it was given, is found by its version, and
-    then the step cannot be run again. Gradients that nobody has any more, as after `optimizer.zero_grad()`, stay away.
-    What a step takes from an iterator or counts in attributes is not seen.
+    `undo` restores the generators (torch's, Python's, NumPy's, those of modules) and the running statistics of
+    normalisations, and drops gradients that are new. Version counters show any other change of the model (parameters,
+    earlier gradients, other buffers) or of the step's tensor arguments; after one the step cannot run again. Gradients
+    that have been freed, as after `optimizer.zero_grad()`, stay dropped. `undo` does not see what a step takes from an
+    iterator or counts in attributes.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Attempt:
                     self._versions.append((buffer, buffer._version))
 
     def undo(self) -> str:
-        """Put back what can be; the reason where the step cannot be run again, else empty."""
+        """Restore the state and return an empty text, or the reason why the step cannot run again."""
         if any(tensor._version != version for tensor, version in self._versions):
             return "it has changed parameters or buffers of the model, or its arguments"
         if any(module._buffers.get(name) is not buffer for module, name, buffer in self._buffers):

@@ -1,5 +1,7 @@
-"""Finds a policy for a budget while training runs: measures the first steps, plans, runs the plan, and plans again when
-steps turn out otherwise. Every step on the way is a training step like any other.
+"""The controller that finds a policy for a budget during training.
+
+It measures the first steps, plans, runs the plan, and plans again when steps deviate from the prediction. Every step on
+the way is an ordinary training step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.auto.inputs import Inputs
-from actstore.auto.probes import ALIKE, Probes, machine_of
+from actstore.auto.probes import SAME_SIZE_SHARE, Probes, machine_of
 from actstore.auto.profiler import Profiler, Sample
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
@@ -42,14 +44,14 @@ log = logging.getLogger("actstore")
 
 CPU = torch.device("cpu")
 
-LOOK = 4  # steps of a plan that are measured, first at once, then after 64, 128, 256 ... steps
-LOOK_AGAIN = 64
-OFF = 0.1  # of the step: a plan is made again when steps take so much more or less than predicted,
-GAIN = 0.02  # and decides otherwise when that promises so much
-TIGHTER = 0.9  # of what was held when memory ran out
-LESS = 0.95  # of the budget when the allocator had to give memory back to the system to find some
-SHRUNK = 128  # steps in a row that save less than what is planned for: reason enough to plan for less
-GROWN = 1.1  # times what steps saved when they were measured: reason enough to measure again
+MEASURED_STEPS = 4  # of a plan: its first ones, and again from its step 64, 128, 256 ... on
+FIRST_RECHECK_STEP = 64
+REPLAN_DEVIATION = 0.1  # of the predicted step time: a larger difference makes a new plan,
+MIN_GAIN = 0.02  # which replaces the decisions only where it promises this share of the step
+OOM_BUDGET_SHARE = 0.9  # of the bytes held when memory ran out
+RETRY_BUDGET_SHARE = 0.95  # of the budget, after the allocator had to return cached memory to find some
+SHRUNK_STEPS = 128  # smaller steps in a row make a new plan for smaller steps
+MAX_GROWTH = 1.1  # of the saved bytes since they were measured; beyond this, steps are measured again
 
 
 class AutoController:
@@ -61,8 +63,8 @@ class AutoController:
 
     Parameters
     ----------
-    switch : has a step that was just entered run other rules; whether it could
-    sets_window : whether the engine's window is the plan's to set
+    switch : replaces the rules of a step that was just entered, and returns whether it could
+    sets_window : whether the plan sets the engine's window
     """
 
     name = "auto"
@@ -84,50 +86,50 @@ class AutoController:
         self._ledger = ledger
         self._wish = wish
         self._pairs = pairs
-        self._rating = self._rate()  # decisions of steps that tell what errors do to gradients
-        self._rates = False  # in the step that runs
+        self._rating = self._rate()  # decisions of the steps that measure the effect of errors on gradients
+        self._rates = False  # whether the running step is one of these
         ledger.limit = wish.device
         self._place: TierSet | None = None
         self._decisions: dict[str, str] = {}
         self._rules = Rules([])
-        self._shift = 0.0  # how far a measured peak lay above the predicted one at most
-        self._looked: list[Sample] = []  # at the steps of this plan
-        self._runs = 0  # steps with a plan,
-        self._look_at = LOOK_AGAIN  # of which this is the next to be looked at
-        self._chase_at = 0  # from which on a step that takes another time than predicted is a reason to plan again
+        self._shift = 0.0  # the largest excess of a measured peak over the predicted one
+        self._looked: list[Sample] = []  # the measured steps of this plan
+        self._runs = 0  # steps with a plan
+        self._look_at = FIRST_RECHECK_STEP  # the value of `_runs` at the next measurement
+        self._chase_at = 0  # the value of `_runs` from which a deviating step time makes a new plan
         self._retries = alloc_retries(device_of(model) or CPU)
         self._history: list[str] = []
-        self._why = ""  # memory ran out
-        self._news = ""  # to warn of
+        self._why = ""  # the last message that memory ran out
+        self._news = ""  # the next warning
         self._model = model
         self._modules = named_modules(model)
-        self._measured = 0  # bytes of the largest step when it was planned first,
-        self._planned_for = 0  # and last
-        self._excess = False  # no plan holds the budget, and the one that needs least runs
+        self._measured = 0  # bytes of the largest step at the first plan,
+        self._planned_for = 0  # and at the last
+        self._excess = False  # no plan keeps the budget; the one with the least memory runs
         self._switch = switch
         self._inputs = Inputs(model, self._guard)
-        self._guarded = False  # the step that runs needs more than its plan: it recomputes all instead
-        self._small = 0  # steps in a row that are smaller than planned for,
-        self._recent = 0  # and bytes of the largest of them
+        self._guarded = False  # the running step exceeds its plan, and so recomputes all
+        self._small = 0  # steps in a row below the planned size,
+        self._recent = 0  # and the bytes of their largest
 
     @property
     def gauge(self) -> Profiler:
-        """The profiler that measures work of the store."""
+        """The profiler that measures the store's own work."""
         return self.profiler
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]]) -> Rules:
-        """The policy of the step that begins now.
+        """Return the policy of the step that begins now.
 
         Parameters
         ----------
-        modules : what `named_modules` has found in the model just now
+        modules : the current result of `named_modules` for the model
 
         Raises
         ------
-        CapacityError : no plan fits into the budget; it names the least that is possible, as far as that is known. Only
-            before the first plan: later the plan that needs least runs, and a warning tells
+        CapacityError : no plan fits into the budget; the error names the least possible, where known. Raised only
+            before the first plan: later the plan with the least memory runs, with a warning
         """
         self._place = place
         sample = self.profiler.finish()
@@ -137,7 +139,7 @@ class AutoController:
         if found != self._modules:
             self._modules = found
             self.profiler.look()
-            self._start_again("the model's modules are others")
+            self._start_again("the model's modules have changed")
         elif sample is not None:
             self.probes.add(sample)
             self._inputs.saved(sample.saved)
@@ -162,28 +164,28 @@ class AutoController:
         return self._rules
 
     def close(self) -> None:
-        """The store is closed."""
+        """End the measurements, as the store is closed."""
         self.probes.close()
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """The hook for an entry, from that of the store."""
+        """Return the pack hook of an entry, given the store's own: this policy leaves it as it is."""
         return pack
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin the step, and measure it where the plan is to be checked."""
         if self.plan is not None:
             self._runs += 1
             if self._runs >= self._look_at:
                 self._look_at *= 2
                 self._looked = []
-        if torch.is_grad_enabled() and len(self._looked) < LOOK and not self._rates:
+        if torch.is_grad_enabled() and len(self._looked) < MEASURED_STEPS and not self._rates:
             assert self._place is not None
             self.profiler.begin(self._place.device, self._decisions)
         if torch.is_grad_enabled():
             self._inputs.begin()
 
     def end_forward(self, error: BaseException | None) -> None:
-        """Forward has ended, or failed with `error`."""
+        """End the forward, which may have failed with `error`."""
         self._inputs.end()
         if error is None:
             self.profiler.end_forward()
@@ -192,9 +194,9 @@ class AutoController:
             self.tightened(error)
 
     def tightened(self, error: BaseException) -> bool:
-        """Plan for less where `error` says that memory ran out; False where there is nothing to plan for.
+        """Plan for less where `error` means that memory ran out; return False where it does not, or no plan needs less.
 
-        An error is looked at once: its second visitor gets the answer of the first.
+        Each error is handled once: a second call with it returns the first result.
         """
         if not ran_out(error):
             return False
@@ -209,13 +211,13 @@ class AutoController:
     def _tighten(self) -> bool:
         held = min(self._ledger.peak, self._wish.device)
         self._why = f"memory ran out while activations held {format_nbytes(held)}"
-        if not held or not self._give_up(int(TIGHTER * held), self._why):
+        if not held or not self._give_up(int(OOM_BUDGET_SHARE * held), self._why):
             return False
         warnings.warn(f"{self._history[-1]}; give a smaller budget to begin with", RuntimeWarning, stacklevel=5)
         return True
 
     def _give_up(self, budget: int, why: str) -> bool:
-        """Go on with a smaller budget; False where no plan needs so little, and all is as before."""
+        """Continue with a smaller budget; return False, with everything unchanged, where no plan needs so little."""
         before = self._wish
         self._wish = replace(before, device=budget)
         self._history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
@@ -235,7 +237,7 @@ class AutoController:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def profile(self) -> Profile:
-        """What was measured so far."""
+        """Return all measurements so far."""
         assert self._place is not None
         return self.probes.profile(self._place.device.torch_device)
 
@@ -245,7 +247,7 @@ class AutoController:
         self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
 
     def _next_rated(self) -> dict[str, str] | None:
-        """Decisions of a step that tells what errors do to gradients; None where enough is known."""
+        """Return the decisions of the next step that measures the effect of errors; None where enough is known."""
         try:
             decisions = next(self._rating, None)
         except StateError as error:
@@ -262,7 +264,7 @@ class AutoController:
             self.probes.rate(units, effect, {str(account.site): account.site for account in self._ledger.accounts()})
 
     def _first_plan(self) -> None:
-        """Plan when enough was measured."""
+        """Make the plan after the measured steps."""
         self._measured = self.probes.largest
         if self.probes.has_met:
             self.probes.close()
@@ -280,7 +282,7 @@ class AutoController:
 
         Raises
         ------
-        CapacityError : what is known by now needs more, and what is still to be tried can hardly change that
+        CapacityError : the measured decisions need more, and the untried ones can hardly change that
         """
         floor = self.probes.floor(on_host=place.device.on_host)
         if self._planned_for or floor <= self._wish.device:
@@ -295,7 +297,7 @@ class AutoController:
             raise
 
     def _make_least(self, refusal: CapacityError) -> None:
-        """Run the plan that needs least memory, where none holds the budget any more."""
+        """Run the plan with the least memory, where none keeps the budget any more."""
         least = float(refusal.facts.get("least", 0)) + self._shift
         self._excess = True
         self._make_plan(int(least * (1 + 1e-6)) + 1)
@@ -305,13 +307,13 @@ class AutoController:
         )
 
     def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
-        """The best choice within so many bytes, from what is known now."""
+        """Return the best choice within `device` bytes, from the measurements so far."""
         from actstore.plan.solver.solve import solve
 
         profile, wish = self.profile(), self._wish
         chain = chain_of(profile, wish.max_noise)
         limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, wish.max_noise)
-        margin = self._inputs.spread  # a larger step than any so far is to be expected
+        margin = self._inputs.spread  # allows for a larger step than any so far
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
@@ -319,7 +321,7 @@ class AutoController:
         return profile, chain, limits, solve(chain, limits)
 
     def _make_plan(self, device: int | None = None) -> None:
-        """Plan from what is known now. The choice stays where another gains little.
+        """Plan from the measurements so far. The current choice stays where another gains little.
 
         Parameters
         ----------
@@ -345,7 +347,7 @@ class AutoController:
     # -- the closed loop ----------------------------------------------------------------------------------------------
 
     def _watch(self, sample: Sample | None) -> None:
-        """Look at the step that has ended, and plan again where it was not as predicted."""
+        """Check the step that has ended, and plan again where it deviates from the prediction."""
         plan, peak, probes = self.plan, self._ledger.peak, self.probes
         assert plan is not None
         assert self._place is not None
@@ -355,10 +357,10 @@ class AutoController:
         retries = alloc_retries(self._place.device.torch_device)
         if retries > self._retries:
             self._retries = retries
-            self._give_up(int(LESS * self._wish.device), "the device's allocator was short of memory")
+            self._give_up(int(RETRY_BUDGET_SHARE * self._wish.device), "the device's allocator was short of memory")
         elif peak > self._wish.device and self._is_news(saved):
             self._too_much(peak)
-        elif self._guarded and self._is_news(saved) and self.probes.largest > self._planned_for / ALIKE:
+        elif self._guarded and self._is_news(saved) and self.probes.largest > self._planned_for / SAME_SIZE_SHARE:
             self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
         elif self._has_shrunk(saved):
             self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
@@ -366,13 +368,13 @@ class AutoController:
             self._looked.append(sample)
             step = median(look.total * probes.scale(look.saved) for look in self._looked)
             self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
-            off = abs(step - plan.predicted.step) > OFF * plan.predicted.step
-            if len(self._looked) == LOOK and off and self._runs >= self._chase_at and not self._excess:
-                self._chase_at = self._look_at  # nothing is gained by chasing noise
+            off = abs(step - plan.predicted.step) > REPLAN_DEVIATION * plan.predicted.step
+            if len(self._looked) == MEASURED_STEPS and off and self._runs >= self._chase_at and not self._excess:
+                self._chase_at = self._look_at  # not at each measurement: differences may be noise
                 self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
 
     def _guard(self, scale: float) -> None:
-        """The step's input is so many times as large as that of the step that was planned for."""
+        """Recompute all in this step where its input, `scale` times the planned one, would exceed the budget."""
         if self.plan is None or self._excess or scale * self.plan.predicted.peak <= self._wish.device:
             return
         before, rules = self._decisions, self._rules
@@ -384,12 +386,12 @@ class AutoController:
             self._decisions, self._rules = before, rules
 
     def _has_shrunk(self, saved: int) -> bool:
-        """Whether many steps in a row have saved less than what was planned for."""
-        if not saved or saved >= ALIKE * self.probes.largest:
+        """Return whether many steps in a row have saved less than the plan expects."""
+        if not saved or saved >= SAME_SIZE_SHARE * self.probes.largest:
             self._small = self._recent = 0
             return False
         self._small, self._recent = self._small + 1, max(self._recent, saved)
-        if self._small < SHRUNK or not self._recent:
+        if self._small < SHRUNK_STEPS or not self._recent:
             return False
         self._inputs.shrink(self._recent / self.probes.largest)
         self.probes.shrink(self._recent)
@@ -397,15 +399,15 @@ class AutoController:
         return True
 
     def _is_news(self, saved: int) -> bool:
-        """Whether a step that held too much says something that the plan does not know."""
+        """Return whether a step over the budget is news to the plan."""
         before = self.probes.largest
         self.probes.grow(saved)
-        return not self._excess or self.probes.largest > before / ALIKE
+        return not self._excess or self.probes.largest > before / SAME_SIZE_SHARE
 
     def _too_much(self, peak: int) -> None:
-        """A step held more than the budget: the prediction is short, or steps have grown."""
+        """Plan again after a step over the budget: the prediction was too low, or steps have grown."""
         assert self.plan is not None
-        if self.probes.largest <= self._planned_for / ALIKE:
+        if self.probes.largest <= self._planned_for / SAME_SIZE_SHARE:
             self._shift += max(0.0, peak - self.plan.predicted.peak)
         self._again(f"a step held {format_nbytes(peak)}, more than the budget")
 
@@ -415,13 +417,13 @@ class AutoController:
         try:
             self._make_plan()
         except CapacityError as refusal:
-            if self.probes.largest > GROWN * self._measured:
+            if self.probes.largest > MAX_GROWTH * self._measured:
                 self._start_again("steps have grown")
             else:
                 self._make_least(refusal)
 
     def _start_again(self, why: str) -> None:
-        """Measure again, under decisions that need least memory first."""
+        """Measure again from the first step on, which recomputes all that can be."""
         self._history.append(f"{why}: measured again")
         log.info("%s", self._history[-1])
         self.plan, self._shift, self._looked = None, 0.0, []
@@ -433,7 +435,7 @@ class AutoController:
 
 
 def _or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, solution: Solution) -> Solution:
-    """The choice that runs, where it is still possible and `solution` hardly gains."""
+    """Return the running choice where it is still possible and `solution` hardly gains, otherwise `solution`."""
     indices = [
         next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
         for layer in chain.layers
@@ -442,20 +444,20 @@ def _or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, 
         return solution
     choice = tuple(index for index in indices if index is not None)
     found = evaluate(chain, choice, limits)
-    if not found.feasible or solution.evaluation.total < (1 - GAIN) * found.total:
+    if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
         return solution
     return replace(solution, choice=choice, evaluation=found, how="as before")
 
 
 def alloc_retries(device: torch.device) -> int:
-    """How often the allocator of the device had to return what it had cached to find memory."""
-    # which `memory_stats` makes flat and sorts, for a hundred figures of which one is read at each step
+    """Return how often the device's allocator had to return cached memory to the system to find some."""
+    # not `memory_stats`, which flattens and sorts a hundred figures of which this reads one
     stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
     return int(stats.get("num_alloc_retries", 0))
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory ran out; an ActstoreError has its own advice."""
+    """Return whether memory ran out. False for an ActstoreError, which has its own advice."""
     if isinstance(error, ActstoreError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -468,7 +470,7 @@ def check_plan(plan: Plan, model: Module | None) -> None:
 
     Raises
     ------
-    ConfigError : the differences, and what to do
+    ConfigError : the model or the machine differs; the text names the differences and the next step
     """
     if model is None:
         raise ConfigError("a plan is for a model: ActivationStore(model, plan)")

@@ -1,4 +1,4 @@
-"""How large the input of a step is, seen before the model runs: a larger batch saves more than any step before."""
+"""Input sizes of steps, known before the model runs: a larger batch saves more than any earlier step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-NOISE = 0.02  # of what a step saves: decisions make such differences, too
+SPREAD_NOISE = 0.02  # of a step's saved bytes: decisions alone make differences up to this
 
 
 class Inputs:
-    """Looks at the first tensor that a model is given in each step. Its elements stand for what the step saves.
+    """Size of the first tensor argument of the model in each step. Its numel stands for the bytes that the step saves.
 
     Parameters
     ----------
-    larger : called before the model runs on an input that is larger than that of all steps before, with how many times
+    larger : called with the ratio before the model runs on an input larger than in all earlier steps
     """
 
     def __init__(self, model: Module, larger: Callable[[float], None]) -> None:
@@ -31,37 +31,37 @@ class Inputs:
         self._saved: deque[int] = deque(maxlen=64)
 
     def begin(self) -> None:
-        """A step begins."""
-        if not isinstance(self._model, ScriptModule) and self._model._compiled_call_impl is None:  # which take no hooks
+        """Register the hook that reads the input size of the step."""
+        if not isinstance(self._model, ScriptModule) and self._model._compiled_call_impl is None:  # these take no hooks
             self._hook = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def end(self) -> None:
-        """Its forward is over."""
+        """Remove the hook."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook.remove()
 
     def saved(self, nbytes: int) -> None:
-        """What a step has saved."""
+        """Record the bytes that a step has saved."""
         if self._size == self._largest:
             self._saved.append(nbytes)
 
     @property
     def spread(self) -> float:
-        """How much steps with equal inputs differ in what they save, as with routers: the standard deviation."""
+        """Standard deviation of the saved bytes of steps with equal inputs, as routers cause it."""
         spread = pstdev(self._saved) if self._saved else 0.0
-        return spread if spread > NOISE * max(self._saved, default=0) else 0.0
+        return spread if spread > SPREAD_NOISE * max(self._saved, default=0) else 0.0
 
     def forget(self) -> None:
-        """Steps save something else from now on."""
+        """Forget the saved bytes of earlier steps."""
         self._saved.clear()
 
     def shrink(self, share: float) -> None:
-        """The largest steps are smaller now."""
+        """Scale the largest input size, as the largest steps are smaller now."""
         self._largest = int(share * self._largest)
 
     def _look(self, _model: Module, args: Any, kwargs: Any) -> None:
-        self.end()  # of several calls in a step the first one tells
+        self.end()  # only the first call of a step counts
         size = next((leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), 0)
         before, self._size, self._largest = self._largest, size, max(self._largest, size)
         if before < size:

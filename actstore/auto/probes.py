@@ -1,4 +1,4 @@
-"""Which decisions to try on which units in the first steps, and what the tries have shown."""
+"""Probes: decisions to try on units in the first steps, and the measurements of these tries."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.auto.links import measure_links
 from actstore.auto.memory import memory_of
-from actstore.auto.profiler import FIRST, Profiler, Sample
+from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
-from actstore.plan.build import SHARE
+from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians
-from actstore.plan.recurrent import SEGMENT, SLOTS, revolve_of, segments_of
+from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
 from actstore.store.tierset import TierSet
 
-SAMPLES = 3  # of each decision on each kind of unit
+SAMPLES_PER_DECISION = 3  # on each kind of unit
 LOSSY = "int4(round=dither)"
 DERIVE = "derive"
-MOST_STEPS = 40  # that are measured before the first plan
-ALIKE = 0.95  # of the bytes of the largest step: steps that save less count as parts of one
+MAX_MEASURED_STEPS = 40  # before the first plan
+SAME_SIZE_SHARE = 0.95  # of the largest step's bytes: the figures of steps that save less are scaled up
 
 FiguresByKind = dict[str, dict[str, UnitFigures]]
 
 
 class Probes:
-    """Measures the steps of one store under decisions that it proposes.
+    """Measurements of the steps of one store, under decisions that it proposes.
 
-    The first step recomputes all that can be, and so needs least memory. Later ones try one decision on each unit, the
-    last units first, as far as the budget allows; equal units share what was found. Where steps are of different sizes,
-    all that was measured is scaled to the largest of them.
+    The first step recomputes all that can be, and so needs the least memory. Later ones try one decision on each unit,
+    the last units first, as far as the budget allows; equal units share their figures. Where steps differ in size, all
+    figures are scaled to the largest of them.
 
     Parameters
     ----------
-    before : measured the same model as it was before; what it knows of links and optimizers still holds
+    before : earlier probes of the same model; their links and optimizers still hold
 
     Attributes
     ----------
-    largest : bytes that plain autograd would hold of the largest step
+    largest : bytes that plain autograd would hold in the largest step
     """
 
     def __init__(self, profiler: Profiler, model: Module, wish: Wish, before: Probes | None = None) -> None:
@@ -65,10 +65,10 @@ class Probes:
         self._model = model
         self._wish = wish
         self._shapes = {shape.name: shape for shape in profiler.shapes}
-        self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the bytes of the step
+        self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
         self._calls: dict[str, int] = {}
-        self._kinds: dict[str, str] = {}  # of the units that ran, in the order of forward
-        self._ran: Counter[str] = Counter()  # in how many steps
+        self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
+        self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._links: Links | None = None if before is None else before._links
@@ -77,27 +77,27 @@ class Probes:
 
     @property
     def has_met(self) -> bool:
-        """Whether an optimizer of the model has stepped."""
+        """True where an optimizer of the model has stepped."""
         return bool(self._optimizers)
 
     def close(self) -> None:
-        """Stop to look at optimizers."""
+        """Remove the hook on optimizer steps."""
         self._hook.remove()
 
     def grow(self, saved: int) -> None:
-        """A step saves as much as this."""
+        """Raise the bytes of the largest step to those of a step."""
         self.largest = max(self.largest, saved)
 
     def shrink(self, saved: int) -> None:
-        """No step saves more than this any more."""
+        """Lower the bytes of the largest step."""
         self.largest = saved
 
     def least(self) -> dict[str, str]:
-        """The decisions that need least memory, as far as is known without a plan."""
+        """Return the decisions with the least memory, as far as known without a plan."""
         return {name: "recompute" for name, shape in self._shapes.items() if self._recomputable(shape)}
 
     def limit(self, wish: Wish) -> None:
-        """From now on propose what fits into this."""
+        """Set the wish that later proposals must fit."""
         self._wish = wish
 
     def add(self, sample: Sample) -> None:
@@ -110,27 +110,27 @@ class Probes:
             if name not in self._kinds:
                 self._kinds[name] = self._kind(name, figures[0].total("saved"))
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
-        if not first:  # which paid for everything that is done once
+        if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
 
     def propose(self, place: TierSet) -> dict[str, str] | None:
-        """Decisions for the next step, by unit; None when enough is known."""
+        """Return the decisions for the next step, by unit; None where enough is known."""
         if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
         if not self.steps:
             return self.least()
-        if self.steps >= MOST_STEPS:
+        if self.steps >= MAX_MEASURED_STEPS:
             return None
         figures = self.figures()
         counts = {kind: Counter({d: f.samples for d, f in of_kind.items()}) for kind, of_kind in figures.items()}
         known = {name: self._shapes[name] for name in self._kinds}
         if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
-            return None  # everything fits, whatever else there is
-        least = SHARE * sum(self._saved(figures, name) for name in known) / len(known)
+            return None  # everything fits: no other decision is needed
+        least = MIN_PART_SHARE * sum(self._saved(figures, name) for name in known) / len(known)
         chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
         room = max(self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
         wanted = False
-        for name, shape in reversed(known.items()):  # what comes last is needed first, and in nobody's way
+        for name, shape in reversed(known.items()):  # backward needs the last unit first
             if not name or self._saved(figures, name) < least:
                 continue
             count = counts[self._kinds[name]]
@@ -140,7 +140,7 @@ class Probes:
                     for form in self._forms(name, decision)
                     if self._peak(figures, {n: chosen[n] for n in known} | {name: form}) <= room
                 )
-                if count[decision] < SAMPLES and (proposed := next(fitting, None)) is not None:
+                if count[decision] < SAMPLES_PER_DECISION and (proposed := next(fitting, None)) is not None:
                     wanted = True
                     chosen[name] = proposed
                     count[decision] += 1
@@ -148,7 +148,7 @@ class Probes:
         return chosen if wanted else None
 
     def lossy(self) -> dict[str, str]:
-        """Lossy decisions for units whose effect on gradients is not known yet, as many as fit."""
+        """Return lossy decisions for units whose effect on gradients is unknown so far, as many as fit."""
         figures = self.figures()
         least = {name: decision for name, decision in self.least().items() if name in self._kinds}
         chosen = dict.fromkeys(self._kinds, KEEP) | least
@@ -161,11 +161,11 @@ class Probes:
         return found
 
     def rate(self, units: Iterable[str], effect: GradientEffect, sites: Mapping[str, Site]) -> None:
-        """Take in what the errors of units did in a step in which they were decided so.
+        """Record the effect of the units' errors in a step that ran with these lossy decisions.
 
         Parameters
         ----------
-        sites : by their names
+        sites : the sites by name
         """
         figures = self.figures()
         for name in units:
@@ -177,14 +177,15 @@ class Probes:
                 self._noise[name][part] += found.by_weight / unit if found.by_weight is not None and unit else inf
 
     def floor(self, *, on_host: bool) -> float:
-        """Bytes that a step holds at its turn whatever is still tried, by a cautious guess; 0 before the first step.
+        """Return a cautious lower bound on the bytes held at the turn to backward; 0 before the first step.
 
-        A unit that can move or lose something is taken to hold nothing; one that can be recomputed half of what its
-        recomputation holds, since its parts may hold less; others half of what they save. 0 while replays of a unit
-        that saves much are to be tried: they may hold far less than its recomputation, and nobody knows the least.
+        A unit that can offload or lose payloads counts as 0. A unit that can recompute counts as half of the bytes that
+        its recompute holds, since its parts may hold less; any other unit as half of its saved bytes. The bound is 0
+        while replays of a unit with many saved bytes are untried: they may hold far less than its recompute, and the
+        least is unknown.
         """
         wish, figures = self._wish, self.figures()
-        much = SHARE * sum(self._saved(figures, name) for name in self._kinds)
+        much = MIN_PART_SHARE * sum(self._saved(figures, name) for name in self._kinds)
         for name, kind in self._kinds.items():
             untried = set(self._replays(name)) - figures[kind].keys()
             if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
@@ -201,7 +202,7 @@ class Probes:
         return floor
 
     def figures(self) -> FiguresByKind:
-        """The medians of what was measured."""
+        """Return the medians of all measurements, by kind and decision."""
         by_kind: dict[str, list[UnitFigures]] = {}
         shares = self._shares()
         for name, samples in self._samples.items():
@@ -211,7 +212,7 @@ class Probes:
         return {kind: medians(samples) for kind, samples in by_kind.items()}
 
     def profile(self, device: torch.device) -> Profile:
-        """What was measured so far."""
+        """Return all measurements so far as a profile."""
         units = tuple(
             Unit(
                 name,
@@ -238,7 +239,7 @@ class Probes:
     # -----------------------------------------------------------------------------------------------------------------
 
     def meet(self, optimizer: Optimizer) -> None:
-        """Some optimizer has stepped, perhaps one of this model."""
+        """Note an optimizer that has stepped, if it has parameters of this model."""
         if optimizer not in self._optimizers:
             mine = {id(parameter) for parameter in self._model.parameters()}
             if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
@@ -248,11 +249,15 @@ class Probes:
         return shape.recomputable and shape.name not in self._profiler.writers
 
     def scale(self, saved: int) -> float:
-        """How much more the largest step is than one that saves so many bytes; less than 1 since steps have shrunk."""
-        return self.largest / saved if saved and not ALIKE <= saved / max(1, self.largest) <= 1 / ALIKE else 1.0
+        """Return the ratio of the largest step to one that saves `saved` bytes; below 1 after steps have shrunk."""
+        return (
+            self.largest / saved
+            if saved and not SAME_SIZE_SHARE <= saved / max(1, self.largest) <= 1 / SAME_SIZE_SHARE
+            else 1.0
+        )
 
     def _shares(self) -> dict[str, float]:
-        """How much of a step the units are that do not run in each (experts), so that all make up the largest step."""
+        """Return the share of units that do not run in each step (experts), so that all add up to the largest step."""
         sizes = {name: self._size(name) for name in self._samples}
         rare = [name for name in sizes if self._ran[name] < self.steps]
         of_rare = sum(sizes[name] for name in rare)
@@ -262,31 +267,31 @@ class Probes:
         return dict.fromkeys(rare, min(1.0, max(0.0, share)))
 
     def _size(self, name: str) -> float:
-        """What a unit saves in the largest step."""
+        """Return the bytes that a unit saves in the largest step."""
         return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
 
     def _kind(self, name: str, saved: int) -> str:
         module = self._shapes[name].module
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
         kind = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
-        if not self._shapes[name].named:  # and so has no choice
+        if not self._shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
 
     def _replays(self, name: str) -> list[str]:
-        """Replays that are worth a try on a unit, which is called again and again."""
+        """Return the replays to try on a unit that runs several times in a step."""
         calls = self._calls.get(name, 1)
-        return [segments_of(SEGMENT)] * (calls > 1) + [revolve_of(SLOTS)] * (calls > 2 * SLOTS)
+        return [segments_of(PROBE_SEGMENT)] * (calls > 1) + [revolve_of(PROBE_SLOTS)] * (calls > 2 * PROBE_SLOTS)
 
     def _worth(self, name: str, part: Module) -> bool:
-        """Whether to try the recomputation of a part. PyTorch's activations and dropouts save no more than an input,
-        and there are models that change that input afterwards."""
+        """Return whether to try to recompute a part. PyTorch's activations and dropouts save at most an input, and some
+        models change that input afterwards."""
         simple = type(part).__module__.startswith("torch.nn.") and next(part.parameters(), None) is None
         plain = Shape(name, part, {}, True).recomputable and has_forward(part)
         return plain and not simple and name not in self._profiler.writers
 
     def _forms(self, name: str, decision: str) -> list[str]:
-        """Ways to try a decision, first choice first. Where a unit is called again and again, some calls are kept."""
+        """Return the forms of a decision to try, in order. For a unit with several calls, some keep part of these."""
         calls = self._calls.get(name, 1)
         if decision not in (KEEP, "recompute") or calls == 1:
             return [decision]
@@ -294,12 +299,12 @@ class Probes:
         return [decision, *some] if decision == KEEP else [*some, decision]
 
     def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
-        """The most that a step will hold. What was never measured counts as kept, and a schedule as none."""
+        """Return the predicted peak of a step. An unmeasured decision counts as kept, a schedule as plain recompute."""
         held = peak = most = 0.0
         for name, decision in decisions.items():
             of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
-            found, part = of_kind.get(decision), FIRST.fullmatch(decision)
-            share = int(part[1]) / self._calls[name] if part else 1.0  # of the calls that are recomputed
+            found, part = of_kind.get(decision), PARTIAL_RECOMPUTE.fullmatch(decision)
+            share = int(part[1]) / self._calls[name] if part else 1.0  # the recomputed part of the calls
             if found is None and decision.startswith("recompute("):
                 found = of_kind.get("recompute")
             held += saved if found is None else share * found.total("held") + (1 - share) * saved
@@ -307,10 +312,10 @@ class Probes:
             most, peak = max(most, above), max(peak, held + above)
         blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
         always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
-        return peak if always else held + most  # units that run in some steps come in any order
+        return peak if always else held + most  # units that do not run in every step come in any order
 
     def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
-        """What a payload may take beside its tensor, as far as is known before it is measured."""
+        """Return the bytes that a payload may take beside its tensor, estimated before it is measured."""
         if decision == KEEP or "recompute" in decision:
             return 0
         of_kind = figures[self._kinds[name]].values()
@@ -320,7 +325,7 @@ class Probes:
         return max(f.total("saved") for f in figures[self._kinds[name]].values())
 
     def _candidates(self, shape: Shape, figures: dict[str, UnitFigures], *, on_host: bool) -> list[str]:
-        """What is worth a try on a unit."""
+        """Return the decisions to try on a unit."""
         wish = self._wish
         tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
         if on_host:
@@ -340,16 +345,16 @@ class Probes:
                     f"{name} : recompute"
                     for name, part in shape.parts.items()
                     if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
-                    if of_part.saved > SHARE * keep.total("saved")
+                    if of_part.saved > MIN_PART_SHARE * keep.total("saved")
                 ]
         return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
 
 
 def _times(f: UnitFigures, scale: float, share: float) -> UnitFigures:
-    """The figures of a step that is `scale` times as large, for a unit that runs in a `share` of steps."""
+    """Return the figures scaled to a step `scale` times as large, for a unit that runs in a `share` of steps."""
     if scale == share == 1:
         return f
-    transient = int(scale * f.transient)  # when it runs
+    transient = int(scale * f.transient)  # not scaled by `share`: the peak when the unit runs
     scale *= share
     parts = {
         name: UnitBytes(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
@@ -367,7 +372,7 @@ def _times(f: UnitFigures, scale: float, share: float) -> UnitFigures:
 
 
 def _telling(weak: ref[Probes]) -> Any:
-    """A hook of all optimizers, which outlives a store that nobody has closed, and holds nothing of it."""
+    """Return a hook for all optimizers, with a weak reference: it may outlive a store that is never closed."""
 
     def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         probes = weak()
@@ -378,7 +383,7 @@ def _telling(weak: ref[Probes]) -> Any:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """What the times of a step depend on."""
+    """Return the properties of the machine that step times depend on."""
     name = platform.processor() or platform.machine()
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,6 +1,6 @@
-"""Measures a training step as it runs: the time of each unit in forward and in backward, and the bytes it saves.
+"""Profiler of a training step: the time of each unit in forward and in backward, and the bytes it saves.
 
-Nothing is added to the graph but hooks on outputs of modules; a step that is measured has the gradients of any other.
+Hooks on module outputs are the only change to the graph: a measured step has the same gradients as any other.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from actstore.devices import Device
 from actstore.model.units import original, shapes_of
 from actstore.plan.profile import KEEP, UnitBytes, UnitFigures
 
-FIRST = re.compile(r"recompute\(first=(\d+)\)")
+PARTIAL_RECOMPUTE = re.compile(r"recompute\(first=(\d+)\)")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A step that was measured.
+    """Measurements of one step.
 
     Attributes
     ----------
-    figures : of the units that ran, in the order of forward; several where calls of one unit were decided differently
-    calls : of each unit
+    figures : for each unit that ran, in the order of forward; several where its calls had different decisions
+    calls : number of calls of each unit
     total : milliseconds from the entry of this step to that of the next
-    rest : the part of it that no unit takes
-    backward : whether there was one
+    rest : the milliseconds of `total` outside of all units
+    backward : whether backward ran
     """
 
     figures: dict[str, list[UnitFigures]]
@@ -49,12 +49,12 @@ class Sample:
 
     @property
     def saved(self) -> int:
-        """What plain autograd would hold of the step."""
+        """Bytes that plain autograd would hold in the step."""
         return sum(figures[0].total("saved") for figures in self.figures.values())
 
 
 class Profiler:
-    """Measures the steps of one store, one at a time: `begin`, `end_forward`, and at the next entry `finish`.
+    """Profiler of the steps of one store, one at a time: `begin`, `end_forward`, and at the next entry `finish`.
 
     Notes
     -----
@@ -63,7 +63,7 @@ class Profiler:
 
     Attributes
     ----------
-    writers : names of units and parts that were seen to change their inputs in place: they cannot be run again
+    writers : names of units and parts that change their inputs in place: they cannot be recomputed
     """
 
     def __init__(self, model: Module, ledger: Ledger) -> None:
@@ -75,7 +75,7 @@ class Profiler:
         self.look()
 
     def look(self) -> None:
-        """Look at the model's modules again: some are others now."""
+        """Read the model's modules again after they have changed."""
         self.shapes = shapes_of(self._model)
         outer = {inner: module for module in self._model.modules() if (inner := original(module)) is not None}
         timed: dict[str, Module] = {}
@@ -86,38 +86,38 @@ class Profiler:
         self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *shape.inner)}
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
-        """A step begins, with these decisions for units, as policy text seen from each; others are kept."""
+        """Begin a step. `decisions` are policy text by unit, with names relative to it; the remaining units keep."""
         step = self._step = Moments(device, decisions, self.writers)
         self._hooks.append(self._model.register_forward_hook(step.ending))
         for name, module in self._modules.items():
             enter, leave = step.entering(name), step.leaving(name)
             call = module._compiled_call_impl
-            if isinstance(module, ScriptModule):  # takes no hooks: its time counts as that of the rest
+            if isinstance(module, ScriptModule):  # takes no hooks: its time goes to `rest`
                 continue
             if call is None:
                 self._hooks.append(module.register_forward_pre_hook(enter))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
-            elif isinstance(call, NamedCall):  # its own hooks would be compiled with it, anew in each step
+            elif isinstance(call, NamedCall):  # hooks of the module itself would recompile it in each step
                 self._hooks.append(call.watch(enter, leave))
 
     def end_forward(self) -> None:
-        """Forward has ended, or failed."""
+        """Remove the hooks, after forward has ended or failed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def cancel(self) -> None:
-        """Forget the step."""
+        """Discard the measurements of the step."""
         self.end_forward()
         self._step = None
 
     @property
     def measures(self) -> bool:
-        """Whether a step is measured now."""
+        """True while a step is measured."""
         return self._step is not None
 
     def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
-        """The same codec; what it takes is measured, and what it loses."""
+        """Return the codec, wrapped so that its time and its error are measured."""
         step = self._step
         if step is None:
             return bound
@@ -140,11 +140,11 @@ class Profiler:
         return bound._replace(encode=encode, decode=decode)
 
     def recomputing(self, account: Account) -> Callable[[], None]:
-        """A recomputation begins; what this returns is called at its end."""
+        """Note that a recompute begins, and return the function to call at its end."""
         return _nothing if self._step is None else self._step.work(account, BACKWARD)
 
     def finish(self) -> Sample | None:
-        """The figures of the step that began last; None where it was forgotten, or ran nothing of the model."""
+        """Return the figures of the last step; None where it was cancelled or ran no unit of the model."""
         step, self._step = self._step, None
         self.end_forward()
         if step is None:
@@ -181,7 +181,7 @@ class Profiler:
     # -----------------------------------------------------------------------------------------------------------------
 
     def find(self, site: str) -> tuple[str, str]:
-        """The unit of a site, and the part of it."""
+        """Return the unit of a site, and its part in this unit."""
         name = site
         while name not in self._unit_of:
             if not name:
@@ -211,7 +211,7 @@ class Profiler:
         return parts, transient
 
     def _work(self, step: Moments) -> dict[tuple[str, str], float]:
-        """Milliseconds of encoding, decoding and recomputation, by unit and direction."""
+        """Return the milliseconds of encode, decode and recompute, by unit and direction."""
         sums: dict[tuple[str, str], float] = {}
         for account, direction, ms in step.worked():
             key = self.find(account.site.name)[0], direction
@@ -231,8 +231,8 @@ def _nothing() -> None:
 
 
 def _split(whole: UnitFigures, forward: list[float], backward: dict[int, float]) -> list[UnitFigures]:
-    """The figures of calls that are recomputed and of calls that are not, each as if all were like them."""
-    found = FIRST.fullmatch(whole.decision)
+    """Split figures into those of recomputed calls and of kept calls, each as if all calls were of that kind."""
+    found = PARTIAL_RECOMPUTE.fullmatch(whole.decision)
     calls = len(forward)
     if found is None or not 0 < (first := int(found[1])) < calls:
         return [whole]

@@ -1,4 +1,4 @@
-"""When the modules of one step ran, and what the store itself took meanwhile."""
+"""Times of the modules in one step, and of the store's own work in it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from actstore.base.ledger import Account
 from actstore.base.ticket import Ticket
 from actstore.devices import Device
 
-END = "the end of backward"
+BACKWARD_END = "the end of backward"
 FORWARD, BACKWARD = "forward", "backward"
 
-Mark = tuple[Ticket, int]  # a moment, and how many full collections there were by then
-_Time = tuple[float, bool]  # milliseconds, and whether garbage was collected meanwhile
+Mark = tuple[Ticket, int]  # a moment, and the number of full garbage collections by then
+_Time = tuple[float, bool]  # milliseconds, and whether a full garbage collection ran in them
 
 
 class Moments:
-    """The moments of one step.
+    """Moments of one step.
 
-    Where the device is the host, a full collection of Python's garbage counts for no call where others of the same
-    module tell what it takes: a collection comes once in a while, and may take longer than hundreds of calls.
+    Where the device is the host, a full garbage collection counts for no call if further calls of the same module show
+    their usual time. A collection is rare, and may take longer than hundreds of calls.
     """
 
     def __init__(self, device: Device, decisions: dict[str, str], writers: set[str]) -> None:
         self.decisions = decisions
         self.turned = False  # backward has begun
         self._writers = writers
-        self._versions: dict[str, list[list[int]]] = {}  # of the inputs of calls that run
+        self._versions: dict[str, list[list[int]]] = {}  # versions of the inputs of running calls
         self.errors: list[tuple[Account, Tensor]] = []  # rows of `accuracy.measure`
-        self._works: list[tuple[Account, str, Mark, Mark]] = []  # of the store: encoding, decoding, recomputation
+        self._works: list[tuple[Account, str, Mark, Mark]] = []  # of the store: encode, decode, recompute
         self._device = device
         self._marks: list[tuple[str, str, Mark]] = []
         self._calls: dict[str, int] = {}
-        self._grads: dict[int, list[tuple[str, int, Mark]]] = {}  # by backward: whose output's gradient came when
+        self._grads: dict[int, list[tuple[str, int, Mark]]] = {}  # by backward: arrivals of output gradients
         self.note("begin", "")
 
     def note(self, kind: str, name: str) -> None:
@@ -54,13 +54,13 @@ class Moments:
         return self._device.mark(self._device.current()), collections
 
     def work(self, account: Account, direction: str) -> Callable[[], None]:
-        """Some work of the store begins; what this returns is called at its end."""
+        """Note that work of the store begins, and return the function to call at its end."""
         begin = self._mark()
         return lambda: self._works.append((account, direction, begin, self._mark()))
 
     def entering(self, name: str) -> Callable[..., None]:
         def enter(_module: Module, args: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # otherwise it is recomputed
+            if torch._C._current_graph_task_id() == -1:  # not inside backward, where it is recomputed
                 self._versions.setdefault(name, []).append(_versions(args))
                 self.note("enter", name)
 
@@ -83,7 +83,7 @@ class Moments:
         return leave
 
     def ending(self, _module: Module, _args: Any, output: Any) -> None:
-        """The model has run; if it computes the loss, backward begins at its output."""
+        """Watch the model's outputs: if the model computes the loss, backward begins there."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin)
@@ -99,13 +99,13 @@ class Moments:
                 self._begin()
                 moments = self._grads[task] = []
                 engine: Any = Variable._execution_engine
-                engine.queue_callback(lambda: moments.append((END, 0, self._mark())))
+                engine.queue_callback(lambda: moments.append((BACKWARD_END, 0, self._mark())))
             moments.append((name, call, self._mark()))
 
         return arrive
 
     def worked(self) -> Iterator[tuple[Account, str, float]]:
-        """What the store did in this step: for whom, in which direction, and its milliseconds."""
+        """Yield the store's work in this step: the account, the direction, and the milliseconds."""
         times: dict[tuple[Account, str], list[_Time]] = {}
         for account, direction, begin, end in self._works:
             times.setdefault((account, direction), []).append(_between(begin, end))
@@ -118,7 +118,7 @@ class Moments:
         return _between(self._marks[0][2], self._marks[-1][2])[0]
 
     def forward(self) -> dict[str, list[float]]:
-        """Milliseconds of each call of each module, in the order of their first calls."""
+        """Return the milliseconds of each call of each module, in the order of their first calls."""
         times: dict[str, list[_Time]] = {}
         entered: dict[str, list[Mark]] = {}
         for kind, name, mark in self._marks:
@@ -130,7 +130,7 @@ class Moments:
         return {name: _without_collections(of_calls) for name, of_calls in times.items()}
 
     def backward(self) -> dict[str, dict[int, float]]:
-        """Milliseconds from the moment when the gradient of a call's output is there to the next such moment."""
+        """Return the milliseconds of each call: from the gradient of its output to the next such gradient."""
         times: dict[str, dict[int, _Time]] = {}
         for moments in self._grads.values():
             ordered = sorted(moments, key=lambda moment: begin_ns(moment[2][0]))
@@ -150,7 +150,7 @@ def _between(begin: Mark, end: Mark) -> _Time:
 
 
 def _without_collections(times: Sequence[_Time]) -> list[float]:
-    """Milliseconds; where garbage was collected meanwhile, no more than the others took."""
+    """Return the milliseconds, with calls that met a garbage collection limited to the median of the rest."""
     typical = median([ms for ms, collected in times if not collected] or [inf])
     return [min(ms, typical) if collected else ms for ms, collected in times]
 
@@ -160,7 +160,7 @@ def _versions(args: Any) -> list[int]:
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    """`tree_leaves`, at once for a tensor or a tuple of tensors: recurrent cells are called a thousand times."""
+    """Return `tree_leaves(value)`, with a fast path for tensors and tuples of these: RNN cells run a thousand times."""
     if isinstance(value, Tensor):
         return (value,)
     if type(value) is tuple and all(isinstance(leaf, Tensor) for leaf in value):

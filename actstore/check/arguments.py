@@ -1,4 +1,4 @@
-"""What `check_gradients` and `measure_gradient_error` are given."""
+"""Arguments that `check_gradients` and `measure_gradient_error` share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Leaves = dict[str, Tensor]
 def read_leaves(
     caller: str, store: ActivationStore, inputs: Mapping[str, Tensor] | Iterable[Tensor]
 ) -> tuple[Leaves, Leaves]:
-    """The inputs by name; and with them the parameters of the store's model.
+    """Return the inputs by name, and the same together with the parameters of the store's model.
 
     Raises
     ------
-    ConfigError : it is no store, or the model has parameters that are not initialized
-    StateError : a store is active here
+    ConfigError : `store` is not an ActivationStore, or the model has uninitialized parameters
+    StateError : a store is active on this thread
     """
     if not isinstance(store, ActivationStore):
         raise ConfigError(f"store={store!r} is not an ActivationStore; make one: ActivationStore(model, 'int8 @ host')")

@@ -1,4 +1,4 @@
-"""check_gradients: the user's own step, plain against store, and where they first differ."""
+"""`check_gradients`: the user's step run plainly and with the store, and their first difference."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def check_gradients(
     tolerance: float = 0.0,
     steps: int = 2,
 ) -> GradientCheck:
-    """Run a training step plainly and with the store, from the same state, and compare all that comes out.
+    """Run a training step plainly and with the store, from the same state, and compare all results.
 
     Parameters
     ----------
-    step : runs forward and backward, in one of three forms. Without arguments it runs inside of the store as a whole;
-        if it returns the loss and leaves backward out, backward runs after the context. With one argument it is given
-        the store and enters it itself (plainly it is given `contextlib.nullcontext()`). It may step an optimizer.
+    step : a function that runs forward and backward, in one of three forms. Without arguments, it runs inside the
+        store. Where it returns the loss and leaves backward out, backward runs after the context. With one argument, it
+        gets the store and enters it itself (the plain run passes `contextlib.nullcontext()`). It may step an optimizer.
         What it returns is compared; the first number is shown as the loss.
-    store : made with the model, whose parameters and buffers are compared: ``ActivationStore(model, policy)``
+    store : ``ActivationStore(model, policy)``; parameters and buffers of this model are compared
     inputs : more leaf tensors whose gradients to compare
-    stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
-        Optimizers are found by themselves; one that the step itself makes, for parameters outside of the model, is not
+    stateful : other objects that the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient
+        scalers. Optimizers are found automatically, except one that the step makes for parameters outside the model
     tolerance : the largest relative error (norm of the difference by norm) of a gradient, an output or a buffer that
-        passes; 0: bit for bit. A gradient that is zero but for rounding is judged by the size of all gradients
-    steps : how often to run with the store, each time from the same state. A store learns in the first run in which
-        order backward asks, and fetches ahead from the second on
+        passes; 0: bit for bit. A gradient that is zero but for rounding is judged by the norm of all gradients
+    steps : number of runs with the store, each from the same state. In the first run a store learns the order of
+        backward's fetches; from the second on it fetches ahead
 
     Returns
     -------
@@ -51,18 +51,18 @@ def check_gradients(
 
     Raises
     ------
-    ConfigError : the step does not fit one of the forms, or computes no gradient, or the model has parameters that are
-        not initialized
-    StateError : a store is active here, or the step entered one of its own
-    Whatever the step raises, with a note where only the store's run raised it
+    ConfigError : the step does not fit one of the forms, or computes no gradient, or the model has uninitialized
+        parameters
+    StateError : a store is active here, or the step's plain run entered a store
+    Any error of the step, with a note where only the run with the store raised it
 
     Notes
     -----
-    The model, gradients, optimizers and random generators are left as they were found, after an exception too;
-    gradients of parameters outside of the model where an optimizer has them or they are in `inputs`. The step runs
-    three times plainly (the first one warms up), `steps` times with the store, and twice more where they differ.
-    Activations are compared by checksums; parameters, gradients and optimizer states are copied to host memory. Every
-    run waits for the device. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
+    The model, gradients, optimizers and random generators are restored, also after an exception. Gradients of
+    parameters outside the model are restored where an optimizer has these, or `inputs` lists them. The step runs three
+    times plainly (the first one warms up), `steps` times with the store, and twice more where they differ. Activations
+    are compared by checksums; parameters, gradients and optimizer states are copied to host memory. Every run waits for
+    the device. Not thread-safe: other threads must not train the model or use the global generators meanwhile.
     """
     if not tolerance >= 0:
         raise ConfigError(f"tolerance={tolerance!r}; give 0 for bit-equal, or a relative error such as 0.01")
@@ -120,7 +120,7 @@ class _RunComparison:
         return self.key is None and all(row.equal for row in self.rows)
 
     def passes(self, tolerance: float) -> bool:
-        """Whether all errors are within the tolerance; 0: bit for bit, of activations too."""
+        """Return whether all errors are within the tolerance; 0 requires equal bits, also of activations."""
         if not tolerance:
             return self.equal
         norm, numel = math.hypot(*(row.norm for row in self.parameters)), sum(map(_numel, self.parameters))
@@ -129,7 +129,7 @@ class _RunComparison:
         )
 
     def first(self) -> Difference | None:
-        """The first difference, without its size."""
+        """Return the first difference, without its size."""
         key = self.key
         if key is None:
             return self._first_row()
@@ -146,7 +146,7 @@ class _RunComparison:
         )
 
     def _first_row(self) -> Difference | None:
-        """Where nothing that modules computed differs: what they did not compute."""
+        """Return the first difference outside of modules, for runs whose modules computed the same."""
         for kind, group in (
             ("output of the step", self.outputs),
             ("gradient", self.parameters),

@@ -1,4 +1,4 @@
-"""measure_gradient_error: how far lossy payloads move the gradients of the user's own step, measured."""
+"""`measure_gradient_error`: the error of the step's gradients under lossy payloads, measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actstore.errors import ConfigError, StateError
 from actstore.rerun.state import ModelState
 from actstore.session.activation_store import ActivationStore, one_lossy_site
 
-REPEATS = 1e-3  # relative difference of two plain runs that is still taken for rounding
+MAX_REPEAT_ERROR = 1e-3  # a relative difference of two plain runs up to this counts as rounding
 
 
 def measure_gradient_error(
@@ -31,22 +31,22 @@ def measure_gradient_error(
     inputs: Mapping[str, Tensor] | Iterable[Tensor] = (),
     stateful: Iterable[Any] = (),
 ) -> GradientDeviation:
-    """Run a training step plainly once and `draws` times with the store, and tell the gradients' bias from variance.
+    """Run a training step plainly and `draws` times with the store; separate the gradients' bias from their variance.
 
     Parameters
     ----------
-    step : runs forward and backward, in one of the forms of `actstore.check_gradients`, on the same batch each time
-    store : made with the model, whose policy is lossy
-    draws : 2 or more; each rounds with other random numbers. The standard error of the variance of D independent
-        directions is sqrt(2 / (draws - 1) / D) of it
+    step : a function that runs forward and backward, as for `actstore.check_gradients`, on the same batch each time
+    store : made with the model; its policy is lossy
+    draws : number of runs, 2 or more; each rounds with other random numbers. The standard error of the variance of D
+        independent directions is sqrt(2 / (draws - 1) / D) of it
     others : the same step on other batches, for the noise from batch to batch; each runs once, plainly
-    each_site : whether to measure each lossy site alone, all others exact: `draws` runs more for each
-    inputs : more leaf tensors whose gradients count
-    stateful : what else the step changes, as for `actstore.check_gradients`
+    each_site : whether to measure each lossy site alone, with the rest exact: `draws` more runs for each
+    inputs : more leaf tensors whose gradients to measure
+    stateful : other objects that the step changes, as for `actstore.check_gradients`
 
     Returns
     -------
-    GradientDeviation : per weight and in all, beside the noise and the prediction
+    GradientDeviation : for each weight and for all, with the noise of batches and the prediction
 
     Raises
     ------
@@ -56,8 +56,8 @@ def measure_gradient_error(
     Notes
     -----
     With d the deviation of a draw from the exact gradients, m the mean of K draws' and v the mean of |d - m|^2 over
-    K - 1: v is the variance, and |m|^2 - v / K an unbiased estimate of the squared bias. Each run begins from the same
-    state, which is put back in the end, as by `actstore.check_gradients`. Gradients are copied to host memory.
+    K - 1: v is the variance, and |m|^2 - v / K an unbiased estimate of the squared bias. Each run starts from the same
+    state, which is restored at the end, as by `actstore.check_gradients`. Gradients are copied to host memory.
     """
     if draws < 2:
         raise ConfigError(f"draws={draws!r}; give 2 or more: one draw does not tell bias from variance")
@@ -67,11 +67,11 @@ def measure_gradient_error(
         runner.plain()  # the first step of a process may choose other kernels than later ones
         exact = runner.plain().gradients
         repeated = _relative(runner.plain().gradients, exact)
-        if not repeated <= REPEATS:
+        if not repeated <= MAX_REPEAT_ERROR:
             raise StateError(
                 f"two plain runs of the step from the same state differ by {repeated:.2g} of the gradients' norm, so "
-                "that no error can be told; have the step take the same batch each time, and give its own random "
-                "generators and schedulers by stateful="
+                "that errors of lossy payloads cannot be measured; have the step take the same batch each time, and "
+                "give its own random generators and schedulers by stateful="
             )
         whole = _Deviations(exact)
         predicted = _predicted(runner, store)
@@ -94,7 +94,7 @@ def measure_gradient_error(
 
 @contextmanager
 def _without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Meanwhile nothing is accumulated from steps before."""
+    """Clear the gradients of the leaves, and restore them on exit."""
     found = [(leaf, leaf.grad) for leaf in leaves]
     try:
         for leaf, _ in found:
@@ -106,7 +106,7 @@ def _without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _predicted(runner: Runner, store: ActivationStore) -> GradientEffect | None:
-    """What a run more predicts."""
+    """Return the effect that the store predicts from one more run."""
     store.sample_next()
     runner.stored()
     return store.report().gradients
@@ -115,7 +115,7 @@ def _predicted(runner: Runner, store: ActivationStore) -> GradientEffect | None:
 def _sites(
     runner: Runner, store: ActivationStore, exact: Copies, predicted: GradientEffect | None, draws: int
 ) -> tuple[SiteDeviation, ...]:
-    """Each site alone."""
+    """Measure each site with the remaining sites exact."""
     found = []
     for effect in () if predicted is None else predicted.sites:
         deviations = _Deviations(exact)
@@ -137,7 +137,7 @@ class _Deviations:
         self._draws = 0
 
     def add(self, found: Copies) -> None:
-        """One draw more.
+        """Add the gradients of one draw.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class _Deviations:
                 )
 
     def rows(self) -> tuple[WeightDeviation, ...]:
-        """Bias and variance of each weight's gradient."""
+        """Return bias and variance of each weight's gradient."""
         made = []
         for name, parts in self._exact.items():
             draws, square = self._draws, self._squares[name]
@@ -170,7 +170,7 @@ class _Deviations:
 
 
 def _noise(exact: Copies, others: list[Copies]) -> float | None:
-    """The standard deviation of a batch's gradients, from `exact` and those of other batches."""
+    """Return the standard deviation of a batch's gradients, from `exact` and those of other batches."""
     if not others:
         return None
     batches, variance = [exact, *others], 0.0
@@ -183,12 +183,12 @@ def _noise(exact: Copies, others: list[Copies]) -> float | None:
 
 
 def _relative(found: Copies, expected: Copies) -> float:
-    """The norm of the difference by that of the expected gradients; infinite where one is missing."""
+    """Return the norm of the difference by that of the expected gradients; a missing gradient raises StateError."""
     deviations = _Deviations(expected)
     deviations.add(found)
     norm = _norm(expected)
     if not norm:
-        raise ConfigError("all gradients of the plain step are 0, or there are none: no error can be told by them")
+        raise ConfigError("all gradients of the plain step are 0, or none exists: errors cannot be measured by them")
     return math.sqrt(sum(deviations._squares.values())) / norm
 
 

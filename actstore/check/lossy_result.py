@@ -1,4 +1,4 @@
-"""What a measurement of gradient errors found, as values and as text."""
+"""Results of a measurement of gradient errors, as values and as text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
 
-MOST_ROWS = 24  # of a printed table
+PRINTED_ROWS = 24
 
 
 @dataclass(frozen=True)
 class WeightDeviation:
-    """How far the gradient of one weight goes from the exact one.
+    """Deviation of one weight's gradient from the exact one.
 
     Attributes
     ----------
-    norm : of the exact gradient
-    variance : of a draw, summed over the elements
-    bias_squared : of the mean, without what the variance of so few draws adds; below 0 by chance
-    chance : what that adds: the variance by the number of draws
+    norm : norm of the exact gradient
+    variance : variance of a draw, summed over the elements
+    bias_squared : squared norm of the bias, without the share of so few draws' variance; chance can make it negative
+    chance : that share: the variance by the number of draws
     """
 
     name: str
@@ -46,7 +46,7 @@ class WeightDeviation:
 
 @dataclass(frozen=True)
 class SiteDeviation:
-    """One site alone: root mean square of its relative error of all gradients, measured, and the prediction."""
+    """Deviation due to one lossy site: root mean square of the relative error of all gradients, and the prediction."""
 
     measured: float
     effect: SiteEffect
@@ -62,16 +62,16 @@ class SiteDeviation:
 
 @dataclass(frozen=True)
 class GradientDeviation:
-    """The answer of `measure_gradient_error`. `str()` of it is for people.
+    """Result of `measure_gradient_error`. `str()` gives a text for people.
 
     Attributes
     ----------
-    norm : of the exact gradients of all weights
-    repeated : relative difference of two plain runs, as fast kernels of a GPU make it
-    weights : each of them
-    noise : the standard deviation of the gradients from batch to batch, by the norm; None where there was one batch
-    predicted : what a step of the store predicts without all this; None where it cannot
-    sites : each alone, where that was asked for
+    norm : norm of the exact gradients of all weights
+    repeated : relative difference of two plain runs; nondeterministic GPU kernels make it more than 0
+    weights : the deviation of each weight
+    noise : the standard deviation of the gradients from batch to batch, by the norm; None for one batch
+    predicted : the effect that the store predicts from one step; None where it cannot predict
+    sites : the deviation of each site alone, where `each_site` requested it
     """
 
     policy: str
@@ -90,7 +90,7 @@ class GradientDeviation:
 
     @property
     def least_bias(self) -> float:
-        """A smaller bias than this cannot be told by so many draws, were all errors along one direction."""
+        """Least bias that so many draws can detect, if all errors lie along one direction."""
         return _by(math.sqrt(sum(row.chance for row in self.weights)), self.norm)
 
     @property
@@ -105,7 +105,7 @@ class GradientDeviation:
 
     @property
     def rank_correlation(self) -> float | None:
-        """Spearman's, of the sites' errors as predicted and as measured; None for fewer than 3 sites."""
+        """Spearman's correlation of the sites' predicted and measured errors; None for fewer than 3 sites."""
         pairs = [(site.measured, site.predicted) for site in self.sites if site.predicted is not None]
         if len(pairs) < 3:
             return None
@@ -115,7 +115,7 @@ class GradientDeviation:
         return both / math.sqrt(_spread(measured) * _spread(predicted))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all values for JSON."""
         return {
             "policy": self.policy,
             "draws": self.draws,
@@ -157,19 +157,21 @@ class GradientDeviation:
             lines += ["", f"  each site alone: measured, predicted{more}"]
             worst = sorted(self.sites, key=lambda site: -site.measured)
             names = max(len(site.site) for site in self.sites)
-            lines += [f"  {s.site:<{names}}  {s.measured:>9.3%}  {_percent(s.predicted):>9}" for s in worst[:MOST_ROWS]]
+            lines += [
+                f"  {s.site:<{names}}  {s.measured:>9.3%}  {_percent(s.predicted):>9}" for s in worst[:PRINTED_ROWS]
+            ]
             lines += _left(len(worst))
         rows = sorted(self.weights, key=lambda row: -row.square)
-        width = max(len(row.name) for row in rows[:MOST_ROWS])
+        width = max(len(row.name) for row in rows[:PRINTED_ROWS])
         lines += ["", f"  {'gradient of':<{width}}  deviation       bias"]
         lines += [
-            f"  {r.name:<{width}}  {r.relative_deviation:>9.3%}  {r.relative_bias:>9.3%}" for r in rows[:MOST_ROWS]
+            f"  {r.name:<{width}}  {r.relative_deviation:>9.3%}  {r.relative_bias:>9.3%}" for r in rows[:PRINTED_ROWS]
         ]
         return "\n".join([*lines, *_left(len(rows))])
 
 
 def _left(count: int) -> list[str]:
-    return [f"  and {count - MOST_ROWS} more with smaller errors"] if count > MOST_ROWS else []
+    return [f"  and {count - PRINTED_ROWS} more with smaller errors"] if count > PRINTED_ROWS else []
 
 
 def _percent(value: float | None) -> str:
@@ -186,6 +188,6 @@ def _spread(ranks: list[float]) -> float:
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """The place of each value in the order of all; equal values share theirs."""
+    """Return the rank of each value; equal values share their mean rank."""
     order = sorted(values)
     return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]

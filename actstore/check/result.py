@@ -1,4 +1,4 @@
-"""What a comparison found, as values and as text."""
+"""Results of a comparison, as values and as text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from actstore.display import html
 from actstore.rerun.values import relative
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
-MOST_ROWS = 24  # of the printed table
-IDLE = (
+PRINTED_ROWS = 24
+IDLE_TEXT = (
     "Every tensor was kept, and so this says little: tensors below min_bytes are kept; min_bytes=0 sends all through."
 )
-CANCELS = 0.01  # of its share of all gradients: a gradient below that is taken for zero but for rounding
+CANCELLATION_SHARE = 0.01  # of its share of all gradients: a gradient below that counts as zero but for rounding
 
 
 @dataclass(frozen=True)
 class TensorComparison:
     """A parameter's gradient, an output or a buffer, in both runs.
 
-    norm : of the plain values that are finite
-    error_norm : of the difference; infinite where only one of two elements is finite, or the shapes differ
+    norm : norm of the finite plain values
+    error_norm : norm of the difference; infinite where only one of two elements is finite, or the shapes differ
     max_abs_error : the largest difference of two elements
     """
 
@@ -41,12 +41,12 @@ class TensorComparison:
         return relative(self.error_norm, self.norm)
 
     def passes(self, tolerance: float, share: float = 0.0) -> bool:
-        """Whether the error is within the tolerance.
+        """Return whether the error is within the tolerance.
 
-        share : the norm that these elements would have if all gradients were of one size. A gradient far below that is
-            a sum that cancels (the bias in front of a normalisation, or of attention's keys) and is judged by it.
+        share : the norm of these elements if all gradients were of one size. A gradient far below that is a sum that
+            cancels (the bias in front of a normalisation, or of attention's keys); `share` then replaces its norm.
         """
-        reference = self.norm if self.norm >= CANCELS * share else share
+        reference = self.norm if self.norm >= CANCELLATION_SHARE * share else share
         return self.equal or (tolerance > 0 and self.error_norm <= tolerance * reference)
 
 
@@ -55,11 +55,11 @@ class Difference:
     """The first tensor that differs.
 
     kind : "forward output", "gradient", "output of the step" or "buffer"
-    module : qualified name; "" for the model itself, None where no module is known
+    module : qualified name; "" for the model itself, None for a tensor outside of all modules
     call : which call of the module in the step, from 0
-    operation : the autograd node that computed the gradient, "" where that is not known
-    incoming : whether the gradient differed when it came to `operation`: what computed it was outside of all modules
-    index : which of the outputs, or of the gradients that the operation gives to its inputs
+    operation : the name of the autograd node that computed the gradient, "" where that is unknown
+    incoming : whether the gradient already differed on input to `operation`, as code outside of all modules computed it
+    index : position among the outputs, or among the gradients that the operation gives to its inputs
     relative_error, max_abs_error : None where a second run did not show the difference again
     """
 
@@ -73,11 +73,11 @@ class Difference:
     dtype: str
     relative_error: float | None = None
     max_abs_error: float | None = None
-    name: str = ""  # of the row, where no module is known
+    name: str = ""  # the row's name, for a tensor outside of all modules
 
     @property
     def site(self) -> str:
-        """Where it is, in words."""
+        """Position of the tensor, in words."""
         if self.module is None:
             return f"{self.kind} {self.name}"
         module = f"'{self.module}'" if self.module else "the model itself"
@@ -98,14 +98,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The answer of `check_gradients`. `str()` of it is for people.
+    """Result of `check_gradients`. `str()` gives a text for people.
 
     verdict : "equal" bit for bit; "within tolerance"; "different"; or "no verdict", where plain training differs from
         itself, and `first` says where
-    first : the first difference, None where there is none
-    loss : the first number that the step returned, plain and with the store; None where it returned none
-    parameters, outputs, buffers : every gradient, output of the step and buffer after it; of the worst run
-    runs : how often the step ran with the store
+    first : the first difference; None for equal runs
+    loss : the first number that the step returned, plainly and with the store; None where it returned none
+    parameters, outputs, buffers : a comparison for each gradient, output and buffer, from the worst run
+    runs : number of runs with the store
     saved_bytes, stored_bytes, held_bytes : of the store's last run, as in its report
     """
 
@@ -124,22 +124,22 @@ class GradientCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether everything was equal bit for bit."""
+        """True where everything was equal bit for bit."""
         return self.verdict == "equal"
 
     @property
     def passed(self) -> bool:
-        """Whether everything was equal, or within the tolerance."""
+        """True where everything was equal, or within the tolerance."""
         return self.verdict in ("equal", "within tolerance")
 
     @property
     def idle(self) -> bool:
-        """Whether the store left every tensor as it was, and the comparison so says little."""
+        """True where the store left every tensor as it was, so that the comparison says little."""
         acted = self.stored_bytes or self.held_bytes < self.saved_bytes or "recompute" in self.policy
         return self.runs > 0 and not acted
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON; errors that are not finite are given as text."""
+        """Return all values for JSON; errors that are not finite become text."""
         values = asdict(self)
         for name in ("parameters", "outputs", "buffers"):
             for row, written in zip(getattr(self, name), values[name], strict=True):
@@ -150,13 +150,13 @@ class GradientCheck:
     def __str__(self) -> str:
         lines = [self._headline(), *(f"  {what:<9}{text}" for what, text in self._facts())]
         if self.idle:
-            lines.append(f"  {IDLE}")
+            lines.append(f"  {IDLE_TEXT}")
         lines.append(f"  {self._counts()}")
         unequal = self._unequal()
         if unequal:
-            width = max(len(name) for name, _ in unequal[:MOST_ROWS])
+            width = max(len(name) for name, _ in unequal[:PRINTED_ROWS])
             lines += ["", f"  {'':<{width}}  relative error  max |error|  shape"]
-            for name, row in unequal[:MOST_ROWS]:
+            for name, row in unequal[:PRINTED_ROWS]:
                 errors = f"{row.relative_error:>14.2e}  {row.max_abs_error:>11.2e}"
                 lines.append(f"  {name:<{width}}  {errors}  {row.dtype} {list(row.shape)}")
         return "\n".join([*lines, *(f"  {text}" for text in self._more())])
@@ -164,19 +164,19 @@ class GradientCheck:
     def _repr_html_(self) -> str:
         rows = [
             (name, f"{row.relative_error:.2e}", f"{row.max_abs_error:.2e}", f"{row.dtype} {list(row.shape)}")
-            for name, row in self._unequal()[:MOST_ROWS]
+            for name, row in self._unequal()[:PRINTED_ROWS]
         ]
         return html.section(
             self._headline(),
             html.table(("", ""), self._facts(), words=(0, 1)),
-            html.line(IDLE if self.idle else ""),
+            html.line(IDLE_TEXT if self.idle else ""),
             html.line(self._counts()),
             html.table(("", "relative error", "max |error|", "shape"), rows, words=(0, 3)) if rows else "",
             *map(html.line, self._more()),
         )
 
     def _facts(self) -> list[tuple[str, str]]:
-        """What was found beside the errors, each with its name."""
+        """Return the facts beside the errors, each with its name."""
         facts = [] if self.first is None else [("first", str(self.first))]
         if self.loss is not None and self.runs:
             plain, stored = self.loss
@@ -205,7 +205,7 @@ class GradientCheck:
         return (("gradient of", self.parameters), ("output", self.outputs), ("buffer", self.buffers))
 
     def _unequal(self) -> list[tuple[str, TensorComparison]]:
-        """What is not equal bit for bit, with its name, the largest error first."""
+        """Return the rows that are not equal bit for bit, with their names, the largest error first."""
         found = [(f"{what} {row.name}", row) for what, rows in self._groups for row in rows if not row.equal]
         return sorted(found, key=lambda pair: -pair[1].relative_error)
 
@@ -215,7 +215,7 @@ class GradientCheck:
         return f"compared {counts}; {total - len(self._unequal())} of {total} are equal bit for bit"
 
     def _more(self) -> list[str]:
-        left = len(self._unequal()) - MOST_ROWS
+        left = len(self._unequal()) - PRINTED_ROWS
         return [f"and {left} more with smaller errors"] if left > 0 else []
 
 

@@ -1,4 +1,4 @@
-"""One run of a training step from a known state, and how it differs from another."""
+"""Runs of a training step from a known state, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Copies = dict[str, list[Tensor]]  # parts of tensors in host memory, by name
 
 @dataclass
 class Outcome:
-    """What a run gave: copies in host memory."""
+    """Results of a run: copies in host memory."""
 
     watch: RunWatch
     loss: float | None
@@ -35,7 +35,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs a step again and again from the same state."""
+    """Runner of a step, each time from the same state."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Runner:
         return self._run(None, capture)
 
     def stored(self, capture: Key | None = None) -> Outcome:
-        """Run with the store around the step, or given to it."""
+        """Run with the store: around the step, or passed to it."""
         try:
             return self._run(self._store, capture)
         except Exception as error:
@@ -84,7 +84,7 @@ class Runner:
             )
 
     def _gradients(self, watch: RunWatch) -> Copies:
-        """The gradients as they were accumulated, or as the step left them where it did so itself."""
+        """Return the gradients as autograd accumulated them, or, without these, as the step left them."""
         return {
             name: found
             for name, leaf in self._leaves.items()
@@ -93,7 +93,7 @@ class Runner:
 
 
 def rows(expected: Copies, found: Copies) -> tuple[TensorComparison, ...]:
-    """Every tensor of two runs. One that is missing in a run differs."""
+    """Compare every tensor of two runs. A tensor that one run lacks differs."""
     made = []
     for name, wanted in expected.items():
         made.append(_row(name, wanted, compare(found.get(name, []), wanted)))

@@ -1,4 +1,4 @@
-"""Watches one run of a training step: checksums of all that modules give out and of all that backward computes."""
+"""Checksums of one run of a training step: of all outputs of modules and all gradients of backward."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_leaves
 from actstore.autograd.tracker import GlobalHook
 from actstore.rerun.values import copies, digest
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Key(NamedTuple):
-    """Which tensor of a run: the same in another run of the same program.
+    """Identity of a tensor in a run: the same in another run of the same program.
 
     kind : "output" of a module; "incoming" or "outgoing" gradient of an operation
-    call : how often the module had been called before
+    call : number of earlier calls of the module
     operation : the name of the autograd node, "" for outputs
-    number : which of the operations of that name in the call
-    time : how often the operation had run backward before
-    place : which of its tensors
+    number : index among the operations of that name in the call
+    time : number of earlier backward runs of the operation
+    place : index among its tensors
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Observation:
-    """A tensor that was seen."""
+    """Shape, dtype and checksums of a tensor in a run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Observation:
 
 @dataclass
 class _ModuleCall:
-    """A call of a module that runs."""
+    """A call of a module that has not returned."""
 
     module: Module
     name: str
@@ -68,19 +68,19 @@ class _ModuleCall:
 
 @dataclass
 class RunWatch:
-    """A context manager around one run.
+    """Context manager around one run.
 
     Parameters
     ----------
     names : the modules to watch
     leaves : the tensors whose gradients to keep
-    on_call : called at each call of one of these modules
+    on_call : a function that the watch calls at each call of one of these modules
     capture : the one tensor to copy to host memory
 
     Notes
     -----
-    Nothing is attached to the model; a recomputation in backward is not watched. What runs on other threads, but for
-    autograd's own, is not watched either. Autograd nodes belong to the innermost module that made them.
+    The watch attaches nothing to the model. It does not watch recomputes in backward, nor threads other than this one
+    and autograd's. Autograd nodes belong to the innermost module that made them.
     """
 
     names: dict[Module, str]
@@ -134,14 +134,14 @@ class RunWatch:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin(self, module: Module) -> None:
-        """A module starts to run."""
+        """Note that a module starts to run."""
         self.on_call()
         name = self.names[module]
         self._calls.append(_ModuleCall(module, name, self._counts[name], _get_sequence_nr()))
         self._counts[name] += 1
 
     def end(self, module: Module, output: Any) -> None:
-        """A module has run."""
+        """Take the outputs of a module that has run."""
         while self._calls:  # an exception that the model catches leaves calls without an end
             call = self._calls.pop()
             if call.module is module:
@@ -154,12 +154,12 @@ class RunWatch:
         self._watch_nodes(call, outputs)
 
     def _watch_nodes(self, call: _ModuleCall, outputs: list[Tensor]) -> None:
-        """Watch what the call made: all that leads to its outputs and that no inner call has claimed."""
+        """Watch the nodes that the call made: those that lead to its outputs and that no inner call has claimed."""
         reached: set[Node] = set()
         stack = [tensor.grad_fn for tensor in outputs]
         while stack:
             node = stack.pop()
-            if node is None or node in reached or node.name() == ACCUMULATE or node._sequence_nr() < call.begin:
+            if node is None or node in reached or node.name() == ACCUMULATE_GRAD or node._sequence_nr() < call.begin:
                 continue
             reached.add(node)
             stack.extend(following for following, _ in node.next_functions)
@@ -218,7 +218,7 @@ _HOOKS = GlobalHook(register_module_forward_pre_hook, _before), GlobalHook(regis
 
 
 def _watch_of(module: Module) -> RunWatch | None:
-    """Who watches this call, if anybody."""
+    """Return the watch of this call; None where the call is not watched."""
     if torch.compiler.is_compiling():
         return None
     watch: RunWatch | None = getattr(_running, "watch", None)
@@ -230,16 +230,16 @@ def _age(node: Node) -> int:
 
 
 def _first_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register a hook that runs before those of optimizers that step in backward, and so let go of gradients."""
+    """Register a hook that runs before those of optimizers that step in backward and then release the gradient."""
     handle = leaf.register_post_accumulate_grad_hook(hook)
-    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks  # they run in the order of their insertion
+    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks  # run in insertion order
     for other in [number for number in hooks if number != handle.id]:
         hooks[other] = hooks.pop(other)
     return handle
 
 
 def first_difference(expected: RunWatch, found: RunWatch) -> Key | None:
-    """What differs first: in forward order of the outputs, or else in the order in which backward ran."""
+    """Return the first tensor that differs: in forward order of the outputs, else in the order of backward."""
     for outputs in (True, False):
         for key, seen in expected.seen.items():
             other = found.seen.get(key)

@@ -8,9 +8,9 @@ from actstore.model.names import named_modules
 
 
 def repeated_blocks(model: Module) -> list[str]:
-    """Names of the modules that a model repeats: what its outermost ModuleLists and Sequentials hold.
+    """Return the names of the modules that a model repeats: the children of its outermost ModuleLists and Sequentials.
 
-    A model without any gives its direct children. Modules without parameters are left out.
+    Where the model has neither, they are its direct children. Modules without parameters are left out.
     """
     names = {module: name for name, module in named_modules(model)}
     blocks: list[Module] = []

@@ -18,9 +18,9 @@ from torch.nn import Module
 
 
 class GeneratorAccess(NamedTuple):
-    """How the state of one generator is read and set. States compare with ``==``.
+    """Functions that read and set the state of one generator. States compare with ``==``.
 
-    `look` reads it faster: whoever has set it since the last reading is taken to have set a different one.
+    `look` is a faster read. It assumes that code that has set the state since the last read has set a different one.
     """
 
     read: Callable[[], Any]
@@ -33,20 +33,21 @@ class GeneratorStates:
 
     Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
     attributes of modules or arguments, of `torch.Generator`, `random.Random`, `numpy.random.Generator` or
-    `numpy.random.RandomState`. Those that the forward did not draw from are forgotten: these when it `ended`, the
-    others when the next forward begins, which reads the same state. Equal states are one object.
+    `numpy.random.RandomState`. The states of generators that the forward did not draw from are dropped. For generators
+    of modules and arguments `ended` does this; for the shared generators, the next forward, which reads the same
+    state. Equal states are one object.
 
     Parameters
     ----------
-    modules : whose attributes are looked through
+    modules : the modules whose attributes are searched
     devices : accelerators, by device
-    last : of the forward before this one on this thread, if any
-    arguments : of the forward
+    last : the states of the previous forward on this thread, if any
+    arguments : the arguments of the forward
 
     Notes
     -----
-    Not thread-safe: what other threads draw from the same generators during a recomputation is drawn again. Several
-    threads may rewind the same forward, each with what `again` returns.
+    Not thread-safe: numbers that other threads draw from the same generators during a recompute are drawn again.
+    Several threads may rewind the same forward, each with its own result of `again`.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class GeneratorStates:
         self._own = [(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))]
 
     def ended(self) -> None:
-        """The forward is over."""
+        """Mark the end of the forward, and drop the states of own generators that it did not draw from."""
         self._own = [(source, state) for source, state in self._own if source.read() != state]
         self._ended = True
 
     def again(self) -> GeneratorStates:
-        """The same states, to `rewind` and `resume` by itself."""
+        """Return a twin with the same states, which can `rewind` and `resume` independently."""
         twin = object.__new__(GeneratorStates)
         twin.__dict__ = self.__dict__ | {"_meanwhile": []}
         return twin
@@ -94,18 +95,18 @@ class GeneratorStates:
 
 
 def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
-    """The generators that are attributes of modules."""
+    """Return the generators that are attributes of modules."""
     return _sources_of(list(chain.from_iterable([vars(module).values() for module in modules])))
 
 
 def _sources_of(values: Sequence[Any]) -> list[GeneratorAccess]:
-    kinds = {kind for kind in set(map(type, values)) if _has_state(kind)}  # few, of hundreds of values
+    kinds = {kind for kind in set(map(type, values)) if _has_state(kind)}  # one check a class, not a value
     return [_source_of(value) for value in values if type(value) in kinds] if kinds else []
 
 
 @lru_cache(maxsize=4096)
 def _has_state(kind: Hashable) -> bool:
-    """Whether objects of a class are generators that draw the same again from the same state."""
+    """Return whether instances of a class are generators that repeat their numbers from the same state."""
     return isinstance(kind, type) and issubclass(kind, _CLASSES) and not issubclass(kind, random.SystemRandom)
 
 
@@ -145,7 +146,7 @@ def _tensor_of(state: bytes) -> Tensor:
 
 
 def _shared(source: GeneratorAccess) -> GeneratorAccess:
-    """The same source, whose states are one object while they are equal."""
+    """Return the same source, with equal consecutive states given as one object."""
     known: Any = None
 
     def same(read: Callable[[], Any]) -> Any:
@@ -160,10 +161,10 @@ def _shared(source: GeneratorAccess) -> GeneratorAccess:
 
 
 class _NumpyGlobal:
-    """NumPy's global generator, whose state takes 30 us to read, and 1 us to look at where it has not changed.
+    """NumPy's global generator. A read of its state takes 30 us; a `look` at an unchanged state takes 1 us.
 
-    A state has the words of its bit generator, and at times a normal number that waits, because they are drawn in
-    pairs. By drawing, none can come to wait while the words stay the same; where one waits, all is read.
+    The state consists of the words of the bit generator and, at times, a buffered normal number (they are drawn in
+    pairs). A draw cannot buffer a number and leave the words as they are. While a number is buffered, `look` reads all.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ class _NumpyGlobal:
 
     @staticmethod
     def _words() -> bytes:
-        """The words of a Mersenne twister, how many are used, and where they are; empty for another generator."""
+        """Return the words of a Mersenne twister, its position and their address; empty for another generator."""
         bits = _numpy_random.get_bit_generator()
         if type(bits) is not np.random.MT19937:
             return b""

@@ -11,10 +11,10 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def named_modules(model: Module) -> list[tuple[str, Module]]:
-    """(name, module), each module once, parents before children; without the levels that wrappers add to names.
+    """Return (name, module) pairs, each module once, parents before children, without the name levels of wrappers.
 
-    Each entry of a store asks for them: `Module.named_modules`, with its names shortened afterwards, takes three times
-    as long.
+    Each entry of a store calls this. `Module.named_modules`, with its names shortened afterwards, takes three times as
+    long.
     """
     names = {model: ""}
 
@@ -34,7 +34,7 @@ def named_modules(model: Module) -> list[tuple[str, Module]]:
 
 @cache
 def _wrapped_in(kind: type[Module]) -> tuple[str, ...]:
-    """Attributes of a wrapper that are no part of its model's names: those of DDP, DeepSpeed, and PEFT."""
+    """Return the attributes of a wrapper that its model's names leave out: those of DDP, DeepSpeed and PEFT."""
     names = {base.__name__ for base in kind.__mro__}
     if names & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
         return ("module",)

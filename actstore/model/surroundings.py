@@ -1,4 +1,4 @@
-"""What a forward finds around it, beside its inputs and its module: autocast, and the device of new tensors."""
+"""The context of a forward beside its inputs and its module: autocast, and the default device of new tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Surroundings:
         self._device = _device_context()
 
     def again(self) -> ExitStack:
-        """A context with this autocast state and default device, and with gradients enabled."""
+        """Return a context with this autocast state and default device, and with gradients enabled."""
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
         for (kind, enabled, dtype), now in zip(self._autocast, _autocast(), strict=True):
@@ -53,7 +53,7 @@ def _autocast() -> Autocast:
 
 
 def _device_context() -> Any:
-    """The innermost ``with torch.device(...)``, or the one of `torch.set_default_device`."""
+    """Return the innermost ``with torch.device(...)``, or the one of `torch.set_default_device`."""
     if not _len_torch_function_stack():
         return None
     modes: list[Any] = _get_current_function_mode_stack()

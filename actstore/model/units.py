@@ -1,4 +1,4 @@
-"""The parts of a model that are planned as one, as its structure tells."""
+"""The units of a model, each planned as one, found from the model's structure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 
-PLAIN = re.compile(r"[\w.-]+")  # names that a rule can write
+RULE_NAME = re.compile(r"[\w.-]+")  # the names that the grammar of rules accepts
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A unit as the model's structure tells: its modules, and whether it is one of the model's repeated blocks."""
+    """A unit found from the model's structure: its modules, and whether it is one of the model's repeated blocks."""
 
     name: str
     module: Module
@@ -29,8 +29,8 @@ class Shape:
 
     @property
     def named(self) -> bool:
-        """Whether a rule can name it."""
-        return PLAIN.fullmatch(self.name) is not None
+        """True where a rule can name the unit."""
+        return RULE_NAME.fullmatch(self.name) is not None
 
     @property
     def recomputable(self) -> bool:
@@ -38,15 +38,15 @@ class Shape:
 
     @property
     def inner(self) -> dict[str, Module]:
-        """Its parts by their full names."""
+        """The parts of the unit by their full names."""
         return {f"{self.name}.{name}": part for name, part in self.parts.items()}
 
 
 def shapes_of(model: Module) -> list[Shape]:
-    """The units of a model: its repeated blocks, the outermost modules that hold none of them, and the model itself.
+    """Return the units of a model: its repeated blocks, the outermost modules without a block inside, and the model.
 
-    What has no forward of its own (a list of lists, a dict) is no unit; what it holds are units. What is compiled is
-    one unit, without parts.
+    A module without a forward of its own (a list of lists, a dict) gives the units inside it. A compiled module is one
+    unit without parts.
     """
     named = dict(named_modules(model))
     names = {module: name for name, module in named.items()}
@@ -71,8 +71,8 @@ def shapes_of(model: Module) -> list[Shape]:
 
 
 def original(module: Module) -> Module | None:
-    """What `torch.compile(module)` was given; None for another module."""
-    inner: dict[str, Any] = dict(module._modules.items())  # which of TorchScript modules is no dict
+    """Return the module that `torch.compile(module)` was given; None for another module."""
+    inner: dict[str, Any] = dict(module._modules.items())  # `_modules` of a TorchScript module is not a dict
     return inner.get("_orig_mod")
 
 
@@ -90,33 +90,33 @@ def has_forward(module: Module) -> bool:
 
 
 def can_run_again(module: Module) -> bool:
-    """Whether its forward can be run once more, as far as its structure tells."""
+    """Return whether the module's forward can run again in backward, as far as its structure tells."""
     if any(isinstance(inner, ScriptModule) for inner in module.modules()) or any(_compiled(module)):
-        return False  # PyTorch's checkpoint cannot run the one, and runs the other eagerly, which gives other last bits
+        return False  # checkpoint rejects ScriptModules, and runs compiled modules eagerly: other last bits
     while isinstance(module, Sequential) and len(module):
         module = module[0]
-    return not getattr(module, "inplace", False)  # which changes the input that it would need again
+    return not getattr(module, "inplace", False)  # an in-place module changes the input that recompute needs
 
 
 def _parts(module: Module) -> dict[str, Module]:
-    """The children of a unit that have a forward, also those in lists, by name as seen from the unit."""
+    """Return the children of a unit that have a forward, those in lists included, by name relative to the unit."""
     found = {}
     for name, child in module.named_children():
         if isinstance(child, ModuleList | ModuleDict):
             found.update({f"{name}.{inner}": part for inner, part in _parts(child).items()})
-        elif has_forward(child) and PLAIN.fullmatch(name):
+        elif has_forward(child) and RULE_NAME.fullmatch(name):
             found[name] = child
     return found
 
 
 def digest_of(model: Module) -> str:
-    """Names a model's structure: its modules, their classes, and the shapes and dtypes of its parameters."""
+    """Return a digest of a model's structure: its modules, their classes, and its parameters' shapes and dtypes."""
     lines = [f"{name} {type(module).__qualname__}" for name, module in named_modules(model)]
     lines += [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def device_of(model: Module | None) -> torch.device | None:
-    """Where the parameters of a model are; None without a model or without any."""
+    """Return the device of a model's parameters; None without a model or without parameters."""
     first = next(model.parameters(), None) if model is not None else None
     return first.device if first is not None else None

@@ -1,4 +1,4 @@
-"""The weights and buffers that a recomputed forward sees: those of its first run."""
+"""The weights and buffers that a recomputed forward uses: those of its first run."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from torch.nn.utils.weight_norm import WeightNorm
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError
 
-Entries = dict[str, Any]  # a module's parameters or its buffers by name; None is one that the module goes without
+Entries = dict[str, Any]  # a module's parameters or its buffers by name; None for one registered as None
 
 
 class Weights:
     """The parameters and buffers of modules before a forward, so that it can run with them again.
 
-    They are others than the modules' own where `torch.func.functional_call` runs the model, which takes its own away
-    before backward, and where a module replaces a buffer as it runs. Normalisations get copies of their buffers, so
-    that running statistics are updated once a step, and spectral norms the estimates that they had, each of whose runs
-    goes on from the last one's. What is sharded is left to those who gather it.
+    They differ from the modules' own where `torch.func.functional_call` runs the model, which removes its own before
+    backward, and where a module replaces a buffer in its forward. Normalisations get copies of their buffers, so that a
+    step updates running statistics once. Spectral norms get their previous estimates, since each run continues from the
+    last one's. FSDP and DTensor gather sharded weights themselves.
 
-    The values are not copied: who changes one in place before the forward has run again makes that impossible, and it
-    is refused. Of parameters all changes count, other than those by the forward itself; of buffers, where autograd
-    saved them, as it would raise an error itself.
+    The values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
+    parameters all changes count, except those by the forward itself. For buffers, changes count where autograd saved
+    them, as autograd would raise an error itself.
 
     Parameters
     ----------
-    root : whose forward is to run again
-    modules : all that are in it, itself first
+    root : the module whose forward is to run again
+    modules : `root` and all modules inside it, `root` first
 
     Attributes
     ----------
-    buffers : by the identity of its storage each buffer that `saved` is to be told of
+    buffers : the buffers to report to `saved`, by the identity of their storage
 
     Notes
     -----
-    Several threads may recompute the same normalisations at once. One forward with other weights than the modules' own
-    must run, and be recomputed, by itself, as for `functional_call`; so must spectral norms. Running statistics of a
-    forward that runs while another thread recomputes the same normalisation are lost, and rows are not limited there.
+    Several threads may recompute the same normalisations at once. A forward with other weights than the modules' own,
+    as in `functional_call`, must not run or be recomputed beside another; nor must spectral norms. A forward that runs
+    while another thread recomputes the same normalisation loses its running statistics, and does not limit the norms of
+    embedding rows.
     """
 
     def __init__(self, root: Module, modules: Iterable[Module]) -> None:
@@ -54,8 +55,8 @@ class Weights:
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
-        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # of the norms of rows, before they are used
-        self._versions: list[tuple[Tensor, int]] = []  # that parameters and buffers have when the forward runs again
+        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
+        self._versions: list[tuple[Tensor, int]] = []  # of parameters and buffers, expected at the next run
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
         for module in modules:
@@ -86,7 +87,7 @@ class Weights:
         self._borrowers: list[_NormBase] = []
 
     def _hooked(self, module: Module) -> bool:
-        """Whether its weight is computed by a hook of `torch.nn.utils.spectral_norm`, or of `weight_norm` there."""
+        """Note weights that hooks compute, and return whether a hook of `torch.nn.utils.spectral_norm` does."""
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm | WeightNorm)]
         for hook in hooks:
             entries = vars(module)
@@ -96,28 +97,28 @@ class Weights:
         return any(isinstance(hook, SpectralNorm) for hook in hooks)
 
     def saved(self, storage: int) -> None:
-        """Autograd has saved a tensor of this storage, that of one of the `buffers`, in the forward."""
+        """Note that autograd has saved a tensor with the storage of one of the `buffers` in the forward."""
         buffer = self.buffers[storage]
         self._saved.append((buffer, buffer._version))
 
     def ended(self) -> None:
-        """The forward is over. What it has written to its own parameters is no change that matters."""
+        """Mark the end of the forward. What the forward itself wrote to its parameters does not count as a change."""
         unchanged = [(each, version) for each, version in self._versions if each._version == version]
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = [*unchanged, *limited, *self._saved]
 
     def again(self) -> Weights:
-        """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
+        """Return a twin with the same weights and buffers: several twins may be rewound at once."""
         twin = object.__new__(Weights)
         twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": []}
         return twin
 
     def rewind(self) -> None:
-        """Give the modules what they had before the forward, until `resume`. Nothing has changed where this fails.
+        """Give the modules their entries from before the forward, until `resume`. A failure leaves nothing changed.
 
         Raises
         ------
-        MutationError : a parameter or buffer that they had was changed in place
+        MutationError : a parameter or buffer from before the forward was changed in place
         """
         for each, version in self._versions:
             if each._version != version:
@@ -126,7 +127,7 @@ class Weights:
             self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
-            for module, limit in self._limits:  # the rows are limited; once more, rounding might make them differ
+            for module, limit in self._limits:  # already limited; a second time could round differently
                 self._meanwhile.append((vars(module), {"max_norm": limit}))
                 vars(module)["max_norm"] = None
             for buffers, estimates in self._estimates:
@@ -153,18 +154,18 @@ class Weights:
         )
 
     def resume(self) -> None:
-        """Give the modules what they had before `rewind`."""
+        """Give the modules the entries that they had before `rewind`."""
         for norm in self._borrowers:
             _give_back(norm)
         self._borrowers = []
         for entries, before in reversed(self._meanwhile):
             entries.update(before)
         self._meanwhile = []
-        self._versions[:] = [(each, each._version) for each, _ in self._versions]  # what the second run has written
+        self._versions[:] = [(each, each._version) for each, _ in self._versions]  # with the second run's writes
 
 
 def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a change of a parameter or buffer would show, and would not be the work of those who shard it."""
+    """Return whether a version counter shows changes of a tensor, and sharding code does not change it."""
     if tensor is None or tensor.is_inference():
         return False
     kind = tensor.__class__
@@ -178,19 +179,19 @@ def _replace(entries: Entries, others: Entries, before: list[tuple[Entries, Entr
 
 
 def _is_other(entries: Entries, name: str, was: Tensor | None) -> bool:
-    """Whether an entry is another tensor than it was, and not the same one gathered or sharded."""
+    """Return whether an entry is a different tensor than `was`, and not the same one gathered or sharded."""
     if name not in entries or (now := entries[name]) is was:
         return False
     return now is None or was is None or not (_is_flat(now) or _is_flat(was) or _sharding(now) != _sharding(was))
 
 
 def _sharding(tensor: Tensor) -> tuple[Any, Any]:
-    """How a DTensor is spread; FSDP2's weights are DTensors, and others while they are gathered."""
+    """Return the mesh and placements of a DTensor; FSDP2's weights are DTensors, with other ones while gathered."""
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Whether FSDP1 has gathered a weight: it is part of one flat parameter."""
+    """Return whether FSDP1 has gathered a weight: it is then part of one flat parameter."""
     return bool(getattr(tensor._base, "_is_flat_param", False))
 
 
@@ -199,7 +200,7 @@ def _copies(buffers: Entries) -> Entries:
 
 
 class _BufferLoan:
-    """The buffers that a normalisation gets back when its last user is done."""
+    """The buffers that a normalisation gets back when its last borrower is done."""
 
     __slots__ = ("own", "users")
 
@@ -213,7 +214,7 @@ _loans: dict[Module, _BufferLoan] = {}  # of the process, as modules are shared 
 
 
 def _lend(norm: Module, seen: Entries) -> None:
-    """Give a normalisation copies of `seen` for its buffers, unless it has copies."""
+    """Give a normalisation copies of `seen` for its buffers, unless it already has copies."""
     with _lending:
         loan = _loans.get(norm)
         if loan is None:

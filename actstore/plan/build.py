@@ -1,4 +1,4 @@
-"""From what was measured to what can be chosen: the options of each unit, and the policy text of a choice."""
+"""The options of each unit, built from a profile, and the policy text of a choice of options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import recurrent_options
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 
-PARTS = 4  # parts of a unit that get decisions of their own: those that save most
-SHARE = 0.08  # of the bytes of the whole that a part must save for that
+MAX_PARTS = 4  # parts of a unit with decisions of their own: those that save most
+MIN_PART_SHARE = 0.08  # of the unit's saved bytes: a part that saves less gets no decision of its own
 
 
 def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
-    """The step that was measured, with every option that was measured, and their combinations over parts of a unit.
+    """Return the chain of a measured step, with every measured option, and their combinations over parts of a unit.
 
     Parameters
     ----------
-    max_noise : 0 leaves out all that lose anything
+    max_noise : variance that payloads may add to the gradients; 0 leaves out all lossy options
     """
     layers = tuple(
         Layer(unit.name, keep.forward, keep.backward, tuple(_options(unit, figures, keep, profile, max_noise)))
@@ -32,9 +32,9 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
 
 
 def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
-    """The figures of a unit that keeps everything, from those of its recomputation where that was never measured.
+    """Return the figures of a unit that keeps everything, derived from other decisions if `keep` was never measured.
 
-    What a recomputation took is a forward: the first one did its bookkeeping, too, which small units feel.
+    The time of a recompute bounds that of the forward: the first forward includes bookkeeping, which small units feel.
     """
     found = figures.get(KEEP)
     if found is not None:
@@ -56,7 +56,7 @@ def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
 
 
 def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
-    """The policy text of one option for each layer."""
+    """Return the policy text of a choice: one option for each layer."""
     lines = []
     for layer, index in zip(chain.layers, choice, strict=True):
         if layer.name and layer.options[index].decision != KEEP:
@@ -65,7 +65,7 @@ def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
 
 
 def rules_of(unit: str, decision: str) -> list[str]:
-    """The rules of a unit's decision, which is text with names as seen from the unit."""
+    """Return the rules of a unit's decision. A decision is text with names relative to the unit."""
     rules = []
     for rule in decision.split(";"):
         part, colon, what = rule.rpartition(":")
@@ -114,18 +114,18 @@ def _options(
 
 def _large_parts(unit: Unit, keep: UnitFigures) -> list[str]:
     whole = keep.total("saved")
-    large = [name for name in unit.parts if (part := keep.parts.get(name)) and part.saved > SHARE * whole]
-    return sorted(large, key=lambda name: -keep.parts[name].saved)[:PARTS]
+    large = [name for name in unit.parts if (part := keep.parts.get(name)) and part.saved > MIN_PART_SHARE * whole]
+    return sorted(large, key=lambda name: -keep.parts[name].saved)[:MAX_PARTS]
 
 
 class _Change:
-    """What a decision changes of a unit that keeps everything; with `part`, the share of this part."""
+    """Changes by a decision relative to a unit that keeps everything; with `part`, the share of this part."""
 
     def __init__(self, unit: Unit, decision: str, f: UnitFigures, keep: UnitFigures, part: str | None) -> None:
         self.decision = decision
-        self.transient = f.transient  # in backward;
+        self.transient = f.transient  # bytes beside the held ones in backward,
         works_in_forward = "recompute" not in decision and decision != "derive"
-        self.staged = f.transient if works_in_forward else 0  # in forward too, where room for most is taken
+        self.staged = f.transient if works_in_forward else 0  # and in forward, for decisions that work there
         self.forward, self.backward = _added(f, keep)
         if part is None:
             self.held = f.total("held") - keep.total("held")
@@ -163,13 +163,13 @@ class _Change:
 
 
 def _noise(unit: Unit, part: str, f: UnitFigures) -> float:
-    """What the payloads of a part add to the noise of the gradients; infinite where that is not known."""
+    """Return the noise that the payloads of a part add to the gradients; infinite where it is unknown."""
     found = f.error * unit.noise.get(part, inf) if f.error else 0.0
     return found if isfinite(found) else inf
 
 
 def limits_of(device: float, host: float | None, disk: float | None, max_noise: float) -> Limits:
-    """Bytes in each place (None: no limit), and the noise that payloads may add, as the solver takes them."""
+    """Return the limits for the solver: bytes in each place (None: no limit), and the noise that payloads may add."""
     return Limits(
         device,
         inf if host is None else host,
@@ -179,10 +179,10 @@ def limits_of(device: float, host: float | None, disk: float | None, max_noise: 
 
 
 def _added(f: UnitFigures, keep: UnitFigures) -> tuple[float, float]:
-    """What a decision adds to a unit's forward and backward: its own work, and what that slows down elsewhere.
+    """Return the time that a decision adds to a unit's forward and backward: its own work, and slowdown elsewhere.
 
-    The work is measured by itself. The difference of two times is what counts (bookkeeping, caches, page faults), but
-    it is noisy: so it is believed between the work and twice that.
+    The work is measured by itself. The difference of two step times includes all effects (bookkeeping, caches, page
+    faults), but is noisy. So it is limited to the range from the work to twice the work.
     """
     work = f.work_forward + f.work_backward
     forward, backward = f.forward - keep.forward, f.backward - keep.backward

@@ -1,4 +1,4 @@
-"""A plan in words: at most one screen for a model of a dozen blocks."""
+"""Text of a plan: at most one screen for a model of a dozen blocks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from actstore.plan.study import Budget, Other, Study
 if TYPE_CHECKING:
     from actstore.plan.values import PlanValues, UnitPlan
 
-SMALL = 0.25  # of the memory: activations that take less are not the problem
-NOTABLE = 0.03  # of the activations: units that save less need no reason
-BUDGETS = 6
-COUNTS = 56  # characters
-LAST = 3  # reasons to plan again that are shown
-TIE = 0.001  # of the step: decisions that differ by less are equally fast
-BOUGHT = "What memory buys:"
-ITSELF = "(model and loss)"  # what the model itself saves, and the loss
+SMALL_SHARE = 0.25  # of the device memory: activations that take less are not the problem
+NOTABLE_SHARE = 0.03  # of the saved bytes: units that save less get no reason in the text
+SHOWN_BUDGETS = 6
+COUNTS_WIDTH = 56  # characters
+SHOWN_REASONS = 3  # to plan again: the last ones
+TIE_SHARE = 0.001  # of the step: decisions that differ by less count as equally fast
+BUDGETS_TITLE = "What memory buys:"
+MODEL_LABEL = "(model and loss)"  # the unit of tensors that the model itself and the loss save
 
 
 @dataclass(frozen=True)
 class Group:
-    """Units of one pattern of names that decide alike; `first` is the place of the first of them."""
+    """Units of one name pattern with the same decision; `first` is the index of the first of them."""
 
     first: int
     rows: list[UnitPlan]
 
     @property
     def name(self) -> str:
-        return short([row.unit or ITSELF for row in self.rows])
+        return short([row.unit or MODEL_LABEL for row in self.rows])
 
     def total(self, name: str) -> float:
         return sum(float(getattr(row, name)) for row in self.rows)
 
 
 def groups_of(plan: PlanValues) -> list[Group]:
-    """The units of a plan, in the order of the first of each group."""
+    """Return the units of a plan in groups, ordered by the first unit of each."""
     found: dict[tuple[str, str | None], Group] = {}
     for place, row in enumerate(plan.rows):
         key = row.decision, pattern_of(row.unit) if row.unit else None
@@ -53,7 +53,7 @@ def groups_of(plan: PlanValues) -> list[Group]:
 
 
 def explain(plan: PlanValues) -> str:
-    """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
+    """Return the text of a plan: decisions and their reasons, gains of more memory, the step's limit, memory use."""
     study, groups = Study(plan), groups_of(plan)
     budgets = _budgets(plan, study)
     parts: list[Iterable[str]] = [
@@ -62,13 +62,13 @@ def explain(plan: PlanValues) -> str:
         _reasons(plan, study, groups),
         _limits(plan),
     ]
-    parts.append(wrapped(budgets) if isinstance(budgets, str) else [BOUGHT, *columns(budgets, numbers=True)])
+    parts.append(wrapped(budgets) if isinstance(budgets, str) else [BUDGETS_TITLE, *columns(budgets, numbers=True)])
     parts += [_memory(plan), _history(plan)]
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
 def to_html(plan: PlanValues) -> str:
-    """The same for notebooks."""
+    """Return the same content as HTML, for notebooks."""
     study, groups = Study(plan), groups_of(plan)
     units, budgets = _table(groups), _budgets(plan, study)
     largest = max(group.total("saved") for group in groups) or 1.0
@@ -77,7 +77,7 @@ def to_html(plan: PlanValues) -> str:
     if isinstance(budgets, str):
         parts.append(html.line(budgets))
     else:
-        parts += [html.line(BOUGHT), html.table(budgets[0], budgets[1:], words=(3, 4))]
+        parts += [html.line(BUDGETS_TITLE), html.table(budgets[0], budgets[1:], words=(3, 4))]
     parts.append(html.line(" ".join(_memory(plan))))
     first, *why = list(_history(plan)) or [""]
     parts += [html.line(first), html.items(unwrapped(why))]
@@ -113,9 +113,9 @@ def _table(groups: Sequence[Group]) -> list[tuple[str, ...]]:
 
 
 def _reasons(plan: PlanValues, study: Study, groups: Sequence[Group]) -> Iterator[str]:
-    """Why the units that count do what they do: what else one of them could do, all others as planned."""
+    """Yield the reason for the decision of each notable group: the alternatives of one unit, the rest as planned."""
     for group in groups:
-        if group.total("saved") < NOTABLE * plan.profile.saved:
+        if group.total("saved") < NOTABLE_SHARE * plan.profile.saved:
             continue
         others = study.others(group.first)
         freed, ms = group.total("saved") - group.total("held"), group.total("extra") + group.total("stall")
@@ -130,7 +130,7 @@ def _reasons(plan: PlanValues, study: Study, groups: Sequence[Group]) -> Iterato
 
 
 def _alternatives(plan: PlanValues, decision: str, others: Sequence[Other]) -> Iterator[str]:
-    tie = TIE * plan.predicted.step
+    tie = TIE_SHARE * plan.predicted.step
     keep = next((other for other in others if other.decision == KEEP), None)
     barred = [other for other in others if other.breaks and other.slower < -tie]
     best = keep if keep is not None and keep.breaks else next(iter(barred), None)
@@ -157,7 +157,7 @@ def _limits(plan: PlanValues) -> Iterator[str]:
     added = sum(row.extra for row in plan.rows)
     waits = max(0.0, plan.predicted.step - plan.plain - added)
     text = f"What limits the step: {plan.limit}."
-    if added + waits > TIE * plan.plain:
+    if added + waits > TIE_SHARE * plan.plain:
         text += (
             f" Beyond the {plan.plain:.1f} ms of plain training, {added:.1f} ms are recomputation and encoding, "
             f"{waits:.1f} ms waits for copies."
@@ -173,9 +173,9 @@ def _limits(plan: PlanValues) -> Iterator[str]:
 
 
 def _budgets(plan: PlanValues, study: Study) -> list[tuple[str, ...]] | str:
-    """A row for each of some budgets; or why there are none."""
+    """Return a row for each of several budgets, or the reason why the solver gives none."""
     try:
-        front = study.front(BUDGETS)
+        front = study.front(SHOWN_BUDGETS)
     except (CapacityError, ConfigError) as error:
         return f"What more memory would buy: not known ({error})."
     mine = Budget(plan.budget, plan.predicted.step, tuple(row.decision for row in plan.rows))
@@ -192,20 +192,20 @@ def _budgets(plan: PlanValues, study: Study) -> list[tuple[str, ...]] | str:
 
 
 def _counts(plan: PlanValues, decisions: Sequence[str]) -> str:
-    """How many of the units that count decide what."""
-    notable = NOTABLE * plan.profile.saved
+    """Return the number of notable units for each decision."""
+    notable = NOTABLE_SHARE * plan.profile.saved
     counts = Counter(d for row, d in zip(plan.rows, decisions, strict=False) if row.unit and row.saved >= notable)
     shown, left = "", counts.total()
     for decision, count in counts.most_common():
         piece = f"{', ' if shown else ''}{count} {decision}"
-        if len(shown) + len(piece) > COUNTS:
+        if len(shown) + len(piece) > COUNTS_WIDTH:
             return f"{shown}{', ' if shown else ''}{left} otherwise"
         shown, left = shown + piece, left - count
     return shown
 
 
 def _memory(plan: PlanValues) -> Iterator[str]:
-    """Where the memory of the device goes, and whether activations are the problem."""
+    """Yield the uses of device memory, and whether activations are the problem."""
     memory = plan.profile.memory
     itself = sum(row.held for row in plan.rows if not row.unit)
     parts = {
@@ -229,7 +229,7 @@ def _memory(plan: PlanValues) -> Iterator[str]:
             f"The model itself and its loss hold {format_nbytes(itself)}, more than all units together, and no "
             "decision of a unit frees that: with a large vocabulary these are logits; compute the loss in chunks."
         )
-    if plan.profile.saved < SMALL * (total - plan.predicted.peak + plan.profile.saved):
+    if plan.profile.saved < SMALL_SHARE * (total - plan.predicted.peak + plan.profile.saved):
         largest = max(("parameters", "gradients", "optimizer states"), key=parts.__getitem__)
         advice = {
             "parameters": "shard them (FSDP2), or keep them in fewer bits",
@@ -244,9 +244,9 @@ def _memory(plan: PlanValues) -> Iterator[str]:
 
 def _history(plan: PlanValues) -> Iterator[str]:
     if plan.history:
-        earlier = len(plan.history) - LAST
+        earlier = len(plan.history) - SHOWN_REASONS
         yield f"Planned again{f', {earlier} times before and' if earlier > 0 else ''} because"
-        yield from (line for why in plan.history[-LAST:] for line in wrapped(why, "  "))
+        yield from (line for why in plan.history[-SHOWN_REASONS:] for line in wrapped(why, "  "))
 
 
 def _times(step: float, plan: PlanValues) -> str:

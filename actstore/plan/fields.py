@@ -1,4 +1,4 @@
-"""Values of JSON as dataclasses: each field is checked against its annotation, and what does not fit is named."""
+"""Dataclasses from JSON values: each field is checked against its annotation, and an error names the field."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from actstore.errors import ConfigError
 
 T = TypeVar("T")
 
-MOST = 2**62  # of any number: no figure of a step comes near
+MAX_NUMBER = 2**62  # no figure of a step comes near
 
 
 def read_as(kind: type[T], value: Any, where: str = "") -> T:
-    """An instance of a dataclass from what `dataclasses.asdict` and JSON made of one. Numbers are finite, 0 or more.
+    """Build a dataclass from the JSON form of its `dataclasses.asdict`. Numbers must be finite and 0 or more.
 
     Parameters
     ----------
-    where : what names the value in errors
+    where : name of the value in errors
 
     Raises
     ------
@@ -64,9 +64,9 @@ def _dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
 
 def _number(kind: type, value: Any, where: str) -> Any:
     fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not fits or not (isinstance(value, int) or isfinite(value)) or not 0 <= value <= MOST:
+    if not fits or not (isinstance(value, int) or isfinite(value)) or not 0 <= value <= MAX_NUMBER:
         wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{where} is {_short(value)}, not {wanted} from 0 to {MOST:.0e}", field=where)
+        raise ConfigError(f"{where} is {_short(value)}, not {wanted} from 0 to {MAX_NUMBER:.0e}", field=where)
     return value
 
 

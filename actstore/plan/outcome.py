@@ -1,4 +1,4 @@
-"""A solution as the plan that users see."""
+"""Plans for users, built from solutions of the solver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actstore.plan.wish import Wish
 def plan_of(
     profile: Profile, chain: LayerChain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
 ) -> Plan:
-    """A solution as what a user sees."""
+    """Build the plan of a solution."""
     rows = []
     for i, (unit, layer) in enumerate(zip(profile.units, chain.layers, strict=True)):
         option = layer.options[solution.choice[i]]
@@ -42,7 +42,7 @@ def plan_of(
 
 
 def _window(chain: LayerChain, solution: Solution) -> int | None:
-    """What queues on the device at most, with the payload of a layer that is just made or just needed."""
+    """Return the most bytes queued on the device, the current layer's payload included; None where nothing moves."""
     options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
     largest = max((option.host + option.disk for option in options), default=0)
     if not largest:

@@ -1,4 +1,4 @@
-"""A plan: what each unit of a model does under a budget, and how it went. A file that can be kept and run again."""
+"""Plans: the decision of each unit of a model under a budget, and the result, as a file that can be run again."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ FORMAT = "actstore plan 1"
 
 @dataclass(frozen=True)
 class Plan(PlanValues):
-    """What each unit of a model does under a budget. As `policy=` of an ActivationStore it is run as it stands.
+    """Decisions for each unit of a model under a budget. As `policy=` of an ActivationStore, a plan runs unchanged.
 
     Attributes
     ----------
     text : the policy, as text
     budget : most bytes of activations on the compute device (`peak_held_bytes`)
-    limits : what was planned with: bytes on the "device" (less than the budget where steps held more than predicted),
-        in "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
+    limits : the planner's limits: bytes on the "device" (less than the budget where steps held more than predicted), in
+        "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
     plain : milliseconds of a step that keeps everything
-    predicted, measured : the step; `measured` is None before the plan has run
-    bound : no choice among the same options is faster than this, in ms; None where that was not computed
-    certificate : the same for people
+    predicted, measured : figures of the step; `measured` is None before the plan has run
+    bound : lower bound on the ms of any choice among the same options; None where it was not computed
+    certificate : prediction and bound as text
     prices : milliseconds that one more MiB saves, by what is limited: "device", "host", "disk"
-    window : most bytes that the plan has on their way at once; None where nothing moves
-    limit : what limits the step, in words
+    window : most bytes in transfer at once; None where nothing moves
+    limit : the limiting resource of the step, in words
     rows : by unit, in the order of forward
-    profile : what the plan was made from
+    profile : the measurements that the plan was made from
     """
 
     def run(self, step: float, peak: float) -> Plan:
-        """The same plan, with what a step took and held."""
+        """Return the same plan, with the measured time and peak of a step."""
         return replace(self, measured=Prediction(step, peak))
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Plan(PlanValues):
         Raises
         ------
         ConfigError : the file cannot be opened
-        PayloadError : it is not a plan; the field is named
+        PayloadError : the file is not a plan; the error names the field
         """
         values = read_json(Path(path), FORMAT)
         del values["format"]
@@ -73,7 +73,7 @@ class Plan(PlanValues):
             raise PayloadError(f"{path}: not a plan: {error}; plan again", path=str(path), **error.facts) from error
 
     def compare(self, other: Plan) -> str:
-        """Where another plan decides otherwise, and what it predicts, for people; empty where it is the same."""
+        """Return the differences of another plan in decisions and predictions, for people; empty for equal plans."""
         mine, theirs = ({row.unit: row.decision for row in plan.rows} for plan in (self, other))
         lines = [
             f"{name or '(the model itself)'}: {mine.get(name, 'not planned')} -> {theirs.get(name, 'not planned')}"
@@ -91,13 +91,13 @@ class Plan(PlanValues):
     # -- for people ---------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """What each unit does and why, what more memory would buy, what limits the step, and where memory goes."""
+        """Return the text of the plan: decisions and reasons, gains of more memory, the step's limit, memory use."""
         from actstore.plan.explain import explain
 
         return explain(self)
 
     def plot(self) -> Figure:
-        """A picture of what memory buys, and of what each unit does. Asks the solver for some seconds.
+        """Draw the gains of more memory, and the decision of each unit. The solver runs for some seconds.
 
         Raises
         ------

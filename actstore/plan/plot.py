@@ -1,4 +1,4 @@
-"""A plan as a picture: what memory buys, and what each unit does."""
+"""Picture of a plan: the gains of more memory, and the decision of each unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POINTS = 16  # budgets that are planned for
+FRONT_POINTS = 16  # budgets with a plan of their own
 COLORS = look.SERIES
 
 
@@ -28,7 +28,7 @@ def save(plan: PlanValues, path: Path) -> None:
 
 
 def draw(plan: PlanValues) -> Figure:
-    """The figure of a plan. Asks the solver for some seconds."""
+    """Draw the figure of a plan. The solver runs for some seconds."""
     bars = [Bar(row.unit or "(model and loss)", row.decision, row.saved, row.held, row.moved) for row in plan.rows]
     height = units.height(len(bars))
     figure = look.figure(4.4 + height)
@@ -39,9 +39,9 @@ def draw(plan: PlanValues) -> Figure:
 
 
 def _front(axes: Axes, plan: PlanValues, scale: int, unit: str) -> None:
-    """The step under each budget, and this plan's."""
+    """Draw the step time under each budget, and this plan's."""
     try:
-        front = Study(plan).front(POINTS)
+        front = Study(plan).front(FRONT_POINTS)
     except (CapacityError, ConfigError) as error:
         axes.text(0.02, 0.02, f"other budgets: {error}", transform=axes.transAxes, fontsize=7, wrap=True)
         front = ()

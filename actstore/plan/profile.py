@@ -1,4 +1,4 @@
-"""What was measured of a model's training step: its units, what each decision costs there, the machine.
+"""Profile of a model's training step: its units, the cost of each decision there, the machine.
 
 Times in milliseconds, sizes in bytes, rates in bytes per millisecond.
 """
@@ -21,13 +21,19 @@ from actstore.plan.solver.chain import Links
 
 KEEP = "keep"
 FORMAT = "actstore profile 1"
-MOST_CALLS = 10**6  # of a unit in a step
+MAX_CALLS = 10**6  # of a unit in a step
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one part of a unit: what plain autograd would hold, what was held on the device at the end of
-    forward, and what went to host memory and to disk."""
+    """Bytes of one part of a unit.
+
+    Attributes
+    ----------
+    saved : bytes that plain autograd would hold
+    held : bytes held on the device at the end of forward
+    host, disk : bytes in host memory and on disk
+    """
 
     saved: int = 0
     held: int = 0
@@ -37,17 +43,17 @@ class UnitBytes:
 
 @dataclass(frozen=True)
 class UnitFigures:
-    """One unit in one step, or the medians of several, under one decision.
+    """Figures of one unit under one decision, in one step or as medians of several.
 
     Attributes
     ----------
-    decision : policy text, with names as seen from the unit: ``"recompute"``, ``"attn : recompute"``
+    decision : policy text, with names relative to the unit: ``"recompute"``, ``"attn : recompute"``
     forward, backward : time of all its calls
-    parts : its bytes, by child; "" is what the unit itself saves
-    transient : most bytes that its decoding or recomputation adds in backward to what it holds
-    error : of its payloads, the sum of squared errors over the sum of squares; 0 for what is exact
-    work_forward, work_backward : the part of these times that encoding, decoding and recomputation took
-    samples : how many steps and units this is the median of
+    parts : its bytes, by child; "" for those that the unit itself saves
+    transient : most bytes that decode or recompute add in backward to the held ones
+    error : squared relative error of its payloads: sum of squared errors over sum of squares; 0 for exact ones
+    work_forward, work_backward : the part of these times that encode, decode and recompute took
+    samples : number of steps and units behind these medians
     """
 
     decision: str
@@ -61,12 +67,12 @@ class UnitFigures:
     samples: int = 1
 
     def total(self, name: str) -> int:
-        """The sum over the parts of "saved", "held", "host" or "disk"."""
+        """Return the sum over the parts of "saved", "held", "host" or "disk"."""
         return sum(getattr(part, name) for part in self.parts.values())
 
     @staticmethod
     def median(samples: Sequence[UnitFigures]) -> UnitFigures:
-        """The medians of samples of one decision."""
+        """Return the medians of samples of one decision."""
         first = samples[0]
         names = dict.fromkeys(name for sample in samples for name in sample.parts)
         return UnitFigures(
@@ -84,18 +90,18 @@ class UnitFigures:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model that is planned as one: a repeated block, or what lies between.
+    """A part of the model that is planned as one: a repeated block, or a module between blocks.
 
     Attributes
     ----------
-    name : of the module; "" is what the model itself and the loss save
+    name : name of the module; "" for the tensors that the model itself and the loss save
     kind : units of one kind share their figures: same class, shapes and saved bytes
-    calls : in one step
-    parts : children that a rule of their own may address
+    calls : number of calls in one step
+    parts : children that a rule of their own can name
     recomputable : whether its forward can be run again
     noise : by child, "" for the unit itself: the variance that errors in its payloads add to the gradients of the
-        weights, for each unit of squared relative error, as a fraction of the variance from batch to batch; not there
-        where that was not measured
+        weights, for each unit of squared relative error, as a fraction of the variance from batch to batch; absent
+        where it was not measured
     """
 
     name: str
@@ -108,7 +114,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where else the memory of the device goes; None where it is not known (an optimizer that has not stepped yet)."""
+    """Device memory beside activations, in bytes; None where unknown (an optimizer that has not stepped yet)."""
 
     parameters: int
     gradients: int
@@ -118,16 +124,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Profile:
-    """A training step, measured. A file that can be shown, kept and used again.
+    """Measurements of a training step, which can be written to a file and read again.
 
     Attributes
     ----------
-    units : in the order of forward
-    figures : by kind, for each decision that was measured
-    rest : the time of a step that no unit takes
+    units : the units in the order of forward
+    figures : by kind, for each measured decision
+    rest : the time of a step outside of all units
     model : digest of the model's modules, shapes and dtypes
-    machine : what the times depend on
-    steps : how many steps were measured
+    machine : the properties of the machine that times depend on
+    steps : number of measured steps
     """
 
     units: tuple[Unit, ...]
@@ -141,7 +147,7 @@ class Profile:
 
     @property
     def saved(self) -> int:
-        """What plain autograd holds of a step's activations."""
+        """Bytes of activations that plain autograd holds in a step."""
         return sum(next(iter(self.figures[unit.kind].values())).total("saved") for unit in self.units)
 
     def write(self, path: str | Path) -> None:
@@ -172,11 +178,11 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str = "") -> Profile:
-        """What `to_dict` made.
+        """Build a profile from the result of `to_dict`.
 
         Raises
         ------
-        PayloadError : it is not a profile; the field is named
+        PayloadError : the values are not a profile; the error names the field
         """
         values = {name: value for name, value in values.items() if name != "format"}
         if isinstance(links := values.get("links"), dict):
@@ -187,18 +193,18 @@ class Profile:
             raise PayloadError(f"{path}: not a profile: {error}; measure again", path=path, **error.facts) from error
 
     def _checked(self) -> Profile:
-        """Itself, if its parts go together.
+        """Check that the parts fit together, and return the profile itself.
 
         Raises
         ------
-        ConfigError : they do not
+        ConfigError : the parts do not fit together
         """
         for i, unit in enumerate(self.units):
             if not self.figures.get(unit.kind):
                 raise ConfigError(f"units[{i}].kind is {unit.kind!r}, which has no figures", field=f"units[{i}].kind")
-            if not 1 <= unit.calls <= MOST_CALLS:
+            if not 1 <= unit.calls <= MAX_CALLS:
                 raise ConfigError(
-                    f"units[{i}].calls is {unit.calls}, not from 1 to {MOST_CALLS:,}", field=f"units[{i}].calls"
+                    f"units[{i}].calls is {unit.calls}, not from 1 to {MAX_CALLS:,}", field=f"units[{i}].calls"
                 )
         return self
 
@@ -230,7 +236,7 @@ def _median_part(parts: Sequence[UnitBytes]) -> UnitBytes:
 
 
 def medians(samples: Iterable[UnitFigures], last: int = 12) -> dict[str, UnitFigures]:
-    """The medians of the `last` samples of each decision, in the order of first use."""
+    """Return the medians of the `last` samples of each decision, in the order of first use."""
     by_decision: dict[str, list[UnitFigures]] = {}
     for sample in samples:
         by_decision.setdefault(sample.decision, []).append(sample)
@@ -238,7 +244,7 @@ def medians(samples: Iterable[UnitFigures], last: int = 12) -> dict[str, UnitFig
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write an object, with a checksum of it."""
+    """Write an object, with its checksum."""
     text = json.dumps({**values, "checksum": _checksum(values)}, indent=1, allow_nan=False)
     try:
         path.write_text(text + "\n", encoding="utf-8")
@@ -247,7 +253,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_json(path: Path, expected: str) -> dict[str, Any]:
-    """An object that `write_json` wrote, and whose "format" is `expected`; without its checksum."""
+    """Read an object that `write_json` wrote, with this "format", check its checksum, and return it without that."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

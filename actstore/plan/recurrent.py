@@ -1,4 +1,4 @@
-"""The options of a unit that is called again and again in a step, as a recurrent cell is: schedules over its calls."""
+"""The options of a unit that runs several times in a step, as a recurrent cell does: schedules over its calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from actstore.plan.profile import Unit, UnitFigures
 from actstore.plan.solver.chain import LayerOption
 from actstore.plan.solver.revolve import advances
 
-SHARES = 40  # of the calls: how finely a part of them can be recomputed
-SEGMENT = 8  # calls that share one stored input, in the step that tells what an input takes
-SLOTS = 8  # stored inputs in the step that tells what a replay costs that keeps few of the inputs that it meets
-LEAST = 0.02  # of what recomputation holds: chains whose inputs are less are not worth a replay
+SHARE_STEPS = 40  # options recompute multiples of 1/40 of the calls
+PROBE_SEGMENT = 8  # calls that share one stored input, in the step that measures the bytes of an input
+PROBE_SLOTS = 8  # stored inputs, in the step that measures the time of a replay with few stored inputs
+MIN_CHAINED_SHARE = 0.02  # of the bytes that recompute holds: chains with smaller inputs are not worth a replay
 
 
 def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFigures) -> Iterator[LayerOption]:
-    """Recomputation of the first calls, of all of them, and of all with replayed inputs.
+    """Yield the options to recompute the first calls, all calls, and all calls with replayed inputs.
 
-    Every call is taken to be alike. What an input from the call before takes is the difference that segments make. To
-    look for its inputs takes a call of a chain about as long as a replay: few slots replay much, and look as often.
+    All calls are assumed to be alike. The bytes of an input from the previous call are the difference that segments
+    make. The search for its inputs takes a call of a chain about as long as a replay: few slots replay much, and search
+    as often.
     """
-    recompute, segments = figures.get("recompute"), figures.get(segments_of(SEGMENT))
+    recompute, segments = figures.get("recompute"), figures.get(segments_of(PROBE_SEGMENT))
     if recompute is None:
         return
     calls = unit.calls
@@ -30,7 +31,7 @@ def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFig
     backward = max(recompute.backward - keep.backward, recompute.work_backward)
 
     def option(decision: str, held: float, peak: float, replays: float = 0.0, share: float = 1.0) -> LayerOption:
-        known = figures.get(decision)  # it has run
+        known = figures.get(decision)  # measured figures, if the decision has run
         return LayerOption(
             decision,
             held,
@@ -43,30 +44,30 @@ def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFig
         )
 
     replay = linking = 0.0  # milliseconds of one replay, and of the bookkeeping for all of them in forward
-    for part in range(1, SHARES):
-        first = calls * part // SHARES
+    for part in range(1, SHARE_STEPS):
+        first = calls * part // SHARE_STEPS
         if first:
             held = first * stored + (calls - first) * saved
             yield option(f"recompute(first={first})", held, first * stored + saved, share=first / calls)
     yield option("recompute", calls * stored, calls * stored + saved)
-    if segments is None or calls < 2 * SEGMENT:
+    if segments is None or calls < 2 * PROBE_SEGMENT:
         return
-    chained = (recompute.total("held") - segments.total("held")) / (calls - ceil(calls / SEGMENT))
-    if chained <= LEAST * stored:
+    chained = (recompute.total("held") - segments.total("held")) / (calls - ceil(calls / PROBE_SEGMENT))
+    if chained <= MIN_CHAINED_SHARE * stored:
         return
     linking = max(0.0, segments.forward - recompute.forward)
     outside = calls * (stored - chained)
-    replay = max(segments.backward - recompute.backward, keep.forward) / (2 * calls - ceil(calls / SEGMENT))
+    replay = max(segments.backward - recompute.backward, keep.forward) / (2 * calls - ceil(calls / PROBE_SEGMENT))
     length = 2
     while length <= calls // 2:
         held = outside + (ceil(calls / length) + 1) * chained
         replays = calls - ceil(calls / length)
         yield option(segments_of(length), held, held + length * chained + saved, replays)
         length *= 2
-    revolve = figures.get(revolve_of(SLOTS))
+    revolve = figures.get(revolve_of(PROBE_SLOTS))
     if revolve is not None:
         linking = max(0.0, revolve.forward - recompute.forward)
-        replay = max(revolve.backward - recompute.backward, keep.forward / 2) / (advances(calls, SLOTS) + 1)
+        replay = max(revolve.backward - recompute.backward, keep.forward / 2) / (advances(calls, PROBE_SLOTS) + 1)
     slots = 2
     while slots < calls // 2:
         held = outside + (slots + 1) * chained
@@ -76,7 +77,7 @@ def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFig
 
 
 def _more(figures: UnitFigures, keep: UnitFigures, direction: str) -> float:
-    """What a decision that was measured adds in "forward" or "backward"."""
+    """Return the time that a measured decision adds in "forward" or "backward"."""
     difference: float = getattr(figures, direction) - getattr(keep, direction)
     work: float = getattr(figures, f"work_{direction}")
     return max(difference, work)

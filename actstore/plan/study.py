@@ -1,4 +1,4 @@
-"""What else could have been chosen: the plan's own profile under other budgets, and other decisions for one unit."""
+"""Alternatives to a plan: its profile under other budgets, and other decisions for one unit."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Other:
-    """Another decision for one unit, all others as planned.
+    """Alternative decision for one unit, with the remaining units as planned.
 
     Attributes
     ----------
-    slower : ms that the step takes longer; less than zero where it is faster
-    over : bytes by which the device's memory would not suffice
-    breaks : the limits that would not hold: "device", "host", "disk", "error"
+    slower : ms that the step takes longer; below zero where it is faster
+    over : missing bytes of device memory
+    breaks : the limits that the decision exceeds: "device", "host", "disk", "error"
     """
 
     decision: str
@@ -43,7 +43,7 @@ class Other:
 
 
 class Study:
-    """Questions to the solver about a plan. Computes when asked; not thread-safe."""
+    """Questions to the solver about a plan, answered lazily. Not thread-safe."""
 
     def __init__(self, plan: PlanValues) -> None:
         self._plan = plan
@@ -59,7 +59,7 @@ class Study:
 
     @cached_property
     def choice(self) -> tuple[int, ...] | None:
-        """The plan as indices of options; None where its profile does not have them."""
+        """Option indices of the plan; None where its profile lacks them."""
         found = []
         for row, layer in zip(self._plan.rows, self.chain.layers, strict=False):
             at = next((i for i, option in enumerate(layer.options) if option.decision == row.decision), None)
@@ -69,18 +69,18 @@ class Study:
         return tuple(found) if len(found) == len(self._plan.rows) == len(self.chain.layers) else None
 
     def front(self, points: int, time_limit: float = 0.5) -> tuple[Budget, ...]:
-        """Budgets from the least that is possible to the most that is of use, each with a faster step than the last.
+        """Return budgets from the least possible to the most that is of use, each with a faster step than the last.
 
         Parameters
         ----------
-        time_limit : s for each of them
+        time_limit : seconds for each of them
 
         Raises
         ------
-        CapacityError : a limit beside the device's cannot be kept
-        ConfigError : no units; or it takes the solver, and scipy is not installed
+        CapacityError : a limit other than the device's cannot be kept
+        ConfigError : the plan has no units; or the solver is needed, and scipy is not installed
         """
-        beyond = self._plan.budget - self.limits.device  # what a step was seen to hold beyond the prediction
+        beyond = self._plan.budget - self.limits.device  # bytes that a step held beyond the prediction
         return tuple(
             Budget(
                 point.device + beyond,
@@ -93,7 +93,7 @@ class Study:
         )
 
     def others(self, at: int) -> list[Other]:
-        """What each other option of the unit at this place would change, the fastest first; none without `choice`."""
+        """Return the effect of each other option of a unit, the fastest first; empty without `choice`."""
         choice = self.choice
         if choice is None:
             return []

@@ -10,17 +10,17 @@ from actstore.plan.profile import Profile
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What one unit does; sizes in bytes, times in ms.
+    """Decision of one unit and its effects; sizes in bytes, times in ms.
 
     Attributes
     ----------
-    unit : name of the module; "" is what the model itself and the loss save
-    decision : policy text, with names as seen from the unit
-    saved : what plain autograd would hold
-    held : what is held on the device between forward and backward
-    moved : what goes to host memory or to disk
-    extra : what the decision adds to the step's compute
-    stall : how long compute waits there
+    unit : name of the module; "" for the tensors that the model itself and the loss save
+    decision : policy text, with names relative to the unit
+    saved : bytes that plain autograd would hold
+    held : bytes held on the device between forward and backward
+    moved : bytes that go to host memory or to disk
+    extra : time that the decision adds to the step's compute
+    stall : time that compute waits there
     """
 
     unit: str
@@ -34,13 +34,13 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to take, or what it took.
+    """Predicted or measured time, peak and noise of a step.
 
     Attributes
     ----------
     step : milliseconds
-    peak : bytes, of the device
-    noise : variance that payloads add to the gradients, as a fraction of that from batch to batch; not measured
+    peak : bytes on the device
+    noise : variance that payloads add to the gradients, as a fraction of that from batch to batch; predicted only
     """
 
     step: float
@@ -50,7 +50,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PlanValues:
-    """The fields of a `Plan`, which says what they mean."""
+    """Fields of a `Plan`; its docstring describes them."""
 
     text: str
     budget: int
@@ -69,7 +69,7 @@ class PlanValues:
 
     @property
     def decisions(self) -> dict[str, str]:
-        """What each unit does."""
+        """Decisions by unit."""
         return {row.unit: row.decision for row in self.rows}
 
     def check(self, model: str, machine: dict[str, str]) -> None:
@@ -77,7 +77,7 @@ class PlanValues:
 
         Raises
         ------
-        ConfigError : the differences, and what to do
+        ConfigError : the model or the machine differs; the text names the differences and the next step
         """
         found = {"model": model, **machine}
         wanted = {"model": self.profile.model, **self.profile.machine}

@@ -1,4 +1,4 @@
-"""Limits that a plan may use."""
+"""The user's limits for a plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wish:
-    """The limits that the user grants.
+    """Limits that the user grants.
 
     Attributes
     ----------
     device : most bytes on the compute device
-    host, disk : most bytes in host memory and on disk; None for as much as there is, 0 for nothing
+    host, disk : most bytes in host memory and on disk; None for all that exist, 0 for none
     max_noise : variance that payloads may add to the gradients, as a fraction of that from batch to batch
     """
 

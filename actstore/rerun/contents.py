@@ -1,4 +1,4 @@
-"""What modules hold beside parameters and buffers, and how it is put back."""
+"""The contents of modules beside parameters and buffers, and how to restore them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class Attributes:
-    """The attributes of a module: hooks, buffers, flags, whatever it counts."""
+    """The attributes of a module: hooks, buffers, flags, counters."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -26,7 +26,7 @@ class Attributes:
 
 
 class Content:
-    """What a container holds. One that holds it still is not written to: its class may not allow that."""
+    """The elements of a container. `restore` writes only where they have changed: a class may refuse writes."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
@@ -47,14 +47,14 @@ class Content:
 
 
 def _identity(held: Any) -> Any:
-    """Of an element, or of a key and its value: their own comparison may not be a truth value."""
+    """Return the ids of an element, or of a key and its value, as their ``==`` may not return a bool."""
     return tuple(map(id, held)) if type(held) is tuple else id(held)
 
 
 def contents(modules: Iterable[Module]) -> tuple[list[Content], list[Tensor]]:
-    """Lists, sets, dicts and deques among the attributes of modules and inside of each other, and plain tensors there.
+    """Return the lists, sets, dicts and deques among and inside the attributes of modules, and the plain tensors there.
 
-    Each is given once. Tensors that a graph computed are left out: nobody writes to those.
+    Each is returned once. Tensors that a graph computed are left out: a step does not write to them.
     """
     containers: list[Content] = []
     tensors: dict[int, Tensor] = {}

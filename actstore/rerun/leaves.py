@@ -1,4 +1,4 @@
-"""Tensors and their gradients as they were."""
+"""Tensors and their gradients, recorded to be restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Value:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.version = None if tensor.is_inference() else tensor._version
-        self._sparse = tensor.detach() if components(tensor) else None  # keeps its indices and values
+        self._sparse = tensor.detach() if components(tensor) else None  # keeps the indices and values alive
         self._copies = [copy for part in self._parts() for copy in copies(part)]
 
     def restore(self) -> None:
@@ -28,7 +28,7 @@ class Value:
 
 
 class Gradient:
-    """A leaf, whether it requires a gradient, and the one that it has."""
+    """A leaf, its `requires_grad` flag, and its gradient."""
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf, self._requires_grad, self.grad = leaf, leaf.requires_grad, leaf.grad

@@ -1,4 +1,4 @@
-"""What optimizers remember, and the parameters that only they know."""
+"""The states of optimizers, and the parameters that only an optimizer refers to."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from actstore.rerun.leaves import Value
 
 
 def live_optimizers() -> list[Optimizer]:
-    """All optimizers of the process."""
+    """Return all optimizers of the process."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]  # isinstance asks proxies
 
 
 def leaves_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of an optimizer."""
+    """Yield the parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 class OptimizerState:
-    """What an optimizer remembers. `load_state_dict` would replace its tensors, and change the type of some."""
+    """The state and the groups of an optimizer. `load_state_dict` would replace tensors, and change some dtypes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

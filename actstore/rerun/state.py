@@ -1,4 +1,4 @@
-"""Everything that a training step changes, to run it again from the same point."""
+"""The whole state that a training step changes, to run the step again from the same point."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from actstore.rerun.optimizers import OptimizerState, leaves_of, live_optimizers
 
 
 class ModelState:
-    """Parameters, buffers, gradients, attributes of modules, optimizers and random generators, as they were found.
+    """Parameters, buffers, gradients, module attributes, optimizers and random generators, recorded at construction.
 
-    A context manager: on exit all is put back, after an exception too. `restore` puts it back in between. Where
-    something cannot be put back the rest is, and the error raised; on exit it is a note to that of the step, if any.
+    A context manager: on exit it restores everything, also after an exception. `restore` does so in between. Where one
+    part cannot be restored, the rest is, and the error is raised; on exit it becomes a note on the step's own error.
 
     Parameters
     ----------
     model : Module, or None
-    tensors : more leaves, whose values and gradients are put back
-    stateful : what else the step changes: objects with `state_dict` and `load_state_dict`
+    tensors : more leaves, whose values and gradients to restore
+    stateful : other objects that the step changes, with `state_dict` and `load_state_dict`
 
     Notes
     -----
-    Copies of values are in host memory. An optimizer is put back from its first step on, and by then backward has
-    added to the gradients: those of all optimizers that exist when a state is made are known before.
+    Copies of values are in host memory. An optimizer is restored from its first step on. By then backward has added to
+    the gradients; so those of all optimizers that exist at construction are recorded at once.
     Known generators: Python's, NumPy's global one, torch's of the CPU and of the devices of the tensors, and those that
     are attributes of modules.
-    Modules get their attributes back, what lists, sets, dicts and deques among them or in each other held, and the
-    values of plain tensors there; what other objects hold stays.
+    Modules get back their attributes, the elements of lists, sets, dicts and deques among and inside these, and the
+    values of plain tensors there. The contents of other objects are not restored.
     """
 
     def __init__(self, model: Module | None, tensors: Iterable[Tensor], stateful: Iterable[Any]) -> None:
@@ -89,13 +89,13 @@ class ModelState:
                 raise
             error.add_note(f"Afterwards not all could be put back as it was: {type(failure).__name__}: {failure}")
         finally:
-            for value in self._values.values():  # they are those of that version again: older graphs stay valid
+            for value in self._values.values():  # the values of that version are back: older graphs stay valid
                 if value.version is not None and value.tensor._version != value.version:
                     _unsafe_set_version_counter((value.tensor,), (value.version,))
 
     def restore(self, *, fresh_grads: bool = True) -> None:
-        """Put everything back; gradients as copies (`fresh_grads`), which a run may change, or as the objects found."""
-        with ExitStack() as stack:  # what is pushed first is called last, and whatever the others raise
+        """Restore everything; gradients as copies (`fresh_grads`), which a run may change, or as the objects found."""
+        with ExitStack() as stack:  # calls all in reverse order, also after one raises
             for undo in reversed(list(self._undoings(fresh_grads))):
                 stack.callback(undo)
 
@@ -116,7 +116,7 @@ class ModelState:
         self._grads.setdefault(id(leaf), Gradient(leaf))
 
     def _unknown(self, optimizer: Optimizer) -> Iterator[tuple[Gradient, Value | None]]:
-        """The gradients of an optimizer's parameters that are not put back so far."""
+        """Yield the gradients of an optimizer's parameters that are not recorded so far."""
         for leaf in leaves_of(optimizer):
             if id(leaf) not in self._grads:
                 yield Gradient(leaf), None if leaf.grad is None else Value(leaf.grad)
@@ -140,12 +140,12 @@ def _load(thing: Any, found: Any) -> None:
 
 
 class _SharedGenerators:
-    """The states of the random generators that programs share, and of those that modules own."""
+    """The states of the process's global random generators, and of those that modules own."""
 
     def __init__(self, devices: set[torch.device], modules: Iterable[Module]) -> None:
         self._owned = [(source, source.read()) for source in owned(modules)]
         self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002  # what programs that use the global generator draw from
+        self._numpy = np.random.get_state()  # noqa: NPY002  # the generator that np.random.rand and its like draw from
         self._cpu = torch.get_rng_state()
         self._devices = {
             device: torch.get_device_module(device).get_rng_state(device)
@@ -163,7 +163,7 @@ class _SharedGenerators:
 
 
 def require_initialized(model: Module | None) -> None:
-    """Refuse parameters and buffers that have no values yet.
+    """Refuse uninitialized parameters and buffers.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A training step that a user wrote, in any of the forms that are taken."""
+"""A user's training step, in any of the accepted forms."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from actstore.errors import ConfigError
 
 
 def takes_store(step: Callable[..., Any]) -> bool:
-    """Whether a step wants to be given the store.
+    """Return whether a step takes the store as its argument.
 
     Raises
     ------
-    ConfigError : it cannot be called, or wants more than that
+    ConfigError : the step is not callable, or requires more than one argument
     """
     if not callable(step):
         raise ConfigError(f"step={step!r} is not a function; give one that runs forward and backward")
@@ -37,7 +37,7 @@ def takes_store(step: Callable[..., Any]) -> bool:
 
 
 def leaves_of(returned: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that a step returned, by name."""
+    """Yield the tensors and numbers that a step returned, with their names."""
     for path, leaf in tree_flatten_with_path(returned)[0]:
         if isinstance(leaf, Tensor) or is_number(leaf):
             yield f"returned{keystr(path)}", leaf
@@ -50,16 +50,16 @@ def is_number(value: Any) -> bool:
 
 
 def run_backward(outputs: dict[str, Any]) -> None:
-    """Run the backward that the step left to us, from `loss_of(outputs)`."""
+    """Run backward from `loss_of(outputs)`, for a step that returned its loss instead."""
     torch.autograd.backward(loss_of(outputs))
 
 
 def loss_of(outputs: dict[str, Any]) -> Tensor:
-    """The loss of a step that left backward to us.
+    """Return the loss of a step that ran no backward itself.
 
     Raises
     ------
-    ConfigError : it returned none
+    ConfigError : the step returned no loss
     """
     for value in outputs.values():
         if isinstance(value, Tensor) and value.requires_grad:

@@ -1,4 +1,4 @@
-"""Finds a model and its training step in a file or a module of the user."""
+"""The model and the training step in a user's file or module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_step():
 
 @dataclass(frozen=True)
 class Target:
-    """A model and a step of its training, as `actstore.check_gradients` takes it; and the step on other batches."""
+    """A model, its training step as `actstore.check_gradients` takes it, and the same step on other batches."""
 
     name: str
     model: Module
@@ -46,14 +46,14 @@ def load(target: str, arguments: Sequence[str] = ()) -> Target:
     ----------
     target : ``path.py:make_step`` or ``my_module:make_step``; the name may be left out. The function takes no arguments
         and returns ``(model, step)``, or a step that has the model as its attribute `model`; a list of steps on other
-        batches may come third, ``(model, step, others)``, to measure the noise of the gradients
-    arguments : for the script, in `sys.argv` as if it had been started with them
+        batches may come third, ``(model, step, [step, ...])``, to measure the noise of the gradients
+    arguments : the script's arguments, set in `sys.argv` as if Python had started the script with them
 
     Raises
     ------
-    ConfigError : there is no such file, module or function, or it returns something else. A file that does not define
-        the function is not run
-    Whatever the user's own code raises
+    ConfigError : the file, module or function does not exist, or the function returns something else. A file that does
+        not define the function is not run
+    Any error of the user's own code
 
     Notes
     -----
@@ -73,11 +73,11 @@ def load(target: str, arguments: Sequence[str] = ()) -> Target:
 
 @contextmanager
 def users_code(script: str, before: str) -> Iterator[None]:
-    """Around code of the user: what it raises is its traceback, one line, and exit code 2; our own errors pass through.
+    """Run the user's code; show its error as a traceback and one line, and exit with code 2. actstore's errors pass.
 
     Parameters
     ----------
-    before : what could not be done, for the message
+    before : the work that an early exit prevents, for the message
     """
     try:
         yield
@@ -93,7 +93,7 @@ def users_code(script: str, before: str) -> Iterator[None]:
         raise typer.Exit(2) from error
     except BaseException as error:
         traceback.print_exc()
-        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so nothing can be told", err=True)
+        typer.echo(f"actstore: {script} raised {type(error).__name__}, and so the command has no result", err=True)
         raise typer.Exit(2) from error
 
 
@@ -109,13 +109,13 @@ def _run_file(path: Path, name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where pickle and dataclasses look
+    sys.modules[path.stem] = module  # pickle and dataclasses look modules up here
     spec.loader.exec_module(module)
     return module
 
 
 def _defines(tree: ast.Module, name: str) -> bool:
-    """Whether a file has a function of this name at its top, as far as its text tells."""
+    """Return whether a file seems to define this name at its top level, by its syntax tree alone."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return True
@@ -132,7 +132,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports
+            raise  # an import inside the user's module failed
         raise ConfigError(
             f"no module is called {name!r} here; give a file such as train.py:{MAKE_STEP}, or run this in the "
             "folder of the module"

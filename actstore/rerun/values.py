@@ -1,4 +1,4 @@
-"""The bits of tensors of every kind: their digests, copies of them, and how far two of them are apart."""
+"""The bits of tensors of every kind: their checksums, their copies, and the distance of two tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from actstore.base.checksum import checksum
 
-CHUNK = 2**22  # elements whose difference is taken at a time, in double precision
+CHUNK_NUMEL = 2**22  # bounds the temporaries in double precision
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far two tensors are apart.
+    """Distance of two tensors.
 
-    norm : of the expected values that are finite
+    norm : norm of the finite expected values
     off : norm of the difference; infinite where only one of two elements is finite
     max_abs : the largest difference of two elements
     """
@@ -35,18 +35,18 @@ class Error:
 
 
 def relative(off: float, norm: float) -> float:
-    """`off` by `norm`; 0 where there is no difference, infinite where there is one from nothing."""
+    """Return `off` divided by `norm`: 0 for `off` 0, otherwise infinite for `norm` 0."""
     if not off:
         return 0.0
     return off / norm if norm else math.inf
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold the bytes of `tensor`; none where there are no bytes to read.
+    """Return the strided tensors that hold the bytes of `tensor`; empty where the bytes cannot be read.
 
     Notes
     -----
-    A strided tensor is its own part, so that writing to the part writes to it. Sparse ones are given densely.
+    A strided tensor is its own part: a write to the part writes to the tensor. A sparse tensor gives a dense copy.
     """
     tensor = tensor.detach()
     if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -62,7 +62,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 def components(tensor: Tensor) -> list[Tensor]:
-    """The indices and values of a sparse tensor, not copied; none of another one."""
+    """Return the indices and values of a sparse tensor, not copied; empty for another layout."""
     tensor = tensor.detach()
     match tensor.layout:
         case torch.sparse_coo:
@@ -75,7 +75,7 @@ def components(tensor: Tensor) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a strided tensor in the order of its elements: 1-d uint8, 8-byte aligned. May share its memory."""
+    """Return the bytes of a strided tensor in element order: 1-d uint8, 8-byte aligned. May share its memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.data_ptr() % 8 or flat.stride(0) != 1:
         flat = torch.empty(flat.numel(), dtype=flat.dtype, device=flat.device).copy_(flat)
@@ -83,26 +83,26 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> list[Tensor]:
-    """Checksums of the parts of `tensor`, on its device; the host does not wait."""
+    """Return the checksums of the parts of `tensor`, on its device. The host does not wait."""
     with torch.no_grad():
         return [checksum(bytes_of(part)) for part in parts(tensor)]
 
 
 def copies(tensor: Tensor) -> list[Tensor]:
-    """Copies of the parts of `tensor` in host memory. The host waits."""
+    """Copy the parts of `tensor` to host memory. The host waits."""
     with torch.no_grad():
         return [part.to("cpu", copy=True) for part in parts(tensor)]
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Equal bit for bit: NaN and the sign of zero count, strides do not."""
+    """Return whether two tensors are equal bit for bit: NaN and the sign of zero count, strides do not."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     return torch.equal(bytes_of(found), bytes_of(expected.to(found.device)))
 
 
 def compare(found: list[Tensor], expected: list[Tensor]) -> Error:
-    """How far the parts of one tensor are from those of another."""
+    """Return the distance of the parts of one tensor from those of another."""
     if [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in expected]:
         return Error(False, _norm(expected), math.inf, math.inf)
     if all(same_bits(a, b) for a, b in zip(found, expected, strict=True)):
@@ -110,7 +110,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> Error:
     off = largest = 0.0
     for a, b in zip(found, expected, strict=True):
         wide = torch.complex128 if a.is_complex() else torch.float64
-        pairs = zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True)
+        pairs = zip(a.reshape(-1).split(CHUNK_NUMEL), b.reshape(-1).split(CHUNK_NUMEL), strict=True)
         for x, y in ((x.to(wide), y.to(wide)) for x, y in pairs):
             away = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
             if away.numel():
@@ -121,6 +121,6 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> Error:
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    chunks = (chunk for tensor in tensors for chunk in tensor.reshape(-1).split(CHUNK))
+    chunks = (chunk for tensor in tensors for chunk in tensor.reshape(-1).split(CHUNK_NUMEL))
     wide = (x.to(torch.complex128 if x.is_complex() else torch.float64).abs() for x in chunks)
     return math.sqrt(sum(float(x.nan_to_num(0.0, 0.0).square().sum()) for x in wide))

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from torch.nn import Module
 
-from actstore.auto.controller import TIGHTER, ran_out
+from actstore.auto.controller import OOM_BUDGET_SHARE, ran_out
 from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, CapacityError
@@ -64,7 +64,7 @@ def _largest(accounts: list[Account]) -> list[str]:
 def _next(accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool) -> str:
     if not peak:
         return "a smaller batch: activations are not what fills memory"
-    chooser = f'the policy "auto({_written(int(TIGHTER * peak))})"'
+    chooser = f'the policy "auto({_written(int(OOM_BUDGET_SHARE * peak))})"'
     if has_budget:
         return f"{chooser}, or a smaller batch"
     stays = _stays_in_blocks(accounts, policy, model)

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actstore import ActivationStore, SampleErrors
-from actstore.accuracy.bits.chooser import BASE, LEVELS
+from actstore.accuracy.bits.chooser import ERROR_LEVELS, INITIAL_CODEC
 from actstore.accuracy.bits.payloads import Choice, Sensitivity, SitePayload
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED
@@ -101,11 +101,11 @@ def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Ch
 
 def ours(subject: Subject) -> dict[str, Sensitivity]:
     """The sensitivities that one lossy step shows, for the variance of all weights together, as GACT has it."""
-    store = ActivationStore(subject.model, Encode(BASE), min_bytes=MIN_NBYTES, observe=[SampleErrors(every=0)])
+    store = ActivationStore(subject.model, Encode(INITIAL_CODEC), min_bytes=MIN_NBYTES, observe=[SampleErrors(every=0)])
     influence = store._influence
     assert influence is not None
     store.sample_next()
-    influence.ask(LEVELS)
+    influence.ask(ERROR_LEVELS)
     with store:
         loss = subject.model(*subject.batches[0])
     torch.autograd.grad(loss, subject.parameters)
@@ -113,11 +113,11 @@ def ours(subject: Subject) -> dict[str, Sensitivity]:
     assert influence._look.parts is not None
     step, _ = influence._look.parts
     norms = step.norms.read()
-    curves = {level: variances(step, norms, None, level) for level in LEVELS}
+    curves = {level: variances(step, norms, None, level) for level in ERROR_LEVELS}
     store.close()
     return {
-        str(account.site): Sensitivity(tuple((level**2, curves[level][account]) for level in LEVELS))
-        for account in curves[LEVELS[0]]
+        str(account.site): Sensitivity(tuple((level**2, curves[level][account]) for level in ERROR_LEVELS))
+        for account in curves[ERROR_LEVELS[0]]
     }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from actstore import ActivationStore, Bits, measure_gradient_error
 from actstore.accuracy.bits import chooser
-from actstore.accuracy.influence.pairs import PATIENCE
+from actstore.accuracy.influence.pairs import MAX_VAIN_PAIRS
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import CapacityError, ConfigError, StateError
@@ -71,7 +71,7 @@ def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
     store, choice = chosen.store, chosen.store.plan
     noise = store._controller.noise
     assert 0 < choice.variance <= 0.02 * noise
-    assert choice.gap <= chooser.GAP
+    assert choice.gap <= chooser.CHOICE_GAP
     assert choice.bits < 12
     assert len(set(choice.decisions.values())) > 1
     store.sample_next()
@@ -126,7 +126,7 @@ def test_least_disturbance_within_a_budget(chosen):
 
 
 def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeypatch):
-    monkeypatch.setattr(chooser, "AGAIN", 1)
+    monkeypatch.setattr(chooser, "RECHOOSE_STEPS", 1)
     training = Training(budget=1000)
     with pytest.raises(CapacityError, match=r"Bits\(budget=1000 B\) is too small: .* are held beside") as refused:
         training.until_chosen()
@@ -140,7 +140,7 @@ def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeyp
 
 
 def test_chosen_again_after_some_steps(monkeypatch):
-    monkeypatch.setattr(chooser, "AGAIN", 2)
+    monkeypatch.setattr(chooser, "RECHOOSE_STEPS", 2)
     training = Training(max_noise=0.05)
     first = training.until_chosen()
     begin = training.steps
@@ -181,7 +181,7 @@ def test_steps_whose_backward_comes_late_are_refused():
             with training.store:
                 losses.append(training.model(*training.job.batch(0)))
 
-    with pytest.raises(StateError, match=f"{PATIENCE} steps with lossy payloads did not show"):
+    with pytest.raises(StateError, match=f"{MAX_VAIN_PAIRS} steps with lossy payloads did not show"):
         forwards()
     sum(losses).backward()
     assert training.until_chosen() is not None  # the next steps measure again
@@ -229,7 +229,7 @@ def test_a_budget_holds_where_backward_runs_inside_the_context():
 
 
 def test_steps_that_show_nothing_later_are_warned_of_only(monkeypatch):
-    monkeypatch.setattr(chooser, "AGAIN", 1)
+    monkeypatch.setattr(chooser, "RECHOOSE_STEPS", 1)
     training = Training(max_noise=0.1)
     choice = training.until_chosen()
     losses = []
@@ -245,7 +245,7 @@ def test_steps_that_show_nothing_later_are_warned_of_only(monkeypatch):
 
 
 def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
-    monkeypatch.setattr(chooser, "WATCH", 2)
+    monkeypatch.setattr(chooser, "WATCH_STEPS", 2)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     torch.nn.init.zeros_(model[2].weight)  # so that the layers before have no gradients yet, as with LoRA
@@ -270,7 +270,7 @@ def test_a_model_without_payloads_is_kept():
     training.store = ActivationStore(training.model, Bits(max_noise=0.1), min_bytes="1GiB")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        training.run(2 * PATIENCE)
+        training.run(2 * MAX_VAIN_PAIRS)
     assert training.store.report().stored_bytes == 0
 
 

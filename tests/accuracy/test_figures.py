@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tests.oracles
 from actstore import encode
 from actstore.accuracy import Total, measure
-from actstore.accuracy.figures import BLOCKS, FAINT, MOST_ELEMENTS, scratch_nbytes
+from actstore.accuracy.figures import FAINT_MAGNITUDE, MEASURED_NUMEL, MEASURED_RUNS, scratch_nbytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 VARIANTS = [
@@ -36,7 +36,7 @@ def oracle(*pairs):
     x = np.concatenate([x.double().flatten().numpy() for x, _ in pairs])
     y = np.concatenate([y.double().flatten().numpy() for _, y in pairs])
     largest = [[max([0.0, *q[q.isfinite()].abs().tolist()]) for q in pair] for pair in pairs]
-    limits = [most if max(of_x, most) > FAINT else np.inf for of_x, most in largest]
+    limits = [most if max(of_x, most) > FAINT_MAGNITUDE else np.inf for of_x, most in largest]
     most = np.concatenate([np.full(q.numel(), limit) for limit, (_, q) in zip(limits, pairs, strict=True)])
     both = np.isfinite(x) & np.isfinite(y)
     lost = (np.isfinite(x) != np.isfinite(y)) | (both & (np.abs(np.where(both, x, 0)) > 2 * most))
@@ -101,7 +101,7 @@ def test_any_layout(order):
 
 
 def test_of_very_large_ones_runs_from_one_end_to_the_other_are_measured():
-    x = torch.ones(MOST_ELEMENTS // BLOCKS + (BLOCKS - 1) * 2**16)
+    x = torch.ones(MEASURED_NUMEL // MEASURED_RUNS + (MEASURED_RUNS - 1) * 2**16)
     back = x.clone()
     back[-1] = 2.0
     found = figures((x, back))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore, SampleErrors
-from actstore.accuracy.influence.graph import BUILT_IN
+from actstore.accuracy.influence.graph import BUILT_IN_NODE
 from tests.autograd.checks import same_bits
 
 
@@ -80,10 +80,10 @@ def test_two_forwards_and_one_backward() -> None:
 
 
 def test_only_operators_of_pytorch_run_twice() -> None:
-    assert BUILT_IN.fullmatch("AddmmBackward0")
-    assert BUILT_IN.fullmatch("ScaledDotProductFlashAttentionForCpuBackward0")
+    assert BUILT_IN_NODE.fullmatch("AddmmBackward0")
+    assert BUILT_IN_NODE.fullmatch("ScaledDotProductFlashAttentionForCpuBackward0")
     for others in ("torch::autograd::CppNode<Fused>", "CompiledFunctionBackward", "DoubledBackward", "CopySlices"):
-        assert not BUILT_IN.fullmatch(others)
+        assert not BUILT_IN_NODE.fullmatch(others)
 
 
 def test_a_compiled_function_around_the_model_stays_whole() -> None:

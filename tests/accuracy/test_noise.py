@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Encode, SampleErrors
-from actstore.accuracy.influence.batch_noise import MOST, Minibatch, sample
+from actstore.accuracy.influence.batch_noise import SAMPLE_NUMEL, Minibatch, sample
 from actstore.base.ledger import Ledger
 from actstore.codecs import Int8
 from tests.system.interrupts import Moments, in_package
@@ -91,12 +91,12 @@ def test_its_mean_is_the_variance():
     assert sum(found) / len(found) == pytest.approx(variance, rel=0.05)
 
 
-@pytest.mark.parametrize("numel", [0, 1, MOST - 1, MOST, MOST + 1, 3 * MOST + 7])
+@pytest.mark.parametrize("numel", [0, 1, SAMPLE_NUMEL - 1, SAMPLE_NUMEL, SAMPLE_NUMEL + 1, 3 * SAMPLE_NUMEL + 7])
 def test_a_sample_is_small_and_evenly_spaced(numel):
     values = torch.arange(numel, dtype=torch.float64)
     taken = sample(values)
     assert taken.dtype is torch.float32
-    assert min(numel, MOST // 2) <= len(taken) <= MOST
+    assert min(numel, SAMPLE_NUMEL // 2) <= len(taken) <= SAMPLE_NUMEL
     if len(taken) > 1:
         assert len(set(taken.diff().tolist())) == 1
     taken.zero_()
@@ -178,7 +178,7 @@ def test_samples_are_booked_until_they_are_compared():
     noise.begin(model)
     model(torch.randn(4, 700)).sum().backward()
     nbytes = sum(sample(weight).nbytes for weight in model.parameters())
-    assert ledger.peak == nbytes <= 4 * 2 * MOST
+    assert ledger.peak == nbytes <= 4 * 2 * SAMPLE_NUMEL
     noise.follow(model)
     model(torch.randn(4, 700)).sum().backward()
     assert ledger.fits(0)
@@ -189,7 +189,7 @@ def test_samples_are_booked_until_they_are_compared():
 def test_there_are_no_samples_where_the_next_step_has_no_room_for_them():
     model, _, _ = linear(700, 400)
     ledger = Ledger()
-    ledger.limit = 2 * MOST
+    ledger.limit = 2 * SAMPLE_NUMEL
     noise = Minibatch(ledger)
     noise.begin(model)
     model(torch.randn(4, 700)).sum().backward()

@@ -126,7 +126,7 @@ def test_a_batch_that_grows_is_planned_for():
 
 
 def test_a_batch_that_shrinks_is_planned_for(monkeypatch):
-    monkeypatch.setattr(automatic, "SHRUNK", 8)
+    monkeypatch.setattr(automatic, "SHRUNK_STEPS", 8)
     model, budget = Net(), int(0.5 * full(1024))
     store = auto(model, budget)
     run(model, store, 20, 1024)

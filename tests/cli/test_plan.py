@@ -62,8 +62,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: Non
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "planned", None)
     monkeypatch.delitem(sys.modules, "planned")
-    monkeypatch.setattr("actstore.plan.explain.BUDGETS", 2)
-    monkeypatch.setattr(plan_plot, "POINTS", 4)
+    monkeypatch.setattr("actstore.plan.explain.SHOWN_BUDGETS", 2)
+    monkeypatch.setattr(plan_plot, "FRONT_POINTS", 4)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -151,7 +151,7 @@ def test_a_plan_draws_itself(monkeypatch):
     plan = planned()
     from actstore.plan import plot
 
-    monkeypatch.setattr(plot, "POINTS", 3)
+    monkeypatch.setattr(plot, "FRONT_POINTS", 3)
     above, below = plan.plot().axes
     assert above.get_title(loc="left") == "What memory buys"
     assert below.get_yticklabels()[0].get_text() == plan.rows[0].unit

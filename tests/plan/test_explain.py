@@ -30,7 +30,7 @@ def text(plan: Plan) -> str:
 @pytest.fixture(autouse=True)
 def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them takes the solver's time; `text` has them all."""
-    monkeypatch.setattr("actstore.plan.explain.BUDGETS", 2)
+    monkeypatch.setattr("actstore.plan.explain.SHOWN_BUDGETS", 2)
 
 
 def section(plan: Plan, begins: str) -> str:

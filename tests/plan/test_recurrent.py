@@ -2,7 +2,7 @@
 
 from actstore.plan.build import kept
 from actstore.plan.profile import Unit, UnitBytes, UnitFigures
-from actstore.plan.recurrent import SEGMENT, SLOTS, recurrent_options, revolve_of, segments_of
+from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, recurrent_options, revolve_of, segments_of
 from actstore.plan.solver.revolve import advances
 
 CALLS = 160
@@ -16,12 +16,12 @@ def figures(decision, held, backward, work=0.0):
 
 def measured():
     stored = CALLS * (CHAINED + OUTSIDE)
-    segments = stored - (CALLS - CALLS // SEGMENT) * CHAINED
-    replays = CALLS - CALLS // SEGMENT
+    segments = stored - (CALLS - CALLS // PROBE_SEGMENT) * CHAINED
+    replays = CALLS - CALLS // PROBE_SEGMENT
     return {
         "keep": figures("keep", CALLS * SAVED, 480.0),
         "recompute": figures("recompute", stored, 960.0, 400.0),
-        segments_of(SEGMENT): figures(segments_of(SEGMENT), segments, 960.0 + 3 * (CALLS + replays), 400.0),
+        segments_of(PROBE_SEGMENT): figures(segments_of(PROBE_SEGMENT), segments, 960.0 + 3 * (CALLS + replays), 400.0),
     }
 
 
@@ -54,15 +54,15 @@ def test_revolve():
 
 def test_what_a_replay_costs_under_revolve_is_measured_by_itself():
     found = measured()
-    replays = advances(CALLS, SLOTS) - (CALLS - 1)
-    found[revolve_of(SLOTS)] = figures(revolve_of(SLOTS), 0, 960.0 + 2 * (CALLS + replays), 400.0)
+    replays = advances(CALLS, PROBE_SLOTS) - (CALLS - 1)
+    found[revolve_of(PROBE_SLOTS)] = figures(revolve_of(PROBE_SLOTS), 0, 960.0 + 2 * (CALLS + replays), 400.0)
     assert options(found)[revolve_of(3)].backward == 480 + 2 * (advances(CALLS, 3) + 1)
     assert options(found)[segments_of(16)].backward == 480 + 3 * (CALLS + CALLS - 10)
 
 
 def test_nothing_is_replayed_where_inputs_from_the_call_before_are_small():
     found = measured()
-    found[segments_of(SEGMENT)] = figures(segments_of(SEGMENT), CALLS * (CHAINED + OUTSIDE), 960.0)
+    found[segments_of(PROBE_SEGMENT)] = figures(segments_of(PROBE_SEGMENT), CALLS * (CHAINED + OUTSIDE), 960.0)
     assert all("segment" not in decision and "revolve" not in decision for decision in options(found))
 
 

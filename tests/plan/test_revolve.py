@@ -7,7 +7,7 @@ from checkpoint_schedules import EndForward, EndReverse, Forward, Revolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.plan.solver.revolve import MOST_AUTO, advances, fewest_slots, positions
+from actstore.plan.solver.revolve import MAX_AUTO_ADVANCES, advances, fewest_slots, positions
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_the_fewest_slots():
 
     for length in (1, 2, 12, 100, 1000):
         slots = fewest_slots(length)
-        assert replays(length, slots) < MOST_AUTO * length
-        assert slots == 1 or replays(length, slots - 1) >= MOST_AUTO * length
+        assert replays(length, slots) < MAX_AUTO_ADVANCES * length
+        assert slots == 1 or replays(length, slots - 1) >= MAX_AUTO_ADVANCES * length
     assert fewest_slots(1000) == 16
 
 

@@ -349,7 +349,7 @@ def test_a_front_of_memory_and_time():
     assert pareto(chain, Limits(5 * GIB), 4)[-1].device == 5 * GIB
     with pytest.raises(CapacityError, match="no choice of options fits"):
         pareto(chain, Limits(GIB), 4)
-    with pytest.raises(ConfigError, match="1 points are no front"):
+    with pytest.raises(ConfigError, match="points=1: must be 2 or more"):
         pareto(chain, Limits(inf), 1)
 
 

@@ -1,6 +1,6 @@
-"""Finds a codec for each payload while training runs: measures in a pair of steps, chooses, and chooses again later.
+"""The controller that finds a codec for each payload during training: it measures a pair of steps, and chooses.
 
-Every step on the way is a training step like any other, as lossy as it says.
+It repeats both later. Every step on the way is an ordinary training step, with the errors that its codecs state.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
 
-BASE = Int8(affine=True, round="dither")  # before there is a choice
-LEVELS = (0.02, 0.08, 0.4)  # relative errors, about those of 6, 4 and 2 bits
-GAP = 2e-3  # a choice is as near to the best
-AGAIN = 128  # steps after which it is chosen anew; then after twice as many, and so on,
-WATCH = 16  # and after so many, twice as many ..., if by then errors do more than
-GROWN = 2.0  # times what was predicted
-MOST_IN_ATTENTION = 0.01  # squared relative error, about that of 4 bits: what errors of queries and keys do grows
-ATTENTION = "Attention"  # exponentially with them, and with the logits as training goes on. In the names of nodes
+INITIAL_CODEC = Int8(affine=True, round="dither")  # until the first choice
+ERROR_LEVELS = (0.02, 0.08, 0.4)  # relative errors, about those of 6, 4 and 2 bits
+CHOICE_GAP = 2e-3  # proven relative distance of a choice from the optimum
+RECHOOSE_STEPS = 128  # from one choice to the next; doubled each time
+WATCH_STEPS = 16  # from a choice to the first check of its errors; doubled each time
+MAX_GROWTH = 2.0  # of the effect of errors over the predicted one; beyond it, measure and choose again
+# The effect of errors in queries and keys grows exponentially with these, and with the logits during training.
+MAX_ATTENTION_ERROR = 0.01  # squared relative error, about that of 4 bits
+ATTENTION = "Attention"  # part of the names of such nodes
 
 
 class BitsController:
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
-    It measures in pairs of steps. In the first every payload is taken through each candidate, and what errors of some
-    sizes would do is predicted; the second gives the noise from batch to batch. Payloads wait in 8 bits then; later in
-    the codecs of the choice that runs, and those that it keeps in 8 bits in the first step of the pair.
+    It measures in pairs of steps. In the first step, every payload goes through each candidate codec, and errors of
+    several sizes give a prediction of their effect. The second step gives the noise from batch to batch. Before the
+    first choice payloads are stored in 8 bits; later in the codecs of the running choice, where kept payloads use 8
+    bits in the first step of a pair.
 
     Attributes
     ----------
-    plan : the choice that runs; its variance is that of each weight's gradient by the square of its norm, averaged over
-        elements. None until it is known
-    noise : the same from batch to batch
+    plan : the running choice; its variance is that of each weight's gradient by the square of its norm, averaged over
+        elements. None before the first choice
+    noise : the same variance, from batch to batch
     """
 
     name = "bits"
@@ -63,33 +65,34 @@ class BitsController:
         self._limits = limits
         self._pairs = pairs
         self._codecs: dict[Site, Codec] = {}  # of the choice
-        self._ordinary: Policy = lambda _site, _spec: Encode(BASE)
-        self._tried: Trials | None = None  # of the pair that runs,
-        self._trials: Trials | None = None  # and of the step
+        self._ordinary: Policy = lambda _site, _spec: Encode(INITIAL_CODEC)
+        self._tried: Trials | None = None  # trials of the running pair,
+        self._trials: Trials | None = None  # and of the running step
         self._steps = self._policies()
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
     def next(self, _place: TierSet, _modules: Iterable[tuple[str, Module]]) -> Policy:
-        """The policy of the step that begins now.
+        """Return the policy of the step that begins now.
 
         Raises
         ------
-        CapacityError : no choice fits into the budget. Only before the first choice: later that goes on, with a warning
-        StateError : steps do not show what errors do to gradients. Only before the first choice, too
+        CapacityError : no choice fits into the budget. Raised only before the first choice; later that stays, with a
+            warning
+        StateError : steps do not show the effect of errors on gradients. Raised only before the first choice, too
         """
         try:
             return next(self._steps)
         except BaseException:
-            self._steps = self._policies()  # what was measured is lost with the frame that failed
+            self._steps = self._policies()  # the measurements are lost with the failed frame
             raise
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """The hook for an entry, from that of the store."""
+        """Return the pack hook of an entry, which notes shared payloads during trials, given the store's own."""
         return pack if self._trials is None else self._trials.noting(pack)
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin the step."""
 
     def end_forward(self, _error: BaseException | None) -> None:
         """End the forward."""
@@ -100,18 +103,18 @@ class BitsController:
         return False
 
     def close(self) -> None:
-        """The store is closed."""
+        """End the measurements, as the store is closed."""
         self._steps = iter(())
         self._tried = self._trials = None
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _policies(self) -> Iterator[Policy]:
-        """A policy for each step."""
-        interval = AGAIN
+        """Yield a policy for each step."""
+        interval = RECHOOSE_STEPS
         while True:
             yield from self._measure()
-            steps, look_at = 0, WATCH
+            steps, look_at = 0, WATCH_STEPS
             while steps < interval:
                 for _ in range(min(look_at, interval) - steps):
                     yield self._ordinary
@@ -122,7 +125,7 @@ class BitsController:
                 interval *= 2
 
     def _has_grown(self) -> Generator[Policy, None, bool]:
-        """Whether errors do much more than was predicted. It takes a pair of steps to see that."""
+        """Return whether errors have a much larger effect than predicted; takes a pair of steps."""
         choice = self.plan
         if choice is None or not self._codecs or not self.noise:
             return False
@@ -130,14 +133,14 @@ class BitsController:
         if effect is None:
             return False
         found, predicted = effect.by_weight / (effect.noise_by_weight or inf), choice.variance / self.noise
-        if found > GROWN * predicted:
+        if found > MAX_GROWTH * predicted:
             log.info("bits: errors add %.2g to the noise, not %.2g: measured again", found, predicted)
-        return found > GROWN * predicted
+        return found > MAX_GROWTH * predicted
 
     def _look(
         self, first: Callable[[], Policy], levels: tuple[float, ...] = ()
     ) -> Generator[Policy, None, GradientEffect | None]:
-        """As `Pairs.look`; None, with a warning, where steps show nothing and there is a choice to go on with."""
+        """Run `Pairs.look`; return None, with a warning, where steps show nothing and a choice exists."""
         try:
             return (yield from self._pairs.look(first, self._ordinary, levels))
         except StateError as error:
@@ -147,15 +150,15 @@ class BitsController:
             return None
 
     def _measure(self) -> Iterator[Policy]:
-        """A pair of steps that leads to a choice."""
-        effect = yield from self._look(self._try, LEVELS)
+        """Yield the policies of a pair of steps, and choose from its measurements."""
+        effect = yield from self._look(self._try, ERROR_LEVELS)
         trials, self._tried = self._tried, None
         if effect is None or trials is None:
             return
         known = {site.site: Sensitivity(site.curve) for site in effect.sites if site.curve}
         exponential = {site.site for site in effect.sites if any(ATTENTION in node for node in site.nodes)}
         payloads = [
-            payload.up_to(MOST_IN_ATTENTION) if str(payload.site) in exponential else payload
+            payload.up_to(MAX_ATTENTION_ERROR) if str(payload.site) in exponential else payload
             for payload in trials.payloads(known)
         ]
         if payloads and not known:
@@ -164,27 +167,27 @@ class BitsController:
         self._choose(payloads, effect.noise_by_weight or 0.0)
 
     def _try(self) -> Policy:
-        """What decides in a step in which each payload is taken through every candidate."""
+        """Return the policy of a step in which each payload goes through every candidate."""
         codecs = self._codecs
-        self._trials = self._tried = trials = Trials(CANDIDATES, waits=lambda site: codecs.get(site, BASE))
+        self._trials = self._tried = trials = Trials(CANDIDATES, waits=lambda site: codecs.get(site, INITIAL_CODEC))
         return trials
 
     def _choose(self, payloads: list[SitePayload], noise: float) -> None:
-        """Choose from what is known now."""
+        """Choose from the measurements so far."""
         budget, max_noise = self._limits.budget_nbytes, self._limits.max_noise
         try:
             if max_noise is not None:
-                choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=GAP)
+                choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=CHOICE_GAP)
             else:
                 assert budget is not None
                 accounts = self._ledger.accounts()
                 stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
-                others = max(0, sum(account.held_at_exit for account in accounts) - stored)
-                choice = least_variance(payloads, nbytes=max(0, budget - others), per="site", gap=GAP)
+                held = max(0, sum(account.held_at_exit for account in accounts) - stored)
+                choice = least_variance(payloads, nbytes=max(0, budget - held), per="site", gap=CHOICE_GAP)
         except CapacityError as refusal:
-            least = others + int(refusal.facts["least"])
+            least = held + int(refusal.facts["least"])
             why = (
-                f"Bits(budget={format_nbytes(budget or 0)}) is too small: {format_nbytes(others)} are held beside what "
+                f"Bits(budget={format_nbytes(budget or 0)}) is too small: {format_nbytes(held)} are held beside what "
                 f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
                 "Auto, which recomputes"
             )

@@ -1,4 +1,4 @@
-"""What a choice of bits is made from, and what it is."""
+"""Payloads, their candidates, and choices among these."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may happen to a payload.
+    """A decision for a payload, with its cost.
 
     Attributes
     ----------
-    decision : as policy text, such as ``int4(group=32, round=dither)``
-    nbytes : of the payload
+    decision : policy text, such as ``int4(group=32, round=dither)``
+    nbytes : bytes of the payload
     error : squared relative error, ``|x' - x|**2 / |x|**2``
-    ms : of encoding and decoding; 0 where it was not measured
+    ms : time of encode and decode; 0 where it was not measured
     bias : the part of the error that does not average out, relative to the payload: see `Trials`
     """
 
@@ -42,9 +42,9 @@ class Candidate:
 class Sensitivity:
     """The variance of the weight gradients, summed over all weights, as a function of a payload's squared error.
 
-    With one point it is proportional to the error, as it is for every small error, and for inputs of linear layers at
-    any. With several it follows straight lines in logarithms: what an exponential makes of errors grows faster than
-    they do.
+    With one point it is proportional to the error, which holds for every small error, and for inputs of linear layers
+    at any size. With several points it follows straight lines in log-log scale: the effect of errors under an
+    exponential grows faster than the errors.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Sensitivity:
     points: tuple[tuple[float, float], ...]
 
     def at(self, error: float) -> float:
-        """The variance at a squared relative error: proportional below the first point, in line beyond the last."""
+        """Return the variance at a squared error: proportional below the first point, extrapolated beyond the last."""
         points = sorted(self.points)
         if not error or not points:
             return 0.0
@@ -72,15 +72,15 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class SitePayload:
-    """What one site stores in a step.
+    """Payloads of one site in a step.
 
     Attributes
     ----------
-    site : where it is saved first
-    numel : elements
-    sensitivity : of the weight gradients to its errors
+    site : the first site that saves it
+    numel : number of elements
+    sensitivity : sensitivity of the weight gradients to its errors
     candidates : one for each decision
-    readers : other sites that save the same storage, and share the payload if they are decided alike
+    readers : other sites that save the same storage, and share the payload under the same decision
     """
 
     site: Site
@@ -90,7 +90,7 @@ class SitePayload:
     readers: tuple[Site, ...] = ()
 
     def up_to(self, error: float) -> SitePayload:
-        """The same without candidates of a larger squared relative error."""
+        """Return the same payload without candidates of a larger squared relative error."""
         return replace(self, candidates=tuple(one for one in self.candidates if one.error <= error))
 
 
@@ -100,15 +100,15 @@ class Choice:
 
     Attributes
     ----------
-    decisions : of each site, as policy text
-    nbytes : of all payloads, in bytes
-    variance : of the weight gradients, predicted, in the unit of the sensitivities
-    ms : of encoding and decoding, as far as it was measured
-    numel : elements of all payloads
+    decisions : policy text by site
+    nbytes : bytes of all payloads
+    variance : predicted variance of the weight gradients, in the unit of the sensitivities
+    ms : time of encode and decode, as far as it was measured
+    numel : number of elements of all payloads
     minimised : "bytes" or "variance"
-    bound : no choice within the limit has less of it
-    price : what one more unit of the limit saves of it, where decisions could be mixed
-    per : whether payloads were decided by "module" or by "site"
+    bound : lower bound of the minimised figure within the limit
+    price : amount of the minimised figure that one more unit of the limit saves, where decisions could be mixed
+    per : whether payloads of one "module" or one "site" share a decision
     """
 
     decisions: Mapping[Site, str]
@@ -123,12 +123,12 @@ class Choice:
 
     @property
     def bits(self) -> float:
-        """Bits of an element, on average."""
+        """Mean bits per element."""
         return 8 * self.nbytes / self.numel if self.numel else 0.0
 
     @property
     def gap(self) -> float:
-        """How far above the best the choice can be at most, as a fraction of its own figure."""
+        """Largest possible distance from the optimum, as a fraction of the choice's own figure."""
         value = float(self.nbytes if self.minimised == "bytes" else self.variance)
         return max(0.0, value - self.bound) / value if value else 0.0
 
@@ -147,11 +147,11 @@ class Choice:
         return self.rules() if self.per == "module" else _BySite(self.decisions)
 
     def rules(self) -> Rules:
-        """The choice as rules; what it says nothing of is decided like the module around it, or kept.
+        """Return the choice as rules; a site outside of it follows the rule of its enclosing module, or is kept.
 
         Raises
         ------
-        ConfigError : sites of one module are decided differently, which no rule can say
+        ConfigError : sites of one module have different decisions, which no rule can express
         """
         wanted: dict[str, str] = {}
         for site, decision in self.decisions.items():
@@ -166,7 +166,7 @@ class Choice:
 
 
 class _BySite:
-    """The policy that decides by site."""
+    """Policy that decides by site."""
 
     def __init__(self, decisions: Mapping[Site, str]) -> None:
         self._decisions = {site: parse_decision(text) for site, text in decisions.items()}
@@ -176,14 +176,14 @@ class _BySite:
 
 
 def tied(payloads: Sequence[SitePayload], per: Literal["module", "site"]) -> list[list[int]]:
-    """Indices of the payloads that are decided alike, by group, in the order of the first of each.
+    """Return the indices of payloads by group of one decision, in the order of the first of each.
 
     Raises
     ------
     ConfigError : `per` is neither "module" nor "site"
     """
     if per not in ("module", "site"):
-        raise ConfigError(f"per={per!r} is not known; give 'module' or 'site'")
+        raise ConfigError(f"per={per!r}: must be 'module' or 'site'")
     leader: dict[object, object] = {}
 
     def find(key: object) -> object:
@@ -210,12 +210,12 @@ def _pattern(site: Site) -> str:
 
 
 def _inner_first(patterns: Iterable[str]) -> list[str]:
-    """An order in which the rule of a module stands before those of the modules around it, and tags before all."""
+    """Return patterns in an order where a module's rule precedes those of enclosing modules, and tags precede all."""
     return sorted(patterns, key=lambda name: (-name.count("."), "/" not in name))
 
 
 def _generalised(wanted: Mapping[str, str]) -> list[tuple[str, Decision]]:
-    """Rules with ``*`` for numbers, after those of the modules that are decided otherwise than most of their kind."""
+    """Return rules with ``*`` for numbers, after the rules of modules that differ from most of their kind."""
     kinds: dict[str, list[str]] = {}
     for name in _inner_first(wanted):
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
@@ -231,9 +231,9 @@ def _generalised(wanted: Mapping[str, str]) -> list[tuple[str, Decision]]:
 
 
 def _covers_others(kind: str, names: Sequence[str], wanted: Iterable[str]) -> bool:
-    """Whether the glob of a kind takes modules of another kind, as ``a.*.*.b`` takes ``a.x.0.b``.
+    """Return whether the glob of a kind covers modules of another kind, as ``a.*.*.b`` covers ``a.x.0.b``.
 
-    Those further inside have their rules before it, and those further outside have too few dots for it.
+    Modules further inside have their rules before it, and modules further outside have too few dots for it.
     """
     glob, place = Pattern.parse(kind), (kind.count("."), "/" in kind)
     return any(

@@ -1,13 +1,13 @@
-"""Which payload gets how many bits: the fewest bytes for a variance of the gradients, or the least variance for bytes.
+"""The solver of bits per payload: the fewest bytes for a variance of the gradients, or the least variance for bytes.
 
-Payloads lose independently of each other, so that the variance of the weight gradients is, to first order,
+Errors of payloads are independent, so that the variance of the weight gradients is, to first order,
 
     sum over payloads of  V(e**2)
 
-with e the relative error of a payload and V its sensitivity, proportional for small errors. One candidate for each
-group of payloads, the least sum of one figure, a limit on the sum of the other: a multiple-choice knapsack. Its
-Lagrangian bound is computed here in floating point; what it leaves open goes to the mixed-integer program of the
-planner, where scipy is installed.
+with e the relative error of a payload and V its sensitivity, proportional for small errors. The problem is a
+multiple-choice knapsack: one candidate for each group of payloads, the least sum of one figure, and a limit on the sum
+of the other. This module computes its Lagrangian bound in floating point. Options that the bound leaves open go to the
+planner's mixed-integer program, where scipy is installed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from actstore.plan.solver.program import Program, Terms
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-PROVEN = 1e-6  # of a bound: the solver's own tolerances, to which a proof of its can be wrong
-ROUNDING = 1e-12  # of a limit, for the rounding of sums
-HALVINGS = 200
-DOUBLINGS = 1100  # all of the exponents of a float
+PROOF_TOLERANCE = 1e-6  # of a bound: the error that the solver's own tolerances leave in its proofs
+LIMIT_ROUNDING = 1e-12  # of a limit, for the rounding of sums
+MAX_HALVINGS = 200
+MAX_DOUBLINGS = 1100  # the whole range of a float's exponent
 
 
 def least_bytes(
@@ -40,26 +40,26 @@ def least_bytes(
     gap: float = 1e-3,
     time_limit: float = 10.0,
 ) -> Choice:
-    """Choose so that payloads take the fewest bytes while the gradients' variance is at most `variance`.
+    """Choose a decision per payload for the fewest bytes, with the gradients' variance at most `variance`.
 
     Parameters
     ----------
-    payloads : with their sensitivities and candidates
-    variance : most of the sum of the sensitivities at the payloads' errors, in their unit
-    per : "module": payloads of one module, and modules that read one payload, are decided alike, as the text of a
-        policy can say it; "site": only the readers of one payload are, and the policy is a function
-    gap : of the bytes; the search ends with a choice that is proven to be as near to the best
-    time_limit : s, for the solver
+    payloads : payloads with their sensitivities and candidates
+    variance : limit on the sum of the sensitivities at the payloads' errors, in their unit
+    per : "module": payloads of one module, and modules that read one payload, share a decision, as policy text can
+        express it; "site": only the readers of one payload do, and the policy is a function
+    gap : fraction of the bytes; the search ends with a choice that is proven to be as near to the optimum
+    time_limit : seconds for the solver
 
     Raises
     ------
-    CapacityError : no choice has so small a variance; `least` is the least that is possible
-    ConfigError : figures that are negative or not finite, or payloads to be decided alike without a common candidate
+    CapacityError : no choice has so small a variance; `least` is the least possible
+    ConfigError : figures that are negative or not finite, or payloads of one group without a common candidate
 
     Notes
     -----
-    A pure function. Deterministic as long as the time limit is not reached. Without scipy it is the choice at the best
-    Lagrangian price, filled up; its bound holds all the same.
+    A pure function. Deterministic as long as the time limit is not reached. Without scipy it gives the choice at the
+    best Lagrangian price, filled up; the bound holds all the same.
     """
     return _choose(payloads, "bytes", variance, per, gap, time_limit)
 
@@ -72,11 +72,11 @@ def least_variance(
     gap: float = 1e-3,
     time_limit: float = 10.0,
 ) -> Choice:
-    """Choose so that the gradients' variance is least while payloads take at most `nbytes`; else as `least_bytes`.
+    """Choose a decision per payload for the least variance, in at most `nbytes`; otherwise as `least_bytes`.
 
     Raises
     ------
-    CapacityError : no choice takes so few bytes; `least` is the least that is possible
+    CapacityError : no choice takes so few bytes; `least` is the least possible
     ConfigError : as `least_bytes`
     """
     return _choose(payloads, "variance", nbytes, per, gap, time_limit)
@@ -106,11 +106,11 @@ def _choose(
     time_limit: float,
 ) -> Choice:
     if not limit >= 0:
-        raise ConfigError(f"a limit of {limit!r} is none; give 0 or more")
+        raise ConfigError(f"{'variance' if minimised == 'bytes' else 'nbytes'}={limit!r}: must be 0 or more")
     groups = tied(payloads, per)
     options = [_options([payloads[i] for i in group]) for group in groups]
     cost, weight = (_nbytes, _variance) if minimised == "bytes" else (_variance, _nbytes)
-    least, most = fsum(min(map(weight, group)) for group in options), limit * (1 + ROUNDING)
+    least, most = fsum(min(map(weight, group)) for group in options), limit * (1 + LIMIT_ROUNDING)
     if least > most:
         raise _refusal(minimised, least, limit)
     options = [[option for option in group if weight(option) <= most] for group in options]
@@ -140,7 +140,7 @@ def _choose(
 
 
 def _options(payloads: Sequence[SitePayload]) -> list[_CodecOption]:
-    """What payloads that are decided alike can be, without what another option equals or betters."""
+    """Return the options of payloads that share a decision, without options that another one equals or betters."""
     for payload in payloads:
         _check(payload)
     tables = [{candidate.decision: candidate for candidate in payload.candidates} for payload in payloads]
@@ -179,8 +179,8 @@ class _Knapsack:
     Attributes
     ----------
     best : index of the option of each group
-    bound : no choice within the limit costs less
-    price : of cost that one more unit of weight saves, by the relaxation
+    bound : lower bound of the cost within the limit
+    price : cost that one more unit of weight saves, by the relaxation
     """
 
     def __init__(self, costs: list[list[float]], weights: list[list[float]], limit: float) -> None:
@@ -195,24 +195,24 @@ class _Knapsack:
 
     @property
     def value(self) -> float:
-        """What the best choice costs."""
+        """Cost of the best choice."""
         return self._sum(self.costs, self.best)
 
     def near(self, gap: float) -> bool:
-        """Whether the best choice is proven good enough."""
+        """Return whether the best choice is proven to be within `gap` of the optimum."""
         return self.value - self.bound <= gap * self.value
 
     def relax(self) -> None:
-        """Find the price at which the limit is just kept, by halving; it gives the bound, and a choice to fill up."""
+        """Find the price at which the limit is just kept, by bisection; it gives the bound, and a choice to fill up."""
         cheap = self._priced(0.0)
         if self._offer(cheap):
             return
         low, high = 0.0, max(self.bound, 1e-300) / max(self.limit, 1e-300)
-        for _ in range(DOUBLINGS):
+        for _ in range(MAX_DOUBLINGS):
             if self._offer(choice := self._priced(high)):
                 break
             low, cheap, high = high, choice, 2 * high
-        for _ in range(HALVINGS):
+        for _ in range(MAX_HALVINGS):
             middle = (low + high) / 2
             if not low < middle < high or self.near(0.0):
                 break
@@ -224,11 +224,11 @@ class _Knapsack:
         self._fill(cheap)
 
     def integral(self, gap: float, time_limit: float) -> None:
-        """Look for a better choice among the options that the best price leaves open, and for a better bound."""
+        """Search for a better choice among the options that the best price leaves open, and for a better bound."""
         known = self.value
         program, rows = Program(), []
         priced = self._cost + self.price * self._weight
-        open_ = priced - priced.min(axis=1, keepdims=True) <= (known - self.bound) * (1 + PROVEN)
+        open_ = priced - priced.min(axis=1, keepdims=True) <= (known - self.bound) * (1 + PROOF_TOLERANCE)
         weights: Terms = []
         for i, costs in enumerate(self.costs):
             row = {o: program.variable(cost / known, integral=1) for o, cost in enumerate(costs) if open_[i, o]}
@@ -236,14 +236,14 @@ class _Knapsack:
             weights += [(v, self.weights[i][o] / self.limit) for o, v in row.items()]
             rows.append(row)
         program.row(weights, -inf, 1.0)
-        answer = program.integral(time_limit=time_limit, gap=max(gap, PROVEN) / 2)
+        answer = program.integral(time_limit=time_limit, gap=max(gap, PROOF_TOLERANCE) / 2)
         if answer.values is not None:
             values = answer.values
             self._offer([max(row, key=lambda o, row=row: values[row[o]]) for row in rows])  # type: ignore[misc]
-        self.bound = min(max(self.bound, min(answer.bound, 1.0) * known * (1 - PROVEN)), self.value)
+        self.bound = min(max(self.bound, min(answer.bound, 1.0) * known * (1 - PROOF_TOLERANCE)), self.value)
 
     def _priced(self, price: float) -> list[int]:
-        """The cheapest options where weight has this price; of equals the lightest."""
+        """Return the cheapest options at this price of weight; of equals the lightest."""
         priced = self._cost + price * self._weight
         lowest = priced.min(axis=1, keepdims=True)
         bound = fsum(lowest[:, 0].tolist()) - price * self.limit
@@ -252,7 +252,7 @@ class _Knapsack:
         return [int(o) for o in np.where(priced == lowest, self._weight, inf).argmin(axis=1)]
 
     def _offer(self, choice: list[int]) -> bool:
-        """Take a choice that keeps the limit and betters the best; whether it keeps it."""
+        """Take a choice if it keeps the limit and is the best so far; return whether it keeps the limit."""
         if self._sum(self.weights, choice) > self.limit:
             return False
         if self._sum(self.costs, choice) < self.value:
@@ -260,7 +260,7 @@ class _Knapsack:
         return True
 
     def _fill(self, cheap: Sequence[int]) -> None:
-        """Use up the room that is left: first towards the choice that is too heavy, then with whatever saves most."""
+        """Fill the remaining room: first towards the choice that is too heavy, then with the move that saves most."""
         choice = list(self.best)
         room = self.limit - self._sum(self.weights, choice)
         while True:
@@ -283,7 +283,7 @@ class _Knapsack:
 
 
 def _refusal(minimised: str, least: float, limit: float) -> CapacityError:
-    """Why no choice keeps the limit."""
+    """Return the error of a limit that no choice keeps."""
     if minimised == "bytes":
         return CapacityError(
             f"no choice of candidates has a variance of {limit:.3g} or less: {least:.3g} is the least that is "

@@ -1,4 +1,4 @@
-"""What each payload of a step becomes under every codec that might be chosen for it: measured, while gradients stay."""
+"""Trials: the size and error of each payload under every candidate codec, measured without effect on gradients."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from actstore.errors import ConfigError, StateError
 from actstore.policy import Decision, Encode, Keep, parse_decision
 from actstore.policy.encoded import encode
 
-GROUPS = (32, 64, 128, 256)  # elements that share a scale
+GROUP_NUMELS = (32, 64, 128, 256)  # elements that share a scale
 UNBIASED = (
     "keep",
     "int8(affine, round=dither)",
-    *(f"int{bits}(group={group}, round=dither)" for bits in (6, 5, 4, 3, 2) for group in GROUPS),
-    *(f"int{bits}(group={group}, round=stochastic)" for bits in (4, 3) for group in GROUPS),  # for many exact zeros
+    *(f"int{bits}(group={group}, round=dither)" for bits in (6, 5, 4, 3, 2) for group in GROUP_NUMELS),
+    *(f"int{bits}(group={group}, round=stochastic)" for bits in (4, 3) for group in GROUP_NUMELS),  # for exact zeros
 )
 NEAREST = (
     "e5m6",
     "int8",
     "int8(affine)",
     "fp8",
-    *(f"{name}(group={group})" for name in ("int6", "int5", "int4", "int3", "nf4") for group in GROUPS),
+    *(f"{name}(group={group})" for name in ("int6", "int5", "int4", "int3", "nf4") for group in GROUP_NUMELS),
     "hadamard128(int4)",
     "hadamard128(int4(group=128))",
 )
 CANDIDATES = (*UNBIASED, *NEAREST)
-MOST_BIAS = 5e-3  # as harmless as half a per cent more or less of a learning rate
-CHANCE = 3.0  # standard deviations of a mean of independent errors, which are no bias
-MOST_ZEROS = 0.01  # of the elements
-MEASURED = 2**17  # elements of a payload whose errors are measured,
-RUN = 2**10  # in runs of so many
+MAX_BIAS = 5e-3  # as harmless as a change of the learning rate by half a per cent
+CHANCE_SIGMAS = 3.0  # standard deviations of a mean of independent errors, which do not count as bias
+MAX_ZERO_SHARE = 0.01  # of the elements
+MEASURED_NUMEL = 2**17  # most elements of a payload whose errors are measured,
+RUN_NUMEL = 2**10  # in runs of so many
 
 _RAW = Raw()
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class Trials:
-    """A policy that stores every payload in one codec, and measures on the way what each candidate would make of it.
+    """A policy that stores every payload in one codec, and measures the size and error of each candidate on it.
 
-    Give it to a store, run a step, and ask for `payloads`. What a policy of codecs would leave out (statistics, the
-    loss, small tensors) is left out here too. Of a large payload 131,072 elements are measured, in runs of 1,024 that
-    are evenly spaced.
+    Give it to a store, run a step, and call `payloads`. It leaves out what a policy of codecs would leave out
+    (statistics, the loss, small tensors). Of a large payload it measures 131,072 elements, in evenly spaced runs of
+    1,024.
 
     Parameters
     ----------
     candidates : decisions without a tier, as policy text. By default the unbiased ones (random rounding: the mean of
-        many encodings is the value) and those that round to nearest, if their bias is small where they are used. topk
-        and nm are biased, and none of the default
-    most_bias : a candidate that rounds to nearest is left out at payloads where its bias is larger. The bias is the
-        larger of ``|<x', x> / <x, x> - 1|`` (shrinkage) and ``|mean(x' - x)| / rms(x)`` (offset), less three standard
-        deviations of what independent errors would show by chance. An error to nearest that averages out over the
-        elements is taken as noise. round=dither is left out where more than 1 % of the elements are 0: half of these
-        come back above 0, and what reads them as a mask, as ReLU does, lets gradients through
-    waits : the codec that the payloads of a site wait in meanwhile, exactly by default
-    protected : as of `Encode`
+        many encodings is the value) and those that round to nearest, if their bias is small on the payload. The default
+        excludes topk and nm, which are biased
+    most_bias : the largest bias of a candidate that rounds to nearest; at payloads with a larger one it is left out.
+        The bias is the larger of ``|<x', x> / <x, x> - 1|`` (shrinkage) and ``|mean(x' - x)| / rms(x)`` (offset), less
+        three standard deviations of the same under independent errors. An error to nearest that averages out over the
+        elements counts as noise. round=dither is left out where more than 1 % of the elements are 0: half of these
+        come back above 0, and an operator that reads them as a mask, as ReLU does, lets gradients through
+    waits : the codec that stores the payloads of a site meanwhile; by default an exact one
+    protected : as for `Encode`
 
     Raises
     ------
-    ConfigError : a candidate moves, recomputes, or is there twice
+    ConfigError : a candidate offloads, recomputes, or is given twice
     PolicyError, ChainError, UnknownCodecError : a candidate does not parse
 
     Notes
     -----
-    Nothing waits for the device before `payloads`, but for candidates of variable size. Not thread-safe.
+    The host does not wait for the device before `payloads`, except for candidates of variable size. Not thread-safe.
     """
 
     def __init__(
         self,
         candidates: Sequence[str] = CANDIDATES,
         *,
-        most_bias: float = MOST_BIAS,
+        most_bias: float = MAX_BIAS,
         waits: Callable[[Site], Codec] = lambda _site: _RAW,
         protected: bool = True,
     ) -> None:
@@ -90,8 +90,8 @@ class Trials:
             decision = parse_decision(text)
             if not isinstance(decision, Keep | Encode) or text in self._codecs:
                 raise ConfigError(
-                    f"the candidate {text!r} is no codec by itself, or is there twice; give 'keep' and codecs such as "
-                    "'int4(round=dither)', each once",
+                    f"candidate={text!r}: must be 'keep' or a codec without a tier, given once. Use codecs such as "
+                    "'int4(round=dither)'",
                     candidate=text,
                 )
             self._codecs[text] = decision.codec if isinstance(decision, Encode) else None
@@ -106,11 +106,11 @@ class Trials:
         return Encode(Trial(self, site), self._protected)
 
     def watching(self) -> saved_tensors_hooks:
-        """A context to enter inside that of the store: which sites share a payload is noted.
+        """Return a context to enter inside the store's, which notes the sites that share a payload.
 
         Raises
         ------
-        StateError : no store is entered here
+        StateError : no store is entered on this thread
         """
         hooks: Any = _top_saved_tensors_default_hooks(False)
         if hooks is None:
@@ -119,12 +119,12 @@ class Trials:
         return saved_tensors_hooks(self.noting(pack), unpack)
 
     def measure(self, site: Site, src: Tensor, *, keep: bool = False) -> None:
-        """Take a payload through every candidate.
+        """Encode and decode a payload with every candidate, and add up the errors.
 
         Parameters
         ----------
         src : Tensor, dense, float32, float16 or bfloat16
-        keep : whether a store keeps its signs; candidates that cannot are left out there
+        keep : whether a store needs the signs of the payload; candidates that cannot keep signs are left out there
         """
         shapes = self._shapes.setdefault(site, [])
         sums = self._sums.setdefault(site, {})
@@ -146,11 +146,11 @@ class Trials:
         shapes.append(src.numel())
 
     def payloads(self, sensitivities: Mapping[str, Sensitivity]) -> list[SitePayload]:
-        """The payloads of all sites that were met since these trials were made, as one step.
+        """Return the payloads of all sites since construction, as one step.
 
         Parameters
         ----------
-        sensitivities : by the names of sites, as reports write them. A site that is not there is not to lose anything
+        sensitivities : by the names of sites, as reports write them. A site without one gets exact candidates only
         """
         found = []
         every = [one.moments for sums in self._sums.values() for one in sums.values()]
@@ -164,7 +164,7 @@ class Trials:
                 and (candidate := one.candidate(text, row)) is not None
                 and (known or not candidate.error)
                 and (candidate.bias <= self._most_bias or self._keyed(text))
-                and not (row[4] > MOST_ZEROS * one.numel and getattr(self._codecs[text], "round", "") == "dither")
+                and not (row[4] > MAX_ZERO_SHARE * one.numel and getattr(self._codecs[text], "round", "") == "dither")
             ]
             readers = tuple(self._readers.get(site, ()))
             sensitivity = sensitivities.get(str(site), Sensitivity(()))
@@ -176,11 +176,11 @@ class Trials:
         return codec is not None and codec.keyed
 
     def noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """The hook of a store, whose sites that share a payload are noted."""
+        """Return the store's pack hook, wrapped to note the sites that share a payload."""
 
         def note(tensor: Tensor) -> Any:
             handle = pack(tensor)
-            reader = getattr(handle, "handle", handle)  # a sampled step wraps it
+            reader = getattr(handle, "handle", handle)  # a sampled step wraps the handle
             owner = getattr(reader, "owner", None)
             if owner is not None and reader.account.site != owner.account.site:
                 self._readers.setdefault(owner.account.site, {})[reader.account.site] = None
@@ -191,11 +191,12 @@ class Trials:
 
 @dataclass(frozen=True, init=False)
 class Trial(Codec):
-    """What is encoded is measured, and waits in another codec. All with the same are equal, so that payloads are shared
-    as ever."""
+    """Codec that measures each payload in the trials, and stores it in another codec. Instances with the same `waits`
+    are equal, so that payloads are shared as usual.
+    """
 
     name = "trial"
-    lossless = False  # what a policy protects from loss is not measured
+    lossless = False  # payloads that a policy protects from loss are not measured
 
     trials: Trials = field(init=False, compare=False, repr=False)
     site: Site = field(init=False, compare=False, repr=False)
@@ -221,7 +222,7 @@ class Trial(Codec):
         return self if self.keep else type(self)(self.trials, self.site, keep=True)
 
     def replaced_by(self, side: Codec) -> Codec:
-        return self  # measured as values, so that the site has candidates: a store makes any of them the side
+        return self  # measured as values, so that the site has candidates; a store makes any of them the side codec
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES and self.waits.accepts(dtype)
@@ -238,32 +239,33 @@ class Trial(Codec):
 
 
 def _some(src: Tensor) -> Tensor:
-    """At most `MEASURED` elements of a dense tensor: evenly spaced runs, as they lie in memory."""
+    """Return at most `MEASURED_NUMEL` elements of a dense tensor: evenly spaced runs in memory order."""
     numel = src.numel()
-    if numel <= MEASURED:
+    if numel <= MEASURED_NUMEL:
         return src
-    runs = numel // RUN
-    flat = src.detach().as_strided((runs, RUN), (RUN, 1))
-    return flat[:: -(-runs * RUN // MEASURED)].contiguous()
+    runs = numel // RUN_NUMEL
+    flat = src.detach().as_strided((runs, RUN_NUMEL), (RUN_NUMEL, 1))
+    return flat[:: -(-runs * RUN_NUMEL // MEASURED_NUMEL)].contiguous()
 
 
 class _Sums:
-    """Over the payloads of a site: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and how many x
-    are 0."""
+    """Sums over a site's payloads: bytes, and on the device |x|^2, |off|^2, <off, x>, the sum of off, and the number
+    of zeros in x.
+    """
 
     def __init__(self) -> None:
         self.nbytes = self.numel = self.count = 0
         self.moments = torch.zeros(5)
 
     def add(self, nbytes: int, numel: int, moments: Tensor) -> None:
-        """Take in a payload of so many bytes, of which so many elements were measured."""
+        """Add a payload of `nbytes`, of which `numel` elements were measured."""
         self.nbytes += nbytes
         self.numel += numel
         self.moments = self.moments + moments if self.count else moments
         self.count += 1
 
     def candidate(self, text: str, figures: list[float]) -> Candidate | None:
-        """From the moments, on the host; None where they are not finite."""
+        """Return the candidate from the moments on the host; None where they are not finite."""
         square, off, along, offset, _ = figures
         if not square > 0:
             return Candidate(text, self.nbytes, 0.0) if off == 0 else None
@@ -271,4 +273,4 @@ class _Sums:
         if not 0 <= error < float("inf"):
             return None
         bias = max(abs(along) / square, abs(offset) / sqrt(square * self.numel))
-        return Candidate(text, self.nbytes, error, bias=max(0.0, bias - CHANCE * sqrt(error / self.numel)))
+        return Candidate(text, self.nbytes, error, bias=max(0.0, bias - CHANCE_SIGMAS * sqrt(error / self.numel)))

@@ -1,4 +1,4 @@
-"""What lossy payloads do to the gradients of the weights, as figures."""
+"""The effect of lossy payloads on the gradients of the weights, as figures."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SiteEffect:
-    """What the payloads of one site do.
+    """Effect of one site's payloads.
 
     Attributes
     ----------
-    site : its name, as in a report
-    variance : predicted, of all weight gradients, by the square of their norm; None where it is not predicted
-    sensitivity : the same for each unit of squared relative error of the payload; None where that is not known
-    reason : why it is not predicted; empty where it is
-    by_weight : the variance of each weight's gradient by the square of its own norm, averaged over all elements: what
-        counts for optimizers that give each weight its own scale, as Adam does
+    site : name of the site, as in a report
+    variance : predicted variance of all weight gradients, by the square of their norm; None where it is not predicted
+    sensitivity : the same for each unit of squared relative error of the payload; None where unknown
+    reason : the reason why it is not predicted; empty where it is
+    by_weight : the variance of each weight's gradient by the square of its own norm, averaged over all elements: the
+        relevant figure for optimizers that give each weight its own scale, as Adam does
     nodes : names of the autograd nodes that read the payloads, where it is predicted
-    curve : `by_weight` at other squared relative errors of the payloads, where these were asked for
+    curve : `by_weight` at other squared relative errors of the payloads, as requested
     """
 
     site: str
@@ -32,15 +32,15 @@ class SiteEffect:
 
 @dataclass(frozen=True)
 class GradientEffect:
-    """What the payloads of one step do to its gradients, predicted.
+    """Predicted effect of one step's payloads on its gradients.
 
     Attributes
     ----------
-    sites : those with lossy payloads
-    norm : of the gradients of all weights, of this step alone
-    noise : the variance of these gradients from batch to batch, by the square of their norm; None where the next step
-        has not come yet
-    noise_by_weight : the same as `SiteEffect.by_weight`
+    sites : the sites with lossy payloads
+    norm : norm of the gradients of all weights, of this step alone
+    noise : the variance of these gradients from batch to batch, by the square of their norm; None before the next step
+        has come
+    noise_by_weight : the same, as `SiteEffect.by_weight`
     """
 
     sites: tuple[SiteEffect, ...]
@@ -50,17 +50,17 @@ class GradientEffect:
 
     @property
     def variance(self) -> float:
-        """Of all sites that are predicted: their payloads err independently."""
+        """Variance of all predicted sites: the errors of their payloads are independent."""
         return sum(site.variance for site in self.sites if site.variance is not None)
 
     @property
     def by_weight(self) -> float:
-        """As `SiteEffect.by_weight`, of all sites that are predicted."""
+        """`SiteEffect.by_weight` of all predicted sites."""
         return sum(site.by_weight for site in self.sites if site.by_weight is not None)
 
     @property
     def missing(self) -> tuple[SiteEffect, ...]:
-        """The sites that are not predicted."""
+        """Sites without a prediction."""
         return tuple(site for site in self.sites if site.variance is None)
 
     def __str__(self) -> str:

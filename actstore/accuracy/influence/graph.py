@@ -12,11 +12,11 @@ from torch.nn import Parameter
 
 from actstore.autograd.protect import MAX_NODES_INSPECTED, TRANSPARENT
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-BUILT_IN = re.compile(r"\w+Backward\d+")  # nodes of PyTorch's own operators; others may do more than compute
-WEIGHT = -1  # in place of a node's number
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+BUILT_IN_NODE = re.compile(r"\w+Backward\d+")  # PyTorch's own operators; other nodes may have side effects
+WEIGHT = -1  # in an edge, in place of a node's number
 
-# Number of the next node and which of its outputs, or WEIGHT and its identity; None: no gradient is asked.
+# Number of the next node and index of its output, or WEIGHT and the weight's identity; None: no gradient is required.
 Edge = tuple[int, int] | None
 
 
@@ -24,9 +24,9 @@ Edge = tuple[int, int] | None
 class GraphNode:
     """An autograd node.
 
-    name : of its class
-    edges : where the gradients that it computes go
-    once : whether it must not run twice: a function of somebody else's, in Python or in C++
+    name : name of its class
+    edges : destinations of the gradients that it computes
+    once : whether it must not run twice: a custom function, in Python or in C++
     """
 
     name: str
@@ -35,17 +35,17 @@ class GraphNode:
 
     @property
     def weights(self) -> list[int]:
-        """Which of its edges lead to weights."""
+        """Indices of the edges that lead to weights."""
         return [k for k, edge in enumerate(self.edges) if edge is not None and edge[0] == WEIGHT]
 
 
 class Walk:
-    """The nodes between outputs of a model and its weights, by sequence number; of leaves only weights count.
+    """Nodes between outputs of a model and its weights, by sequence number. Leaves other than weights do not count.
 
     Attributes
     ----------
-    points : by the number of the node
-    full : whether there were more nodes than Python may look at
+    points : the nodes by number
+    full : whether the graph has more nodes than Python may look at
     """
 
     def __init__(self) -> None:
@@ -53,31 +53,31 @@ class Walk:
         self.full = False
 
     def add(self, roots: Iterable[Any], meet: Callable[[int, Any], None]) -> None:
-        """Walk from these nodes. `meet` is told each node that was not met before."""
+        """Walk from these nodes, and call `meet` with each new one."""
         stack = list(roots)
         while stack:
             node = stack.pop()
             number = node._sequence_nr()
-            if number in self.points or node.name() == ACCUMULATE:
+            if number in self.points or node.name() == ACCUMULATE_GRAD:
                 continue
             if len(self.points) == MAX_NODES_INSPECTED:
                 self.full = True
                 return
-            point = self.points[number] = GraphNode(node.name(), BUILT_IN.fullmatch(node.name()) is None)
+            point = self.points[number] = GraphNode(node.name(), BUILT_IN_NODE.fullmatch(node.name()) is None)
             for following, output in node.next_functions:
                 edge: Edge = None
                 if following is not None and (weight := weight_behind(following)) is not None:
                     edge = (WEIGHT, id(weight))
-                elif following is not None and following.name() != ACCUMULATE:
+                elif following is not None and following.name() != ACCUMULATE_GRAD:
                     edge = (following._sequence_nr(), output)
                     stack.append(following)
                 point.edges.append(edge)
             meet(number, node)
 
     def first_weights_first(self) -> list[int]:
-        """The numbers of all nodes, each after those that its edges lead to.
+        """Return the numbers of all nodes, each after those that its edges lead to.
 
-        A number stands for one node of each thread that ran forward: what looks like a circle is cut.
+        A number stands for one node of each thread that ran forward; apparent cycles are cut.
         """
         entered, done = set[int](), dict[int, None]()
         for root in self.points:
@@ -94,19 +94,19 @@ class Walk:
 
 
 def weight_behind(node: Any) -> Parameter | None:
-    """The parameter that a gradient goes to from here with nothing between that changes its values."""
+    """Return the parameter that a gradient goes to from here, with no node between that changes its values."""
     while node is not None and node.name() in TRANSPARENT:
         node = node.next_functions[0][0]
-    if node is None or node.name() != ACCUMULATE or not isinstance(node.variable, Parameter):
+    if node is None or node.name() != ACCUMULATE_GRAD or not isinstance(node.variable, Parameter):
         return None
     return node.variable
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a node of this name is a region of torch.compile."""
+    """Return whether a node of this name is a region of torch.compile."""
     return name.startswith("CompiledFunction")
 
 
 def roots_of(leaves: Iterable[Any]) -> list[Any]:
-    """The nodes that made these outputs."""
+    """Return the nodes that computed these outputs."""
     return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]

@@ -1,4 +1,4 @@
-"""Looks at steps of a store from time to time, for what their lossy payloads do to their gradients."""
+"""Observation of a store's steps from time to time: the effect of their lossy payloads on their gradients."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
 from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep, Relative, variances
 from actstore.base.ledger import Ledger
 
-REST = 100  # steps
+REST_STEPS = 100  # without observation, after a step without lossy payloads
 
 
 class Influence:
-    """Looks at steps of one store, one at a time: `begin`, `end_forward`, and when figures are asked for `read`.
+    """Observer of steps of one store, one at a time: `begin`, `end_forward`, and `read` for the figures.
 
-    What it holds is let go when the step after the next one begins, but for the figures.
+    It releases everything but the figures when the step after the next one begins.
 
     Notes
     -----
-    Not thread-safe: one thread enters the store while a step is looked at. Nobody waits for the device but `read`.
+    Not thread-safe: one thread enters the store during an observed step. The host waits for the device in `read` only.
     """
 
     def __init__(self, model: torch.nn.Module, ledger: Ledger, relative: Relative) -> None:
         self._model = ref(model)
         self._ledger = ledger
         self._relative = relative
-        self._look: _Look | None = None  # the last
-        self._before: _Look | None = None  # what is shown until the next backward
-        self._open: PredictedStep | None = None  # whose forward has yet to end
-        self._levels: tuple[float, ...] = ()  # of the next step
+        self._look: _Look | None = None  # the last observation
+        self._before: _Look | None = None  # the one to show until the next backward
+        self._open: PredictedStep | None = None  # the step whose forward has yet to end
+        self._levels: tuple[float, ...] = ()  # levels of the next step
         self._asked = False
-        self._rest = 0  # steps in which nothing is looked for, because nothing was lossy
+        self._rest = 0  # steps left without observation
 
     def ask(self, levels: tuple[float, ...] = ()) -> None:
-        """Have the next step that is sampled looked at in whole, although nothing was lossy in the last one.
+        """Observe the next sampled step in whole, even if the last one had no lossy payloads.
 
-        levels : relative errors of payloads that are to be in `SiteEffect.curve`
+        levels : relative errors of payloads to include in `SiteEffect.curve`
         """
         self._rest, self._levels, self._asked = 0, levels, True
 
     def begin(self, *, sampled: bool) -> PredictedStep | None:
-        """A step begins. Returns what looks at it, if it is to be looked at."""
+        """Begin a step, and return its observer; None for a step without observation."""
         model, last = self._model(), self._look
         self.end_forward()
         if model is None:
@@ -67,7 +67,7 @@ class Influence:
         return step
 
     def _settle(self) -> None:
-        """Let go of what no step needs any more."""
+        """Release what no step needs any more."""
         look, before = self._look, self._before
         if before is not None:
             before.settle()
@@ -78,25 +78,25 @@ class Influence:
             self._look = None
 
     def end_forward(self) -> None:
-        """Forward has ended, or failed."""
+        """End the forward, which may have failed."""
         step, self._open = self._open, None
         if step is not None:
             step.note()
-            self._rest = 0 if step.reasons else REST
+            self._rest = 0 if step.reasons else REST_STEPS
 
     def read(self) -> GradientEffect | None:
-        """The figures of the last step that was looked at and had a backward. The host waits for the device."""
+        """Return the figures of the last observed step that had a backward. The host waits for the device."""
         found = None if (latest := self.latest()) is None else latest()
         if found is None and self._before is not None:
             found = self._before.effect()
         return found
 
     def latest(self) -> Callable[[], GradientEffect | None] | None:
-        """What reads the figures of the last step that was looked at, now or later; None if that had no backward."""
+        """Return a function that reads the figures of the last observed step, now or later; None without a backward."""
         return self._look.effect if self._look is not None and self._look.came else None
 
     def close(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         self.end_forward()
         if self._look is not None:
             self._look.close()
@@ -104,35 +104,35 @@ class Influence:
 
 
 class _Look:
-    """What looks at a step, until its figures are on the host; then these alone.
+    """Observation of a step, reduced to its figures once these are on the host.
 
     Attributes
     ----------
-    parts : None when the figures are final
+    parts : None for final figures
     """
 
     def __init__(self, step: PredictedStep, minibatch: Minibatch) -> None:
         self.parts: tuple[PredictedStep, Minibatch] | None = step, minibatch
         self._effect: GradientEffect | None = None
-        self._made_of = (0, 0)  # numbers of figures
+        self._made_of = (0, 0)  # counts of the norms and weights behind `_effect`
 
     @property
     def came(self) -> bool:
-        """Whether the step has had a backward."""
+        """True where the step has had a backward."""
         return self.parts is None or bool(self.parts[0].seen)
 
     @property
     def gone(self) -> bool:
-        """Whether no backward came, and none will."""
+        """True where no backward came, and none can come."""
         return not self.came and self.parts is not None and not self.parts[0].readers.alive
 
     def follow(self, model: torch.nn.Module) -> None:
-        """A step begins that is not looked at."""
+        """Begin a step without observation, whose gradients give the noise."""
         if self.parts is not None:
             self.parts[1].follow(model)
 
     def settle(self) -> None:
-        """Another step begins: keep the figures only, once they are on the host."""
+        """Keep only the figures once they are on the host, as another step begins."""
         if self.parts is not None:
             step, minibatch = self.parts
             step.close()
@@ -141,12 +141,12 @@ class _Look:
                 self.parts = None
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if self.parts is not None:
             self.parts[1].close()
 
     def effect(self) -> GradientEffect | None:
-        """The figures so far. The host waits for the device."""
+        """Return the figures so far. The host waits for the device."""
         if self.parts is not None:
             step, minibatch = self.parts
             made_of = len(step.norms), minibatch.compared

@@ -1,4 +1,4 @@
-"""What noise in the payloads of one autograd node does to the gradients that the node computes."""
+"""The effect of noise in the payloads of one autograd node on the gradients that the node computes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.kernels.base import storage_slice
 
-BLOCK = 32  # contiguous elements that share one size of noise
-CHUNKS = {"cpu": 2**15}  # elements that are worked on at once,
-CHUNK = 2**22  # and on an accelerator
-FEWEST = 2**10  # elements of a payload that stand for all of it
-SEED = 0x5EED
-DRAWN = 2**16 + 1  # numbers: no power of two, so that rows of tensors do not all have the same
-STRIDE = 104_729  # a prime
-MATMULS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}  # where the input of a linear layer is
+BLOCK_NUMEL = 32  # contiguous elements that share one size of noise
+CHUNK_NUMELS = {"cpu": 2**15}  # elements in work at once, by device type,
+ACCELERATOR_CHUNK_NUMEL = 2**22  # and on an accelerator
+MIN_PART_NUMEL = 2**10  # fewest elements of a payload that stand for all of it
+NOISE_SEED = 0x5EED
+NOISE_NUMEL = 2**16 + 1  # not a power of two, so that rows of tensors do not all get the same numbers
+NOISE_STRIDE = 104_729  # a prime
+MATMULS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}  # the attribute of a linear layer's input
 CONVOLUTION = "ConvolutionBackward0"
-WEIGHTS = {"AddmmBackward0": 2, "MmBackward0": 1, CONVOLUTION: 1}  # which gradient of a layer is its weight's,
-BIASES = {"AddmmBackward0": 0, CONVOLUTION: 2}  # and which is a sum of what comes in
+WEIGHT_EDGES = {"AddmmBackward0": 2, "MmBackward0": 1, CONVOLUTION: 1}  # the edge of a layer's weight gradient,
+BIAS_EDGES = {"AddmmBackward0": 0, CONVOLUTION: 2}  # and that of a sum of the incoming gradient
 
-# The gradient of a weight is a sum of what comes in, or of that times something of unit size.
+# The gradient of a weight is a sum of the incoming gradient, or of that times a factor of unit size.
 SUMS = frozenset(
     {
         "AddBackward0", "SubBackward0", "RsubBackward0", "EmbeddingBackward0", "NativeLayerNormBackward0",
@@ -37,7 +37,7 @@ SUMS = frozenset(
     }
 )  # fmt: skip
 
-# What they compute for an element depends on that element of what they read and are given.
+# Their output element depends only on the same element of the tensors that they read and are given.
 POINTWISE = frozenset(
     {
         "CosBackward0", "DivBackward0", "EluBackward0", "ExpBackward0", "GeluBackward0", "HardsigmoidBackward0",
@@ -47,7 +47,7 @@ POINTWISE = frozenset(
     }
 )  # fmt: skip
 
-# These may write to what they saved unless the graph is retained: `retain_variables` in PyTorch's derivatives.yaml.
+# These may write to their saved tensors unless the graph is retained: `retain_variables` in derivatives.yaml.
 OVERWRITING = frozenset(
     {
         "BatchNormWithUpdateBackward0", "BatchNormNoUpdateBackward0", "CudnnBatchNormBackward0", "CudnnRnnBackward0",
@@ -57,25 +57,25 @@ OVERWRITING = frozenset(
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """The 2-norm: a float32 scalar on the tensor's device."""
-    double = tensor.dtype is torch.float64  # which vector_norm does not narrow
+    """Return the 2-norm: a float32 scalar on the tensor's device."""
+    double = tensor.dtype is torch.float64  # vector_norm does not narrow float64
     size: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64 if double else torch.float32)
     return size.float()
 
 
 def book(ledger: Ledger, nbytes: int) -> Finalizer:
-    """Book bytes that looking on takes as held, of no site, for as long as what this returns is there."""
+    """Hold bytes of the observation on the ledger, without a site, for the lifetime of the result."""
     return ledger.hold(Account(Site("", -1)), 0, 0, nbytes)
 
 
 class Noise:
-    """Standard normal numbers from generators of its own: torch's are not touched.
+    """Standard normal numbers from generators of its own: torch's generators stay untouched.
 
-    They are drawn once for each device, and repeated from another place on for each tensor: to draw anew for each takes
-    a CPU longer than all the rest of a prediction.
+    They are drawn once for each device, and each tensor repeats them from another offset: a new draw for each tensor
+    takes a CPU longer than the whole rest of a prediction.
     """
 
-    NBYTES = 4 * DRAWN  # on each device
+    NBYTES = 4 * NOISE_NUMEL  # on each device
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -83,30 +83,30 @@ class Noise:
         self._at = 0
 
     def _draw(self, tensor: Tensor) -> Tensor:
-        """Noise of the shape of `tensor`: float32, in memory of its own."""
+        """Return noise of the shape of `tensor`: float32, in memory of its own."""
         if tensor.device not in self._drawn:
-            generator = torch.Generator(tensor.device).manual_seed(SEED)
-            drawn = torch.randn(DRAWN, generator=generator, device=tensor.device)
+            generator = torch.Generator(tensor.device).manual_seed(NOISE_SEED)
+            drawn = torch.randn(NOISE_NUMEL, generator=generator, device=tensor.device)
             self._drawn[tensor.device] = drawn, book(self._ledger, self.NBYTES)
         drawn, _ = self._drawn[tensor.device]
-        self._at = (self._at + STRIDE) % DRAWN
+        self._at = (self._at + NOISE_STRIDE) % NOISE_NUMEL
         noise = torch.empty(tensor.numel(), device=tensor.device)
-        first = min(DRAWN - self._at, noise.numel())
+        first = min(NOISE_NUMEL - self._at, noise.numel())
         noise[:first] = drawn[self._at : self._at + first]
-        whole = (noise.numel() - first) // DRAWN * DRAWN
-        noise[first : first + whole].view(-1, DRAWN).copy_(drawn.expand(whole // DRAWN, DRAWN))
+        whole = (noise.numel() - first) // NOISE_NUMEL * NOISE_NUMEL
+        noise[first : first + whole].view(-1, NOISE_NUMEL).copy_(drawn.expand(whole // NOISE_NUMEL, NOISE_NUMEL))
         noise[first + whole :] = drawn[: noise.numel() - first - whole]
         return noise.view(tensor.shape)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Noise of the shape and dtype of `tensor`, in memory of its own."""
+        """Return noise of the shape and dtype of `tensor`, in memory of its own."""
         made = torch.empty_like(tensor)
         for part in _chunks(made):
             part.copy_(self._draw(part))
         return made
 
     def perturb(self, tensor: Tensor, relative: Tensor) -> Tensor:
-        """`tensor` with noise of the size of `relative` times the root mean square of each block of 32 elements.
+        """Return `tensor` plus noise: `relative` times the root mean square of each block of 32 elements.
 
         Parameters
         ----------
@@ -114,38 +114,38 @@ class Noise:
         relative : scalar on the same device
         """
         made = torch.empty_like(tensor)
-        if made.stride() != tensor.stride():  # it had gaps
+        if made.stride() != tensor.stride():  # `tensor` has gaps
             tensor = made.copy_(tensor)
         for values, part in zip(_chunks(tensor), _chunks(made), strict=True):
             flat = values.float()
-            blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-            rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK)
+            blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
+            rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK_NUMEL)
             noise = self._draw(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
             part.copy_(noise.add_(flat))
         return made
 
 
 def scratch_nbytes(tensor: Tensor) -> int:
-    """Bytes that `Noise.perturb` and `changes` take beside their results."""
-    return 16 * min(tensor.numel(), CHUNKS.get(tensor.device.type, CHUNK)) + Noise.NBYTES
+    """Return the bytes that `Noise.perturb` and `changes` take beside their results."""
+    return 16 * min(tensor.numel(), CHUNK_NUMELS.get(tensor.device.type, ACCELERATOR_CHUNK_NUMEL)) + Noise.NBYTES
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The elements of a tensor in storage order, in 1-d pieces; of one without gaps, views."""
+    """Return the elements of a tensor in storage order, in 1-d pieces; views for a tensor without gaps."""
     dense = layout_of(tensor.shape, tensor.stride()).dense
     flat = storage_slice(tensor, 0, tensor.numel()) if dense else tensor.reshape(-1)
-    pieces: tuple[Tensor, ...] = flat.split(CHUNKS.get(tensor.device.type, CHUNK))
+    pieces: tuple[Tensor, ...] = flat.split(CHUNK_NUMELS.get(tensor.device.type, ACCELERATOR_CHUNK_NUMEL))
     return pieces
 
 
 @dataclass(frozen=True)
 class ElementRange:
-    """A run of elements, in storage order, of tensors that have one shape and one order of elements.
+    """Run of elements, in storage order, of tensors with one shape and one element order.
 
     Attributes
     ----------
     begin, count : the run
-    numel : of the whole tensors
+    numel : number of elements of the whole tensors
     """
 
     begin: int
@@ -154,11 +154,11 @@ class ElementRange:
 
     @property
     def scale(self) -> float:
-        """The norm over all elements, for each unit of the norm over the run."""
+        """Norm over all elements, for each unit of the norm over the run."""
         return math.sqrt(self.numel / self.count)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The run of a tensor, as a 1-d view."""
+        """Return the run of a tensor, as a 1-d view."""
         return storage_slice(tensor, self.begin, self.count)
 
 
@@ -169,25 +169,25 @@ def saved_count(node: Any) -> int:
 
 
 def part_of(name: str, tensors: Sequence[Tensor], numel: int) -> ElementRange | None:
-    """A run of at most `numel` elements on which a pointwise node can run; None for other nodes.
+    """Return a run of at most `numel` elements on which a pointwise node can run; None for other nodes.
 
     Parameters
     ----------
-    tensors : all that the node reads and is given
+    tensors : all tensors that the node reads and is given
     """
     first = tensors[0]
     alike = all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
     if name not in POINTWISE or not alike or not layout_of(first.shape, first.stride()).dense:
         return None
-    count = min(first.numel(), numel) // BLOCK * BLOCK
-    begin = (first.numel() - count) // 2 // BLOCK * BLOCK
-    return ElementRange(begin, count, first.numel()) if count >= FEWEST else None
+    count = min(first.numel(), numel) // BLOCK_NUMEL * BLOCK_NUMEL
+    begin = (first.numel() - count) // 2 // BLOCK_NUMEL * BLOCK_NUMEL
+    return ElementRange(begin, count, first.numel()) if count >= MIN_PART_NUMEL else None
 
 
 def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor]:
-    """The norms of the differences of gradients that a node computed twice, by edge.
+    """Return the norms of the differences of gradients that a node computed twice, by edge.
 
-    Those of the first time have been summed to the shapes of the inputs, those of the second time not.
+    The first gradients have been summed to the shapes of the inputs, the second ones have not.
     """
     found = found if isinstance(found, tuple) else (found,)
     sizes = {}
@@ -201,7 +201,7 @@ def changes(expected: tuple[Tensor | None, ...], found: Any) -> dict[int, Tensor
 
 
 def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tensor:
-    """How far the gradient x^T grad of a linear layer's weight goes with noise of `relative` size in each row of x.
+    """Return the change of the gradient x^T grad of a linear layer's weight under `relative` noise in each row of x.
 
     The rows' errors e_n are independent of each other, so that E |sum_n e_n grad_n^T|^2 = sum_n |e_n|^2 |grad_n|^2.
 
@@ -221,17 +221,17 @@ def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tenso
 
 
 def is_sum(name: str, edge: int) -> bool:
-    """Whether the gradient of a weight there is a sum of what comes in: white noise keeps its energy."""
-    return name in SUMS or edge == BIASES.get(name)
+    """Return whether a weight's gradient at this edge is a sum of the incoming one: white noise keeps its energy."""
+    return name in SUMS or edge == BIAS_EDGES.get(name)
 
 
 def scale(node: Any, name: str) -> float:
-    """The size of the factor `alpha` of an addmm's product, or `beta` of what is added to it; 1 for other nodes."""
+    """Return the size of an addmm's factor `alpha` of the product, or `beta` of the addend; 1 for other nodes."""
     return float(abs(getattr(node, f"_saved_{name}", 1)))
 
 
 def fan_in(node: Any, name: str, edge: int, weight: Tensor) -> Tensor | None:
-    """How white noise in the gradient that comes to a layer grows on its way to a weight.
+    """Return the growth of white noise in a layer's incoming gradient on its way to a weight.
 
     With x the input of a linear or convolutional layer, n its rows or pixels and k the taps of a kernel, the noise's
     energy grows by k |x|^2 / n on its way to the weight, and not at all on its way to the bias.
@@ -239,16 +239,16 @@ def fan_in(node: Any, name: str, edge: int, weight: Tensor) -> Tensor | None:
     Parameters
     ----------
     node : the autograd node, whose saved tensors can still be read
-    edge : where the gradient goes
-    weight : the gradient that it has computed there
+    edge : the edge that the gradient takes
+    weight : the gradient that the node has computed there
 
     Returns
     -------
-    Tensor | None : root of that, a float32 scalar; None where the edge is none of these, or x was not saved
+    Tensor | None : root of that factor, a float32 scalar; None for another edge, or where x was not saved
     """
     if is_sum(name, edge):
         return torch.full((), scale(node, "beta"), dtype=torch.float32, device=weight.device)
-    if edge != WEIGHTS.get(name):
+    if edge != WEIGHT_EDGES.get(name):
         return None
     if name in MATMULS:
         x = getattr(node, MATMULS[name])
@@ -260,7 +260,7 @@ def fan_in(node: Any, name: str, edge: int, weight: Tensor) -> Tensor | None:
 
 
 def probe(node: Any, noise: Noise, incoming: tuple[Tensor | None, ...], edges: list[int]) -> dict[int, Tensor]:
-    """How white noise in the first of the incoming gradients grows on its way along these edges, as `fan_in`."""
+    """Return the growth of white noise in the first incoming gradient along these edges, as `fan_in`."""
     first = next(k for k, grad in enumerate(incoming) if grad is not None)
     white = [None if grad is None else torch.zeros_like(grad) for grad in incoming]
     white[first] = noise.like(incoming[first])  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""How far the payloads' errors move the gradients of the weights, predicted in training without a backward more.
+"""Prediction of the effect of payload errors on weight gradients, during training and without an additional backward.
 
-An error in a payload changes the gradients that the nodes reading it compute. From there on it travels as the gradients
-themselves do, and so is taken to grow as they do: along an edge of the graph its energy grows by |g_out|^2 / |g_in|^2,
-and into the weight of a linear layer by |x|^2 / rows, the sum of what independent errors in each row give. Errors are
-taken for noise without a mean; what rounds to nearest has one, which `actstore.measure_gradient_error` shows.
+An error in a payload changes the gradients that the nodes reading it compute. From there it travels as the gradients
+do, and is assumed to grow as they do: along an edge of the graph its energy grows by |g_out|^2 / |g_in|^2, and into the
+weight of a linear layer by |x|^2 / rows, the sum of independent errors in each row. Errors are assumed to be noise with
+mean zero. Rounding to nearest has a mean, which `actstore.measure_gradient_error` shows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from actstore.autograd.readers import Reader, Readers
 from actstore.base.layout import nbytes_of
 from actstore.base.ledger import Account, Ledger
 
-SPARE = 0.02  # of the high-water that backward begins with: most that a step may need beyond it,
-SPARE_NBYTES = 2**19  # or so much
+SPARE_SHARE = 0.02  # of the peak at the begin of backward: most bytes that an observed step may need beyond it,
+SPARE_NBYTES = 2**19  # or this, if more
 
 Relative = Callable[[Account], Tensor | None]  # the relative L2 error of an account's payloads, on their device
 
@@ -51,10 +51,10 @@ UNREACHED = "no gradient came from the model's outputs to what read it"
 
 @dataclass
 class _NodeNorms:
-    """Places of norms in `PredictedStep.norms`: of what came to a node and of what it computed, by edge.
+    """Indices of norms in `PredictedStep.norms`: of a node's incoming and outgoing gradients, by edge.
 
-    white : of what white noise grows by on its way to weights
-    local : how far an account's errors moved what the node computed, of the measured size (None) or of a given one
+    white : growth of white noise on its way to weights
+    local : change of the node's gradients by an account's errors, of the measured size (None) or of a given one
     """
 
     incoming: list[int] = field(default_factory=list)
@@ -64,13 +64,13 @@ class _NodeNorms:
 
 
 class PredictedStep:
-    """One step that is looked at: its hooks are on nodes of its graph, and go with them. Holds no tensors of it.
+    """An observed step. Its hooks are on nodes of its graph, and end with these. It holds no tensors of the graph.
 
     Parameters
     ----------
-    levels : relative errors whose effect is predicted, too
-    whole : whether to run every node on all of its elements, whatever memory that takes within the budget; otherwise
-        the step needs little more memory than others, and nodes for which that is too little are left out
+    levels : more relative errors to predict the effect of
+    whole : whether to run every node on all of its elements, with any memory within the budget; otherwise the step
+        needs little more memory than any other, and leaves out nodes for which that is too little
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class PredictedStep:
         self.readers = Readers()
         self.walk = Walk()
         self.seen: dict[int, _NodeNorms] = {}
-        self.trouble = ""  # why nothing can be predicted
-        self.reasons: dict[Account, str] = {}  # all lossy sites; "" until one is known
+        self.trouble = ""  # the reason why no prediction is possible
+        self.reasons: dict[Account, str] = {}  # by lossy site: the reason why it has no prediction, or ""
         self.norms = Scalars()
         self.relatives: dict[Account, int] = {}
-        self.nodes: dict[Account, set[str]] = {}  # that read its payloads
+        self.nodes: dict[Account, set[str]] = {}  # names of the nodes that read an account's payloads
         self._ledger = ledger
         self._relative = relative
         self._noise = Noise(ledger)
         self._whole = whole
-        self._most: float | None = None  # bytes that may be held, this step's looking included
+        self._most: float | None = None  # most held bytes, those of the observation included
         self._closed = False
 
     def put_out(self, output: Any) -> None:
-        """The outermost module that runs has given this."""
+        """Walk the graph of an output of the outermost module."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.walk.add(roots_of(tree_leaves(output)), self._meet)
 
     def note(self) -> None:
-        """Forward is over: what was left open has been encoded."""
+        """Note the lossy sites after forward, when all payloads have been encoded."""
         met = sorted(self.walk.points)
 
         def why_not(number: int) -> str:
-            """Of what saved something: a node, or nodes that a function in Python with a number before has made."""
+            """Return the reason for the saver: a node, or the nodes of a Python function with an earlier number."""
             last = met[max(0, bisect_right(met, number) - 1)] if met else number + 1
             point = self.walk.points[last] if last <= number else None
             return _not_twice(point) if point is not None and (point.once or last == number) else ""
@@ -111,7 +111,7 @@ class PredictedStep:
             self.reasons[account] = self.reasons.get(account) or reason
 
     def close(self) -> None:
-        """The next step begins: what is computed now does not count, and what was goes to the host."""
+        """End the observation as the next step begins: later results do not count, and earlier ones go to the host."""
         self._closed = True
         self._noise = Noise(self._ledger)
         self.norms.send()
@@ -124,7 +124,7 @@ class PredictedStep:
         node.register_hook(_Hook(self, number))
 
     def ran(self, number: int, outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
-        """A node has run in backward, and its saved tensors can still be read."""
+        """Observe a node that has run in backward, while its saved tensors can still be read."""
         readers = self.readers.of(number)
         try:
             if self._closed:
@@ -133,8 +133,8 @@ class PredictedStep:
                 self._refuse(readers, "its backward is itself differentiated")
             elif number not in self.seen:
                 self._measure(number, readers, outgoing, incoming)
-        except Exception as error:  # who only looks on must not end the user's backward
-            self.trouble = f"a node could not be looked at: {error}"
+        except Exception as error:  # an observer must not end the user's backward
+            self.trouble = f"a node could not be observed: {error}"
         finally:
             for reader in readers:
                 reader.forget()
@@ -179,11 +179,11 @@ class PredictedStep:
             self._refuse(readers, "no memory to run its reader once more")
 
     def _why_not(self, number: int, point: GraphNode, readers: list[Reader]) -> str:
-        """Why a node must not run again, and its saved tensors not be read again."""
+        """Return the reason why a node must not run again, nor its saved tensors be read again; empty without one."""
         if why := _not_twice(point):
             return why
         if number in self.readers.wrapped:
-            return "read with tensors that are made of others"
+            return "read with tensors that consist of other tensors"
         if any(reader.captured is None for reader in readers):
             return "read by another backward, too"
         return ""
@@ -196,7 +196,7 @@ class PredictedStep:
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> dict[int, int]:
-        """What noise grows by on its way to weights, where that can be told."""
+        """Return the growth of noise on its way to weights, by edge, where it can be computed."""
         edges = [k for k in point.weights if outgoing[k] is not None]
         if not edges or number not in self.readers.seen:
             return {}
@@ -223,10 +223,10 @@ class PredictedStep:
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> None:
-        """How far the errors of a site's payloads move what a node computes that has these readers of them.
+        """Record the change of a node's gradients by the errors of a site's payloads that `readers` give it.
 
         every : all readers of the node
-        only : the reader, where the node has no other, also not of exact payloads
+        only : the reader, where the node has no other, of exact payloads included
         """
         relative = self._relative(account)
         if relative is None:
@@ -262,9 +262,9 @@ class PredictedStep:
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> dict[int, Tensor]:
-        """The norms of the changes that errors of `size` in what `lossy` read make to what the node computes.
+        """Return the norms of the changes of a node's gradients by errors of `size` in the payloads of `lossy`.
 
-        part : the elements that it runs on; True for all
+        part : the elements to run on; True for all
         """
         shown = {reader: reader.captured for reader in every if reader.captured is not None}
         scale, expected = 1.0, outgoing
@@ -293,7 +293,7 @@ class PredictedStep:
         outgoing: tuple[Tensor | None, ...],
         incoming: tuple[Tensor | None, ...],
     ) -> ElementRange | bool:
-        """The elements that a node can run on once more, in the memory that there is: True for all, False for none."""
+        """Return the elements that a node can run on again in the available memory: True for all, False for none."""
         read = [reader.captured for reader in every if reader.captured is not None]
         changed = sum(reader.captured.nbytes for reader in lossy if reader.captured is not None)
         computed = [grad for grad in outgoing if grad is not None]
@@ -301,25 +301,25 @@ class PredictedStep:
         scratch = scratch_nbytes(given[0])
         if self._book(account, read, changed + sum(map(nbytes_of, computed)) + scratch):
             return True
-        if len(every) != saved_count(node):  # what has no reader would not be cut
+        if len(every) != saved_count(node):  # a saved tensor without a reader cannot be cut
             return False
         of_one = (changed + 2 * sum(map(nbytes_of, computed))) / max(1, given[0].numel())
         part = part_of(point.name, [*given, *read, *computed], int((self._spare(read) - scratch) / of_one))
         return part if part is not None and self._book(account, read, int(of_one * part.count) + scratch) else False
 
     def _expanded(self, point: GraphNode, incoming: tuple[Tensor | None, ...]) -> int:
-        """The bytes that a pointwise node computes for a weight before it sums them to the weight's shape."""
+        """Return the bytes that a pointwise node computes for a weight before it sums them to the weight's shape."""
         return max(nbytes_of(g) for g in incoming if g is not None) if point.name in POINTWISE else 0
 
     def _spare(self, read: Sequence[Tensor]) -> float:
-        """Bytes that looking may take, while these tensors are held for it."""
+        """Return the bytes that the observation may take, beside these tensors held for it."""
         ledger = self._ledger
         if self._most is None:
-            self._most = inf if self._whole else ledger.peak + max(SPARE_NBYTES, SPARE * ledger.peak)
+            self._most = inf if self._whole else ledger.peak + max(SPARE_NBYTES, SPARE_SHARE * ledger.peak)
         return min(self._most, ledger.limit) - ledger.held - sum(tensor.nbytes for tensor in read)
 
     def _book(self, account: Account | None, read: Sequence[Tensor], nbytes: int) -> bool:
-        """Book `nbytes` beside what was read, if there is room for them. Returns whether there is."""
+        """Record `nbytes` on the ledger beside the tensors in `read`, if they fit, and return whether they do."""
         if nbytes > self._spare(read):
             return False
         self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read), "sampling")
@@ -332,7 +332,7 @@ class PredictedStep:
 
 
 class _Hook:
-    """On a node: knows it by its number only, because who holds a node holds all that leads to it."""
+    """Hook on a node. It knows the node only by number, as a reference to a node keeps all that leads to it alive."""
 
     __slots__ = ("_number", "_step")
 
@@ -344,7 +344,7 @@ class _Hook:
 
 
 def _not_twice(point: GraphNode) -> str:
-    """Why a node may not run twice; empty where it may."""
+    """Return the reason why a node may not run twice; empty where it may."""
     if is_compiled(point.name):
         return "read by a compiled region"
     if point.name in OVERWRITING:
@@ -355,10 +355,10 @@ def _not_twice(point: GraphNode) -> str:
 def growth(
     step: PredictedStep, norms: Mapping[int, float], shares: Mapping[int, float] | None = None
 ) -> dict[int, float]:
-    """The energy that reaches all weights for each unit of the energy of noise that comes to a node, by its number.
+    """Return the energy at all weights for each unit of noise energy that comes to a node, by the node's number.
 
-    norms : those of the step, on the host
-    shares : what it counts there, by the identity of a weight; by default 1
+    norms : the norms of the step, on the host
+    shares : the factor of the energy at a weight, by the weight's identity; by default 1
     """
     reach: dict[int, float] = {}
     for number in step.walk.first_weights_first():
@@ -391,9 +391,9 @@ def variances(
     shares: Mapping[int, float] | None = None,
     level: float | None = None,
 ) -> dict[Account, float]:
-    """The predicted variance of all weight gradients, summed, by the site whose payloads cause it; as `growth`.
+    """Return the predicted variance of all weight gradients, summed, by the site that causes it; as `growth`.
 
-    level : relative error of payloads, one of the step's; by default what was measured
+    level : relative error of payloads, one of the step's levels; by default the measured one
     """
     reach = growth(step, norms, shares)
     found: dict[Account, float] = {}

@@ -1,4 +1,4 @@
-"""Numbers that only the device knows, on their way to the host."""
+"""Scalars on their way from devices to the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actstore.base.ticket import DONE, EventTicket, Ticket
 
 
 class Scalars:
-    """Scalars of any devices, put in as they are computed, on any thread. Nobody waits but who reads."""
+    """Scalars of any devices, added as they are computed, on any thread. The host waits in `read` and `named` only."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -24,7 +24,7 @@ class Scalars:
         return len(self._here) + sum(len(numbers) for numbers, _, _ in self._sent)
 
     def put(self, scalar: Tensor, name: int | None = None) -> int:
-        """Take one in. Returns its number: 0, 1 and so on."""
+        """Add a scalar, and return its number: 0, 1 and so on."""
         number = next(self._numbers)
         self._here[number] = scalar
         if name is not None:
@@ -32,27 +32,27 @@ class Scalars:
         return number
 
     def named(self) -> dict[int, float]:
-        """Those that have names, by these. The host waits for the device."""
+        """Return the scalars that have names, by name. The host waits for the device."""
         found = self.read()
         return {name: found[number] for number, name in self._names.items()}
 
     def send(self) -> None:
-        """Have those that are there go to the host, in one copy for each device; their own memory is let go."""
+        """Copy the scalars so far to the host, in one copy for each device, and release their device memory."""
         devices: dict[torch.device, dict[int, Tensor]] = {}
         for number, scalar in self._here.copy().items():
             devices.setdefault(scalar.device, {})[number] = scalar
         for device, scalars in devices.items():
             copied = torch.stack([scalar.float() for scalar in scalars.values()]).to("cpu", non_blocking=True)
             self._sent.append((list(scalars), copied, _complete(device)))
-            for number in scalars:  # only now: an interrupt (Ctrl-C) may have come before
+            for number in scalars:  # last, as an interrupt (Ctrl-C) may come before
                 self._here.pop(number, None)
 
     def ready(self) -> bool:
-        """Whether all are on the host, without waiting."""
+        """Return whether all scalars are on the host, without waiting."""
         return not self._here and all(ticket.ready() for _, _, ticket in self._sent)
 
     def read(self) -> dict[int, float]:
-        """All by number. The host waits for the device."""
+        """Return all scalars by number. The host waits for the device."""
         self.send()
         found: dict[int, float] = {}
         for numbers, copied, ticket in self._sent:
@@ -62,7 +62,7 @@ class Scalars:
 
 
 def _complete(device: torch.device) -> Ticket:
-    """The promise that what is queued on the current stream of a device is complete."""
+    """Return a ticket that completes with all work queued on the current stream of a device."""
     if device.type == "cpu":
         return DONE
     event: Any = torch.Event(device)

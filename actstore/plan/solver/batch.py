@@ -1,7 +1,7 @@
-"""The timeline of many choices at once, each a few changes away from one: the moves of a local search.
+"""Timelines of many choices at once, each a few changes away from one base: the moves of a local search.
 
-The same recurrence as `timeline`, a numpy operation for all of them at a time. Both halves run from the first layer to
-the last, so that a candidate joins where its first change is, with the state of the base there.
+The same recurrence as in `timeline`, with one numpy operation for all candidates. Both halves run from the first layer
+to the last, so that a candidate joins at its first change, with the state of the base there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Move = tuple[Change, ...]  # of different layers, in the order of layers
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What each candidate comes to.
+    """Time and breach of each candidate.
 
     Attributes
     ----------
-    total : ms of a step, as if what breaks a limit had room
-    breach : by how much limits are exceeded, each as a fraction of itself, summed; zero where all hold
+    total : ms of a step, computed as if every exceeded limit had room
+    breach : excess over limits, each as a fraction of its limit, summed; zero where all hold
     """
 
     total: Floats
@@ -52,7 +52,7 @@ class _Batch:
         self.first = np.searchsorted(self.at, layers), np.searchsorted(self.at, layers, side="right")
         starts = np.array([moves[m][0][0] for m in self.order], dtype=np.intp)
         self.joined = np.searchsorted(starts, layers, side="right")
-        # where candidates have unequal room in host memory, no state of the base is theirs
+        # where candidates have unequal room in host memory, they cannot start from a state of the base
         self.shared_room = not tables.two_lanes or not isfinite(tables.limits.host)
 
     def scores(self) -> Scores:
@@ -81,13 +81,13 @@ class _Batch:
         return Scores(total[back], breach[back])
 
     def _sum(self, table: Floats) -> Floats:
-        """The sum over the layers, for each candidate."""
+        """Return the sum over the layers, for each candidate."""
         own = table[np.arange(len(self.base)), self.base]
         change = table[self.at, self.to] - own[self.at]
         return np.asarray(own.sum() + np.bincount(self.rows, change, minlength=len(self.order)), dtype=np.float64)
 
     def _half(self, direction: int, room: Floats) -> tuple[Floats, Floats, Floats]:
-        """What one direction waits, and drains, and by how many bytes it exceeds the device at most."""
+        """Return the waits and the drain of one direction, and the most bytes over the device limit."""
         tables, size = self.tables, len(self.order)
         near_rate, far_rate, limit = tables.near_rate[direction], tables.far_rate[direction], tables.limits.device
         two = tables.two_lanes
@@ -128,7 +128,7 @@ class _Batch:
         return waits, np.maximum(queued / near_rate, undelivered / far_rate), over
 
     def _step(self, direction: int, i: int, state: Floats, limit: float) -> Floats:
-        """The state of the base after layer `i`: held, queued, undelivered, waits, bytes over the limit."""
+        """Return the state of the base after layer `i`: held, queued, undelivered, waits, bytes over the limit."""
         tables, o = self.tables, self.base[i]
         held, queued, undelivered, waits, over = state
         near_rate, far_rate = tables.near_rate[direction], tables.far_rate[direction]
@@ -141,11 +141,11 @@ class _Batch:
         return np.array([held + tables.held[i, o], queued, undelivered, waits + stall, over])
 
     def _column(self, table: Floats) -> tuple[Floats, Floats]:
-        """A table's values of the base by layer, and of the changes."""
+        """Return a table's values of the base by layer, and those of the changes."""
         return table[np.arange(len(self.base)), self.base], table[self.at, self.to]
 
     def _values(self, column: tuple[Floats, Floats], i: int, count: int) -> Floats | np.float64:
-        """A table's values at layer `i`: one for all candidates, or each its own where some change there."""
+        """Return a table's values at layer `i`: one for all candidates, or one each where some change there."""
         own, changed = column
         start, end = self.first[0][i], self.first[1][i]
         if start == end:
@@ -156,7 +156,7 @@ class _Batch:
 
 
 def _excess(over: NDArray[np.float64], limit: float) -> Floats:
-    """Bytes over a limit as a fraction of it; zero within the limit's slack."""
+    """Return the bytes over a limit as a fraction of it; zero within the limit's slack."""
     if limit == inf:
         return np.zeros_like(over)
     return np.where(over > slack(limit), over / max(limit, 1.0), 0.0)

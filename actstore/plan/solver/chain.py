@@ -1,5 +1,7 @@
-"""A training step as the planner sees it: layers in the order of forward, and the ways that the activations of each can
-wait for backward. Times in milliseconds, sizes in bytes, rates in bytes per millisecond."""
+"""A training step as the planner sees it: layers in the order of forward, and the options for the activations of each.
+
+Times are in milliseconds, sizes in bytes, rates in bytes per millisecond.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ class LayerOption:
 
     Attributes
     ----------
-    decision : what to do, as policy text
-    held : on the compute device between the layer's forward and its backward
-    link : that cross the link between device and host memory, once in each direction
-    host : in host memory, between
-    disk : on disk, between; they cross the disk's lanes once in each direction
-    forward, backward : what it adds to the layer's compute there
-    forward_peak, backward_peak : on the device while the layer itself runs, `held` included
-    error : in the unit of `Limits.error`
+    decision : policy text
+    held : bytes on the compute device between the layer's forward and its backward
+    link : bytes that cross the link between device and host memory, once in each direction
+    host : bytes in host memory, between forward and backward
+    disk : bytes on disk, between forward and backward; they cross the disk's lanes once in each direction
+    forward, backward : time that the option adds to the layer's compute
+    forward_peak, backward_peak : bytes on the device while the layer itself runs, `held` included
+    error : noise, in the unit of `Limits.error`
     """
 
     decision: str
@@ -47,15 +49,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What bytes travel on. Rates are those of one direction alone.
+    """Links that bytes travel on. Rates are those of one direction alone.
 
     Attributes
     ----------
-    out, back : between the compute device and host memory
-    disk_out, disk_back : to the disk and from it
-    both_ways, disk_both_ways : part of its rate that each direction keeps while the other one runs, too
-    on_host : whether the compute device is the CPU, so that what waits for the disk waits on the device; otherwise it
-        has crossed the link before and waits in host memory
+    out, back : rates between the compute device and host memory
+    disk_out, disk_back : rates to the disk and from it
+    both_ways, disk_both_ways : share of its rate that each direction keeps while both run
+    on_host : whether the compute device is the CPU. Then bytes for the disk wait on the device; otherwise they have
+        crossed the link before and wait in host memory
     """
 
     out: float = inf
@@ -87,5 +89,5 @@ class LayerChain:
 
     @property
     def plain(self) -> float:
-        """How long a step takes that keeps everything."""
+        """Milliseconds of a step that keeps everything."""
         return self.rest + sum(layer.forward + layer.backward for layer in self.layers)

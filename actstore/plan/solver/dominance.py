@@ -1,4 +1,4 @@
-"""Options that no best plan needs."""
+"""Dominated options, which no best plan needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NUMBERS = tuple(field.name for field in fields(LayerOption) if field.name != "d
 
 
 def useful(layer: Layer) -> list[int]:
-    """Indices of a layer's options without those that another one equals or betters in every number.
+    """Return the indices of a layer's options, without those that another option equals or betters in every number.
 
-    Compute counts as a number to be small: what flows beside it flows as well beside a stall of its length. Of equals
-    the first stays.
+    A smaller compute time counts as better: bytes that flow beside it flow as well beside a stall of the same length.
+    Of equal options the first stays.
     """
     numbers = [tuple(getattr(option, name) for name in _NUMBERS) for option in layer.options]
     return [

@@ -20,10 +20,10 @@ class Least:
 
     Attributes
     ----------
-    device : bytes that it needs
+    device : bytes that the choice needs
     bound : no choice needs less
-    evaluation : of the choice, with `device` for a limit
-    direction, layer : the event where the most is needed
+    evaluation : the evaluation of the choice, with `device` as limit
+    direction, layer : the event with the most bytes
     """
 
     device: float
@@ -34,17 +34,17 @@ class Least:
 
 
 def least(chain: LayerChain, limits: Limits, *, within: float = inf, time_limit: float = 10.0) -> Least:
-    """The choice that needs least device memory; `limits.device` does not count.
+    """Find the choice with the least device memory; `limits.device` does not count.
 
     Parameters
     ----------
     within : most ms of a step
-    time_limit : s for the mixed-integer program; there is none where only the device's memory is limited
+    time_limit : seconds for the mixed-integer program, which does not run where only device memory is limited
 
     Raises
     ------
-    CapacityError : the other limits, or `within`, cannot be kept
-    ConfigError : as `Tables`; no layers; or the solver is needed, and scipy is not installed
+    CapacityError : no choice keeps the remaining limits and `within`
+    ConfigError : as `Tables`; a chain without layers; or the solver is needed, and scipy is not installed
     """
     if not chain.layers:
         raise ConfigError("a chain without layers needs no memory; give it at least one layer")
@@ -68,7 +68,7 @@ def check_totals(tables: Tables) -> None:
 
     Raises
     ------
-    CapacityError : host, disk or error
+    CapacityError : the limit of host, disk or error cannot be kept
     """
     for name, table in (("host", tables.host), ("disk", tables.disk), ("error", tables.error)):
         allowed = getattr(tables.limits, name)
@@ -88,9 +88,9 @@ def check_totals(tables: Tables) -> None:
 
 
 def _frugal(tables: Tables, allowed: Sequence[Sequence[int]]) -> tuple[list[int], float]:
-    """The choice with the least peak where nothing else is limited, and that peak, by bisection.
+    """Find the choice with the least peak where only the device is limited, and that peak, by bisection.
 
-    Under a given peak the best choice of each layer in turn is the one that holds least of those that fit.
+    Under a given peak, the best choice of each layer in turn is the fitting option that holds least.
     """
     top = tables.peak[FORWARD].clip(min=tables.peak[BACKWARD])
 
@@ -117,7 +117,7 @@ def _frugal(tables: Tables, allowed: Sequence[Sequence[int]]) -> tuple[list[int]
 
 
 def _needed(tables: Tables, choice: Sequence[int]) -> list[float]:
-    """What each layer needs on the device where nothing queues: the most of its two events."""
+    """Return the bytes that each layer needs on the device where nothing queues: the most of its two events."""
     held, needed = 0.0, []
     for i, o in enumerate(choice):
         needed.append(held + max(float(tables.peak[FORWARD][i, o]), float(tables.peak[BACKWARD][i, o])))
@@ -139,7 +139,7 @@ def _solved(
 
 
 def _enough(tables: Tables, choice: Sequence[int], within: float, low: float) -> float:
-    """The least device limit under which `choice` takes at most `within` ms, by bisection on the timeline."""
+    """Find the least device limit under which `choice` takes at most `within` ms, by bisection on the timeline."""
 
     def fits(device: float) -> bool:
         found = evaluated(Tables(tables.chain, replace(tables.limits, device=device)), choice)

@@ -1,18 +1,18 @@
 """The choice of options as a linear program, with or without integrality.
 
-For layer i and each direction (backward in reversed time), with z[i, o] the choice, K what is held, p what queues on
-the device when the layer starts and d when it ends, s the stall before it, B the rate:
+For layer i and each direction (backward in reversed time), let z[i, o] be the choice, K the held bytes, p the bytes
+queued on the device when the layer starts and d those when it ends, s the stall before it, and B the rate:
 
     p_i >= d_(i-1) - B s_i              K_(i-1) + p_i + sum peak z <= device
     d_i >= p_i - B (time_i + sum extra z) + sum near z              d_i >= sum near z
 
-and with a second lane y, e, D in their place for what is not yet on the disk, and H what waits in host memory,
+With a second lane, y, e, D take their place for bytes not yet on the disk, and H are the bytes waiting in host memory:
 
     y_i >= e_(i-1) - D s_i      e_i >= y_i - D (...) + sum far z      e_i >= sum far z
     p_i >= y_i + H - host       d_i - sum near z >= e_i - sum far z + H - host
 
-What both directions of a link cost each other at the turn is not in it, so that its value is a bound all the same.
-Limits are variables with equal bounds: the reduced cost of one is what a unit more of it saves.
+The program leaves out the mutual slowdown of both directions at the turn; its value is a bound all the same. Limits
+are variables with equal bounds: the reduced cost of a limit is the time that one more unit of it saves.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any
 import numpy as np
 
 from actstore.plan.solver.program import Program, Terms
-from actstore.plan.solver.tables import BACKWARD, FAST, FORWARD, Floats, Tables
+from actstore.plan.solver.tables import BACKWARD, FORWARD, UNLIMITED_RATE, Floats, Tables
 
 LIMITS = ("device", "host", "disk", "error")
 
 
 class Linear(Program):
-    """The program of a chain under limits.
+    """Linear program of a chain under limits.
 
     Parameters
     ----------
     allowed : for each layer, the indices of the options to choose from
-    timeline : whether to write the rows of time; without them stalls are free
-    smallest : minimise the device's bytes instead of time
-    within : most ms of a step, where the device's bytes are minimised
+    timeline : whether to add the rows of time; without them stalls are free
+    smallest : whether to minimise device bytes instead of time
+    within : most ms of a step, where device bytes are minimised
 
     Attributes
     ----------
@@ -82,15 +82,15 @@ class Linear(Program):
             self.row(self._times, -inf, within - tables.plain)
 
     def waits(self, cost: bool) -> int:
-        """Add a variable of milliseconds that compute waits."""
+        """Add a variable for the milliseconds that compute waits."""
         variable = self.variable(1.0 if cost else 0.0)
         self._times.append((variable, 1.0))
         return variable
 
     def aggregate(self) -> None:
-        """Add rows that integers make stronger: how many of equal layers take an option, and what is needed at the end.
+        """Add rows that tighten the integer program: counts of equal layers by option, and the need at the end.
 
-        Equal layers have many choices of the same cost; to branch on a count decides for all of them at once.
+        Equal layers have many choices of the same cost; a branch on a count decides for all of them at once.
         """
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, layer in enumerate(self.tables.chain.layers):
@@ -109,21 +109,21 @@ class Linear(Program):
                 self.row([*held, *peak, (self.limits["device"], -1.0)], -inf, 0.0)
 
     def times(self) -> Terms:
-        """What a step takes beyond `plain`, in ms."""
+        """Return the terms of the time of a step beyond `plain`, in ms."""
         return self._times
 
     def cells(self) -> Iterable[tuple[int, int, int]]:
-        """Layer, option, variable of each choice."""
+        """Yield (layer, option, variable) of each choice."""
         for i, (options, row) in enumerate(zip(self.allowed, self.choice, strict=True)):
             for o, v in zip(options, row, strict=True):
                 yield i, o, v
 
     def chosen(self, table: Floats, i: int, scale: float = 1.0) -> Terms:
-        """The value of `table` that layer `i` chooses, times `scale`."""
+        """Return the terms of the value of `table` that layer `i` chooses, times `scale`."""
         return [(v, scale * float(table[i, o])) for o, v in zip(self.allowed[i], self.choice[i], strict=True)]
 
     def memory_row(self, i: int, direction: int, queued: Terms) -> None:
-        """What is held, what queues and what the layer needs fit on the device."""
+        """Require that held bytes, queued bytes and the layer's own need fit on the device."""
         held = [(self._held[i], 1.0)] if i else []
         peak = self.chosen(self.tables.peak[direction], i, 1 / self.unit)
         self.row([*held, *queued, *peak, (self.limits["device"], -1.0)], -inf, 0.0)
@@ -156,7 +156,7 @@ class Linear(Program):
         return [(v, float(table[i, o]) / unit) for i, o, v in self.cells()]
 
     def _resident(self) -> list[int]:
-        """The variables K_(i-1): what is held when layer i starts; the first has none."""
+        """Add the variables K_(i-1) of the bytes held when layer i starts; the first layer has none."""
         if "device" not in self.limits:
             return []
         held = [-1]
@@ -167,11 +167,11 @@ class Linear(Program):
         return held
 
     def choose(self, values: Floats) -> list[int]:
-        """The option of each layer that `values` has the most of."""
+        """Return the option of each layer with the largest value."""
         return [options[int(np.argmax(values[row]))] for options, row in zip(self.allowed, self.choice, strict=True)]
 
     def spread(self, values: Floats) -> list[int]:
-        """As `choose`, with what rounding gives or takes carried on to the next layer: the lanes stay evenly used."""
+        """Return options as `choose`, but carry rounding errors on to the next layer: the lanes stay evenly used."""
         carried = [0.0] * max(map(len, self.choice), default=0)
         chosen = []
         for options, row in zip(self.allowed, self.choice, strict=True):
@@ -183,7 +183,7 @@ class Linear(Program):
 
 
 class DirectionRows:
-    """Writes the rows of one direction; `costs` says whether its waits count in the cost."""
+    """Rows of one direction; `costs` says whether its waits count in the cost."""
 
     def __init__(self, program: Linear, direction: int, *, costs: bool) -> None:
         tables = program.tables
@@ -215,17 +215,17 @@ class DirectionRows:
         self._drain(d, e)
 
     def _drained(self, before: int, wait: int, after: int, rate: float) -> None:
-        """after >= before - rate wait."""
-        if before >= 0 and rate < FAST:
+        """Require after >= before - rate wait."""
+        if before >= 0 and rate < UNLIMITED_RATE:
             terms = [(before, 1.0), (wait, -rate / self.program.unit), (after, -1.0)]
             self.program.row(terms, -inf, 0.0)
 
     def _queue(self, start: int, time: tuple[float, Terms], arriving: Terms, rate: float) -> int:
-        """What queues at the end of a layer."""
+        """Add the variable of the bytes queued at the end of a layer, with its rows."""
         program = self.program
         end = program.variable()
         program.row([*arriving, (end, -1.0)], -inf, 0.0)
-        if rate < FAST:
+        if rate < UNLIMITED_RATE:
             rate /= program.unit
             computes = {v: -rate * x for v, x in time[1]}
             terms = [(v, x + computes[v]) for v, x in arriving]
@@ -233,7 +233,7 @@ class DirectionRows:
         return end
 
     def _room(self, undelivered: int, queued: int, shift: Terms) -> None:
-        """What is not on the disk, and not on the device, has room in host memory."""
+        """Require room in host memory for the bytes that are neither on the disk nor on the device."""
         program = self.program
         terms = [(undelivered, 1.0), (queued, -1.0), *shift, (program.waiting, 1.0), (program.limits["host"], -1.0)]
         program.row(terms, -inf, 0.0)
@@ -242,5 +242,5 @@ class DirectionRows:
         program = self.program
         drain = program.waits(self.costs)
         for last, rate in ((d, self.near_rate), (e, self.far_rate)):
-            if last >= 0 and rate < FAST:
+            if last >= 0 and rate < UNLIMITED_RATE:
                 program.row([(last, program.unit / rate), (drain, -1.0)], -inf, 0.0)

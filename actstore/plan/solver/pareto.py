@@ -1,4 +1,4 @@
-"""How the time of a step falls as memory is given to it."""
+"""Pareto front of step time and device memory."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class ParetoPoint:
 def pareto(
     chain: LayerChain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
 ) -> tuple[ParetoPoint, ...]:
-    """Plans from the least device memory that is possible to the most that is of use, or to `limits.device`.
+    """Return plans from the least possible device memory to the most that is of use, or to `limits.device`.
 
-    Limits are evenly spaced. Each point is faster than those before it: others are left out, and a plan that was found
-    with less memory stands wherever it is the better one.
+    Limits are evenly spaced. Each point is faster than those before it; slower ones are left out. A plan that was found
+    with less memory stays wherever it is the better one.
 
     Parameters
     ----------
-    points : how many limits to try
-    time_limit : s for each of them
+    points : number of limits to try, 2 or more
+    time_limit : seconds for each of them
 
     Raises
     ------
-    CapacityError : not even the least memory is allowed, or another limit cannot be kept
-    ConfigError : as `Tables`; fewer than two points, or no layers
+    CapacityError : `limits.device` is below the least memory, or another limit cannot be kept
+    ConfigError : as `Tables`; fewer than two points, or a chain without layers
     """
     if points < 2:
-        raise ConfigError(f"{points} points are no front; ask for two or more")
+        raise ConfigError(f"points={points}: must be 2 or more. Use 16 for a smooth front.")
     low = least(chain, limits)
     allowed = [useful(layer) for layer in chain.layers]
     tables = Tables(chain, limits)
     high = max(low.device, min(limits.device, evaluated(tables, fastest(tables, allowed)).device_peak))
     if limits.device < low.device:
-        solve(chain, limits, time_limit=time_limit, gap=gap)  # says what is missing
+        solve(chain, limits, time_limit=time_limit, gap=gap)  # raises, with the missing bytes
     front: list[ParetoPoint] = []
     start = low.evaluation.choice
     for step in range(points):

@@ -16,7 +16,7 @@ Terms = list[tuple[int, float]]  # variable, coefficient
 
 
 def optimizer() -> ModuleType:
-    """scipy.optimize.
+    """Import and return scipy.optimize.
 
     Raises
     ------
@@ -33,12 +33,12 @@ def optimizer() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the solver said.
+    """Result of the solver.
 
     Attributes
     ----------
-    values : of the variables; None where it found none
-    bound : nothing is below it; -inf where the solver proved nothing, inf where nothing fulfils the rows
+    values : values of the variables; None where the solver found none
+    bound : lower bound of the cost; -inf where the solver proved nothing, inf where no values fulfil the rows
     reduced : reduced costs of the variables, of a program without integers
     """
 
@@ -60,7 +60,7 @@ class Program:
         self._least: list[float] = []
 
     def variable(self, cost: float = 0.0, lower: float = 0.0, upper: float = inf, *, integral: int = 0) -> int:
-        """Add a variable; its index."""
+        """Add a variable, and return its index."""
         self._cost.append(cost)
         self._lower.append(lower)
         self._upper.append(upper)
@@ -103,8 +103,8 @@ class Program:
 
         Parameters
         ----------
-        time_limit : s
-        gap : relative to the cost with `constant` added to it, at which to stop
+        time_limit : seconds
+        gap : gap at which to stop, relative to the cost plus `constant`
         """
         optimize = optimizer()
         if constant:

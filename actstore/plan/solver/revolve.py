@@ -1,12 +1,12 @@
-"""The Revolve schedule: the fewest forwards that bring back the states of a chain of equal steps, last one first.
+"""The Revolve schedule: the fewest forwards that recompute the states of a chain of equal steps, last one first.
 
-A chain of `length` steps is reversed with `slots` states in memory. One slot holds the state before the first step;
-the state that the sweep has arrived at is live and takes none. By Griewank and Walther (2000), with
+A chain of `length` steps is reversed with `slots` stored states. One slot holds the state before the first step; the
+state that the sweep has arrived at is live and takes no slot. By Griewank and Walther (2000), with
 beta(c, r) = (c + r)! / (c! r!), r the number with beta(c, r - 1) < l <= beta(c, r), the sweeps advance
 
     t(l, c) = r l - beta(c + 1, r - 1)
 
-steps, the first one over the chain included, besides one run of each step that records it for its gradient.
+steps. This counts the first sweep over the chain, but not the run of each step that records it for its gradient.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from functools import cache
 from math import comb
 
-MOST_AUTO = 2  # forwards of a step beyond the one that records it, on average, that `fewest_slots` allows
+MAX_AUTO_ADVANCES = 2  # average forwards of a step that `fewest_slots` allows, beyond the one that records it
 
 
 def beta(slots: int, repetitions: int) -> int:
-    """The longest chain that `slots` reverse while no step is advanced over more than `repetitions` times."""
+    """Return the longest chain for `slots` where the sweeps advance over each step at most `repetitions` times."""
     return comb(slots + repetitions, slots) if repetitions >= 0 else 0
 
 
 @cache
 def repetitions(length: int, slots: int) -> int:
-    """How often at most a step is advanced over."""
+    """Return the most times that the sweeps advance over a step."""
     r = 0
     while beta(slots, r) < length:
         r += 1
@@ -33,7 +33,7 @@ def repetitions(length: int, slots: int) -> int:
 
 
 def advances(length: int, slots: int) -> int:
-    """Steps that all sweeps advance over, t(l, c): the least that is possible.
+    """Return the number of steps that all sweeps advance over, t(l, c): the least possible.
 
     Parameters
     ----------
@@ -51,8 +51,9 @@ def advances(length: int, slots: int) -> int:
 
 @cache
 def split(length: int, slots: int) -> int:
-    """The step before which an optimal sweep stores a state first: the least j with the least
-    j + t(l - j, c - 1) + t(j, c). For `length` and `slots` of 2 or more."""
+    """Return the step before which an optimal sweep first stores a state: the least j with the least
+    j + t(l - j, c - 1) + t(j, c). For `length` and `slots` of 2 or more.
+    """
     low, high = 1, length - 1  # convex in j: t grows by `repetitions(l + 1, c)` from l to l + 1
     while low < high:
         j = (low + high) // 2
@@ -64,9 +65,9 @@ def split(length: int, slots: int) -> int:
 
 
 def positions(length: int, slots: int) -> Iterator[int]:
-    """The steps before which a sweep to the last step of a chain stores the state, ascending.
+    """Yield the steps before which a sweep to the last step of a chain stores the state, ascending.
 
-    Step 0, which takes one of the slots, and the last step, whose state is live then, are not among them.
+    Step 0, which takes one of the slots, and the last step, whose state is live, are left out.
     """
     at = 0
     while slots > 1 and length > 2:
@@ -80,12 +81,12 @@ def positions(length: int, slots: int) -> Iterator[int]:
 
 @cache
 def fewest_slots(length: int) -> int:
-    """The fewest slots with which the sweeps after the first one advance over fewer than `MOST_AUTO` steps for each
-    step of the chain.
+    """Return the fewest slots with which sweeps after the first advance over few enough steps.
 
-    Two is where more slots stop to pay: 1,000 steps take 16 slots with it; allowing 1.5 takes 30 slots, 3 takes 10.
+    Few enough is fewer than `MAX_AUTO_ADVANCES` steps for each step of the chain. More slots than that do not pay:
+    1,000 steps take 16 slots; an allowance of 1.5 would take 30 slots, one of 3 would take 10.
     """
     slots = 1
-    while advances(length, slots) - (length - 1) >= MOST_AUTO * length:
+    while advances(length, slots) - (length - 1) >= MAX_AUTO_ADVANCES * length:
         slots += 1
     return slots

@@ -1,7 +1,7 @@
 """Local search on the timeline: from a choice to a better one, by moves of one, two or many layers.
 
-Deterministic, unless it runs into its deadline. A choice that breaks a limit is mended first, by the moves that cost
-least for each byte.
+Deterministic, unless it reaches its deadline. The search first repairs a choice that exceeds a limit, by the moves with
+the least cost per byte.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy as np
 from actstore.plan.solver.batch import Change, Move, Scores, scores
 from actstore.plan.solver.tables import BACKWARD, FORWARD, Floats, Tables
 
-PAIRED = 64  # changes of which all pairs are tried
-LEAST_GAIN = 1e-9  # of the step
+PAIRED_CHANGES = 64  # the search tries all pairs of so many changes
+MIN_GAIN_SHARE = 1e-9  # of the step
 LANE_PRICES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the time a byte takes there
 HELD_PRICES = (0.0, *(float(x) for x in np.geomspace(1e-3, 1e2, 40)))  # of what the dearest option pays for a byte
 
 
 class Search:
-    """Improves choices among the allowed options of each layer, until `deadline` (time.monotonic, s)."""
+    """Local search among the allowed options of each layer, until `deadline` (time.monotonic, s)."""
 
     def __init__(self, tables: Tables, allowed: Sequence[Sequence[int]], deadline: float) -> None:
         self.tables = tables
         self._allowed = allowed
         self._deadline = deadline
-        self._least_gain = LEAST_GAIN * max(tables.plain, 1.0)
+        self._least_gain = MIN_GAIN_SHARE * max(tables.plain, 1.0)
 
     @property
     def late(self) -> bool:
-        """Whether the deadline has passed."""
+        """True after the deadline."""
         return monotonic() > self._deadline
 
     def improve(self, choice: Sequence[int]) -> tuple[list[int], float] | None:
-        """A choice that holds all limits and that no move betters, and the ms of its step; None where it found none."""
+        """Return a choice that keeps all limits and that no move improves, with its ms; None where none is found."""
         best = list(choice)
         while True:
             here = self._score(best, [()])
@@ -60,13 +60,13 @@ class Search:
         return [((i, o),) for i, options in enumerate(self._allowed) for o in options if o != choice[i]]
 
     def _score(self, choice: Sequence[int], moves: Sequence[Move]) -> Scores:
-        """Scores; the empty move is the choice itself."""
+        """Evaluate each move; the empty move is the choice itself."""
         return scores(self.tables, choice, [move or ((0, choice[0]),) for move in moves])
 
     def _mend(
         self, choice: Sequence[int], total: float, breach: float, moves: list[Move], found: Scores
     ) -> list[int] | None:
-        """Lower the breach, at least time for each part of it; about half of it at once."""
+        """Lower the breach at the least time for each part of it, about half of it at once."""
         lowered = np.minimum(breach - found.breach, breach)
         useful = np.flatnonzero(lowered > 1e-12 * breach)
         if not len(useful):
@@ -99,11 +99,11 @@ class Search:
         return _applied(choice, moves[pick]) if value[pick] < total - self._least_gain else None
 
     def _pairs(self, moves: list[Move], found: Scores, total: float) -> list[Move]:
-        """Pairs of changes one of which saves compute and the other memory or time on a lane."""
+        """Return pairs of changes of which one saves compute, and the other memory or time on a lane."""
         ahead = self._rank(found.total - total + np.where(found.breach > 0, 0.0, 1e-9 * total))
         costs = found.total - total
         cheap = self._rank(np.where(found.breach == 0, costs, np.inf))
-        picked = dict.fromkeys([*ahead[:PAIRED], *cheap[:PAIRED]])
+        picked = dict.fromkeys([*ahead[:PAIRED_CHANGES], *cheap[:PAIRED_CHANGES]])
         changes = [moves[m][0] for m in picked]
         return [tuple(sorted((a, b))) for n, a in enumerate(changes) for b in changes[:n] if a[0] != b[0]]
 
@@ -113,17 +113,17 @@ class Search:
 
 
 def fastest(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[int]:
-    """The option of each layer with the least compute; of equals, that with the least bytes on the lanes, then held."""
+    """Return the option of each layer with the least compute; of equals, that with the least lane bytes, then held."""
     extra = tables.extra[FORWARD] + tables.extra[BACKWARD]
     keys = [[(extra[i, o], tables.near[i, o], tables.held[i, o], o) for o in row] for i, row in enumerate(allowed)]
     return [min(row)[-1] for row in keys]
 
 
 def starts(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Choices to begin from, made layer by layer under guessed prices of device memory and of the lanes.
+    """Return initial choices, made layer by layer under guessed prices of device memory and of the lanes.
 
-    A byte on a lane costs between nothing and the time it takes there; a byte held, between nothing and more than the
-    dearest option pays to free one. For each price of the lanes the best choice, the best of them first.
+    A byte on a lane costs from nothing to the time it takes there. A held byte costs from nothing to more than the most
+    expensive option pays to free one. For each price of the lanes the best choice stays; the best of all comes first.
     """
     if not allowed:
         return [[]]
@@ -146,7 +146,7 @@ def starts(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _prefixes(moves: Sequence[Move], ranked: Iterable[int]) -> Iterable[Move]:
-    """The best change, the best two, four ... of different layers; at last all of them."""
+    """Yield the best change, the best two, four ... of different layers; at last all of them."""
     taken: dict[int, Change] = {}
     for m in ranked:
         change = moves[int(m)][0]

@@ -1,7 +1,7 @@
-"""The best choice of options under limits, and how far from the best it can be at most.
+"""The best choice of options under limits, and a bound on its distance from the optimum.
 
-A ladder, which ends as soon as the plan is proven good enough: everything fits; the relaxation, whose value nothing
-betters; a local search; the mixed-integer program, on what the relaxation's prices leave open.
+A ladder of methods, which ends as soon as a plan is proven good enough: everything fits; the relaxation, whose value is
+a lower bound; a local search; the mixed-integer program, on the options that the relaxation's prices leave open.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from actstore.plan.solver.tables import BACKWARD, FORWARD, Tables
 from actstore.plan.solver.timeline import Evaluation, evaluated
 
 MIB = 2**20
-TIGHT = 1e-5  # of the step: proofs go no further, since a row that the best plan breaks by less is lost in tolerances
+PROOF_TOLERANCE = 1e-5  # of the step: no proof goes further, as smaller violations vanish in the solver's tolerances
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A plan.
+    """A choice of options, with its evaluation and its bound.
 
     Attributes
     ----------
     choice : index of the option of each layer
-    evaluation : the step that it gives
-    bound : no choice takes less, in ms; None where that is unknown
+    evaluation : the step under this choice
+    bound : lower bound on the ms of any choice; None where unknown
     prices : ms that one more MiB saves, by limit: "device", "host", "disk"; for "error", one more unit of it
-    how : what found the choice: "everything fits", "local search", "mixed-integer program"
+    how : the method that found the choice: "everything fits", "local search", "mixed-integer program"
     """
 
     choice: tuple[int, ...]
@@ -48,7 +48,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """What the plan can be over the best at most, as a fraction of its step; infinite without a bound."""
+        """Largest possible distance from the optimum, as a fraction of the step; infinite without a bound."""
         if self.bound is None:
             return inf
         return max(0.0, self.evaluation.total - self.bound) / self.evaluation.total if self.evaluation.total else 0.0
@@ -77,13 +77,14 @@ def solve(
 
     Parameters
     ----------
-    time_limit : s, for search and solver together; the relaxation comes on top
-    gap : of the step; the ladder ends with a plan that is proven to be as near to the best
-    start : a choice to begin the search from, besides those it finds itself
+    time_limit : seconds for search and solver together; the relaxation comes on top
+    gap : fraction of the step; the ladder ends with a plan that is proven to be as near to the optimum
+    start : a choice to begin the search from, besides its own
 
     Raises
     ------
-    CapacityError : no choice keeps the limits; with the least device memory that is possible, and where that is needed
+    CapacityError : no choice keeps the limits; the error gives the least possible device memory, and the layer
+        that needs it
     ConfigError : as `Tables`
     """
     tables = Tables(chain, limits)
@@ -105,7 +106,7 @@ class _Ladder:
         extra = tables.extra[FORWARD] + tables.extra[BACKWARD]
         plain = fastest(tables, self.allowed)
         floor = tables.plain + sum(float(extra[i, o]) for i, o in enumerate(plain))
-        if self._offer(plain, "everything fits") and self._total() <= floor * (1 + TIGHT):
+        if self._offer(plain, "everything fits") and self._total() <= floor * (1 + PROOF_TOLERANCE):
             self.bound, self.prices = floor, dict.fromkeys(self._limited(), 0.0)
             return self._solution()
         relaxation = self._relax(floor) if find_spec("scipy") else None
@@ -125,10 +126,10 @@ class _Ladder:
     def _near(self) -> bool:
         if self.best is None or self.bound is None:
             return False
-        return self._total() - self.bound <= max(self.gap, TIGHT) * self._total()
+        return self._total() - self.bound <= max(self.gap, PROOF_TOLERANCE) * self._total()
 
     def _offer(self, choice: Sequence[int], how: str) -> bool:
-        """Take a choice that holds all limits and betters the best; whether it holds them."""
+        """Take a choice if it keeps all limits and is the fastest so far; return whether it keeps them."""
         found = evaluated(self.tables, choice)
         if found.feasible and found.total < self._total():
             self.best, self.how = (found.total, tuple(choice)), how
@@ -150,7 +151,7 @@ class _Ladder:
 
     def _search(self, relaxation: tuple[Linear, Answer] | None, start: Sequence[int] | None) -> None:
         begin = monotonic()
-        share = 0.4 if relaxation is not None else 1.0  # of the time; the rest is the solver's
+        share = 0.4 if relaxation is not None else 1.0  # of the time; the solver has the rest
         search = Search(self.tables, self.allowed, begin + share * (self.deadline - begin))
         first = []
         if relaxation is not None and relaxation[1].values is not None:
@@ -165,28 +166,28 @@ class _Ladder:
                 return
 
     def _integral(self, relaxation: tuple[Linear, Answer]) -> None:
-        """Look for a choice that betters the best by more than the gap; that there is none is a bound."""
+        """Search for a choice that is faster than the best by more than the gap. If none exists, that is a bound."""
         program, answer = relaxation
         plain, total = self.tables.plain, self._total()
         open_ = self._open(program, answer, total)
         smaller = Linear(self.tables, open_)
         smaller.aggregate()
-        aim = inf if self.best is None else total - max(self.gap, TIGHT) * total
+        aim = inf if self.best is None else total - max(self.gap, PROOF_TOLERANCE) * total
         if aim < inf:
             smaller.row(smaller.times(), -inf, aim - plain)
         found = smaller.integral(time_limit=max(1.0, self.deadline - monotonic()), gap=self.gap, constant=plain)
         assert self.bound is not None
-        # choices left out cost `total` at least, and those that the row forbids `aim`
+        # choices left out take at least `total` ms, and choices that the row forbids at least `aim`
         self.bound = max(self.bound, min(found.bound, aim if aim < inf else total))
         if found.values is not None:
             self._offer(smaller.choose(found.values), "mixed-integer program")
         self.bound = min(self.bound, self._total())
 
     def _open(self, program: Linear, answer: Answer, total: float) -> list[list[int]]:
-        """The options that a choice faster than `total` can have, by their reduced costs."""
+        """Return the options that a choice faster than `total` can have, by their reduced costs."""
         assert answer.reduced is not None
         least_of = answer.bound + self.tables.plain
-        room = total - least_of + TIGHT * max(total, 1.0)
+        room = total - least_of + PROOF_TOLERANCE * max(total, 1.0)
         return [
             [o for o, v in zip(options, row, strict=True) if answer.reduced[v] <= room] or list(options)
             for options, row in zip(self.allowed, program.choice, strict=True)
@@ -198,7 +199,7 @@ class _Ladder:
         return Solution(self.best[1], evaluation, self.bound, self.prices, self.how)
 
     def _refusal(self) -> CapacityError:
-        """Why no choice keeps the limits."""
+        """Return the error of limits that no choice keeps."""
         limits = self.tables.limits
         needs = least(self.tables.chain, limits)
         if needs.device <= limits.device:

@@ -1,4 +1,4 @@
-"""The numbers of a chain as arrays, checked once, with the links reduced to the one or two lanes that count."""
+"""Tables: the numbers of a chain as arrays, checked once, with the links reduced to the one or two lanes that count."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, L
 
 Floats = NDArray[np.float64]
 
-FAST = 1e30  # bytes/ms: stands for an infinite rate where a product with zero milliseconds must be zero
-SLACK = 1e-9  # of a limit: what sums of floats may exceed it by
+UNLIMITED_RATE = 1e30  # bytes/ms: stands for infinity, as its product with zero milliseconds must be zero
+SLACK = 1e-9  # of a limit: the excess that sums of floats may have
 FORWARD, BACKWARD = 0, 1
 DIRECTIONS = ("forward", "backward")
 
 
 class Tables:
-    """What the timeline, the relaxation and the search read of a chain and its limits.
+    """Arrays of a chain and its limits, for the timeline, the relaxation and the search.
 
-    Tables are indexed [layer, option]; a layer with fewer options than the longest repeats its first one there, and
-    `counts` says how many are real. Pairs are indexed by direction: `FORWARD`, `BACKWARD`.
+    Tables have the indices [layer, option]. A layer with fewer options than the longest repeats its first one, and
+    `counts` says how many are real. Pairs have the direction as index: `FORWARD`, `BACKWARD`.
 
     Attributes
     ----------
     plain : ms of a step that keeps everything
     compute : pair of lists, ms of each layer
-    extra, peak : pairs of tables, ms that an option adds and bytes on the device while its layer runs
+    extra, peak : pairs of tables: ms that an option adds, and bytes on the device while its layer runs
     held : bytes on the device between forward and backward
-    near : bytes that leave the device and come back to it
+    near : bytes that leave the device and return to it
     far : of these, bytes that go on to the disk from host memory; zero where the device is the host
-    host, disk, error : what counts against those limits
-    crossing : what a millisecond costs that both directions run at the turn, beyond the two that they take one after
-        the other: more than nothing where they hinder each other by more than half
-    near_rate, far_rate : pairs, bytes/ms; bytes for the disk cannot come faster than they cross the first lane, so
-        that is the most that `far_rate` can be
+    host, disk, error : values that count against those limits
+    crossing : ms that each millisecond of both directions at the turn costs, beyond the two of one after the other;
+        more than zero where the directions slow each other down by more than half
+    near_rate, far_rate : pairs, bytes/ms; bytes for the disk cross the first lane before, so `far_rate` is at most
+        `near_rate`
 
     Raises
     ------
-    ConfigError : a number that cannot be (negative, NaN, a rate of zero ...), a layer without options, peaks without
-        what is held, bytes that reach the disk and did not cross the link
+    ConfigError : an invalid number (negative, NaN, a rate of zero ...), a layer without options, a peak that excludes
+        held bytes, bytes that reach the disk without crossing the link
     """
 
     def __init__(self, chain: LayerChain, limits: Limits) -> None:
@@ -66,7 +66,7 @@ class Tables:
         disk = (links.disk_out, links.disk_back)
         self.near = self.disk if links.on_host else self._table("link")
         self.far = np.zeros_like(self.disk) if links.on_host else self.disk
-        self.near_rate = [min(rate, FAST) for rate in (disk if links.on_host else link)]
+        self.near_rate = [min(rate, UNLIMITED_RATE) for rate in (disk if links.on_host else link)]
         self.far_rate = [min(rates) for rates in zip(self.near_rate, disk, strict=True)]
 
         kept = links.disk_both_ways if links.on_host else links.both_ways
@@ -74,7 +74,7 @@ class Tables:
 
     @property
     def two_lanes(self) -> bool:
-        """Whether anything waits in host memory for the disk."""
+        """True where bytes wait in host memory for the disk."""
         return bool(self.far.any())
 
     def _table(self, name: str) -> Floats:
@@ -84,7 +84,7 @@ class Tables:
 
 
 def slack(limit: float) -> float:
-    """By how much a sum may exceed `limit` and still count as within it."""
+    """Return the excess of a sum over `limit` that still counts as within it."""
     return SLACK * limit if isfinite(limit) else 0.0
 
 

@@ -1,18 +1,18 @@
-"""How long a step takes under one choice of options, and what it holds at every event: one exact pass.
+"""The timeline of a step under one choice of options: its time, and the bytes held at every event, in one exact pass.
 
-Compute runs F1..FN, then BN..B1. What leaves the device queues on the lane from it and flows while compute goes on; a
-layer's forward starts when what is held, what still queues and what the layer itself needs fit, and what is missing is
-a stall. Backward is the same in reversed time: what came back early is what "still queues". At the turn both queues
-are empty, and the time for that is the drain: one direction after the other, or both at once where each keeps less
-than half of its rate beside the other, as nobody makes the first wait until the second is done.
+Compute runs F1..FN, then BN..B1. Bytes that leave the device queue on the lane from it and flow while compute runs. A
+layer's forward starts when the held bytes, the queued bytes and the layer's own need fit; the wait for this is a stall.
+Backward is the same in reversed time: bytes that came back early are the queued ones. At the turn both queues are
+empty, and the time for that is the drain: one direction after the other, or both at once where each keeps less than
+half of its rate beside the other, as the store does not make one direction wait for the other.
 
-Bytes for the disk cross the link first, before other bytes, and wait in host memory while there is room; without room
-they wait on the device. With L bytes queued on the device, C not yet on the disk, room R in host memory, link rate B
-and disk rate D <= B, the queues after t ms are
+Bytes for the disk cross the link before other bytes, and wait in host memory while it has room; without room they wait
+on the device. With L bytes queued on the device, C bytes not yet on the disk, room R in host memory, link rate B and
+disk rate D <= B, the queues after t ms are
 
     C' = max(0, C - D t)        L' = max(0, L - B t, C' - R)
 
-No order of transfers has less of either at any time, and a stall is best taken as late as possible, so that the pass
+No order of transfers has less of either queue at any time, and a stall is best taken as late as possible. So the pass
 gives the least time of this choice.
 """
 
@@ -25,7 +25,7 @@ from math import inf
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError
 from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FAST, FORWARD, Tables, slack
+from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FORWARD, UNLIMITED_RATE, Tables, slack
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Breach:
     ----------
     limit : "device", "host", "disk" or "error"
     needed, allowed : bytes, or error
-    direction, layer : the event where the most is needed; empty where the limit is one of a whole step
+    direction, layer : the event with the most bytes; empty for a limit on a whole step
     """
 
     limit: str
@@ -55,20 +55,20 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a choice comes to. Times in ms, sizes in bytes; pairs are (forward, backward), lists go by layer.
+    """Times and bytes of a step under a choice, in ms and bytes. Pairs are (forward, backward), lists go by layer.
 
     Attributes
     ----------
     choice : index of the option of each layer
-    total : of a step; where `broken` is not empty, as if what breaks a limit had room
-    plain : of a step that keeps everything
-    added : compute, in all
+    total : time of the step; where `broken` is not empty, as if every exceeded limit had room
+    plain : time of a step that keeps everything
+    added : compute that the options add in all
     stalls : compute waits right before a layer's forward, and right after its backward
-    drain : the wait at the turn, for what has to leave and for what has to come back
-    device, host : in use at each event
-    host_peak : room in host memory: all that waits there, at once, and the most that is on its way to the disk or back
-    disk, error : of the step
-    broken : every limit that does not hold
+    drain : the wait at the turn, for bytes to leave and for bytes to come back
+    device, host : bytes in use at each event
+    host_peak : bytes needed in host memory: all that wait there at once, and the most in transfer to or from the disk
+    disk, error : totals of the step
+    broken : every exceeded limit
     """
 
     choice: tuple[int, ...]
@@ -86,12 +86,12 @@ class Evaluation:
 
     @property
     def feasible(self) -> bool:
-        """Whether every limit holds."""
+        """True where every limit holds."""
         return not self.broken
 
     @property
     def overhead(self) -> float:
-        """What the step takes longer than one that keeps everything, in ms."""
+        """Milliseconds beyond those of a step that keeps everything."""
         return self.total - self.plain
 
     @property
@@ -100,7 +100,7 @@ class Evaluation:
         return max((max(events, default=0.0) for events in self.device), default=0.0)
 
     def peak_event(self) -> tuple[int, int]:
-        """Direction and layer index of the event with the most bytes on the device; of equals the later in the step.
+        """Return direction and layer index of the event with the most device bytes; of equals the later in the step.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Evaluation:
 
 
 def evaluate(chain: LayerChain, choice: Sequence[int], limits: Limits) -> Evaluation:
-    """The step that `choice` gives; O(layers). See the module for the model.
+    """Evaluate the step under `choice`; O(layers). The module's docstring describes the model.
 
     Parameters
     ----------
@@ -125,13 +125,13 @@ def evaluate(chain: LayerChain, choice: Sequence[int], limits: Limits) -> Evalua
 
     Raises
     ------
-    ConfigError : as `Tables`; or a choice that does not fit the chain
+    ConfigError : as `Tables`; or `choice` does not fit the chain
     """
     return evaluated(Tables(chain, limits), choice)
 
 
 def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
-    """As `evaluate`, from tables that exist."""
+    """Evaluate as `evaluate`, from existing tables."""
     layers, limits = tables.chain.layers, tables.limits
     if len(choice) != len(layers) or any(not 0 <= o < n for o, n in zip(choice, tables.counts, strict=True)):
         raise ConfigError(f"{len(layers)} layers need the index of one of their options each, not {list(choice)}")
@@ -184,7 +184,7 @@ def _half(tables: Tables, choice: Sequence[int], direction: int, room: float) ->
     limit = tables.limits.device
     half = _Direction()
     held = waiting = 0.0
-    queued = undelivered = bound = 0.0  # L and C of the module's text, and of L what is bound for the disk
+    queued = undelivered = bound = 0.0  # L and C of the module's docstring, and the part of L that goes to the disk
     for i, (layer, o) in enumerate(zip(tables.chain.layers, choice, strict=True)):
         option = layer.options[o]
         need = held + float(tables.peak[direction][i, o])
@@ -197,8 +197,8 @@ def _half(tables: Tables, choice: Sequence[int], direction: int, room: float) ->
             stall = max(0.0, (queued - free) / near_rate, (undelivered - room - free) / far_rate)
         time = tables.compute[direction][i] + float(tables.extra[direction][i, o])
         for at, elapsed in enumerate((stall, time)):
-            crossed = inf if near_rate >= FAST else near_rate * elapsed
-            undelivered = max(0.0, undelivered - (inf if far_rate >= FAST else far_rate * elapsed))
+            crossed = inf if near_rate >= UNLIMITED_RATE else near_rate * elapsed
+            undelivered = max(0.0, undelivered - (inf if far_rate >= UNLIMITED_RATE else far_rate * elapsed))
             queued = max(0.0, queued - crossed, undelivered - room)
             bound = max(0.0, bound - crossed, undelivered - room)
             half.staged = max(half.staged, undelivered - bound)
