@@ -16,8 +16,8 @@ from actstore.bench.result import Result
 from actstore.bench.table import MIB
 from actstore.errors import ConfigError
 
-WIDTH = 100  # of the table, where there is no terminal
-_ROOM = 0.05  # changes above this part are marked where no limit is given
+WIDTH = 100  # columns of the table when stdout is not a terminal
+_ROOM = 0.05  # changes above this fraction are marked where no limit is given
 
 
 def compare(
@@ -46,11 +46,11 @@ def compare(
 
 
 def parse_limit(text: str) -> float | None:
-    """A fraction from text such as "5%" or "0.05"; None from an empty one.
+    """Return a fraction from text such as "5%" or "0.05"; None from an empty text.
 
     Raises
     ------
-    ConfigError : it is neither
+    ConfigError : the text is neither
     """
     if not text.strip():
         return None
@@ -60,16 +60,16 @@ def parse_limit(text: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"--fail-above {text!r} is no share; write for example 5% or 0.05")
+        raise ConfigError(f"--fail-above {text!r}: must be a share >= 0. Write for example 5% or 0.05.")
     return value
 
 
 def read(file: Path) -> Result:
-    """A result of the main benchmark.
+    """Read a result of the main benchmark.
 
     Raises
     ------
-    ConfigError : the file cannot be read, or is something else
+    ConfigError : the file cannot be read, or has another format
     """
     try:
         return Result.from_json(file.read_text(encoding="utf-8"))
@@ -77,14 +77,14 @@ def read(file: Path) -> Result:
         raise ConfigError(f"{file}: {error.strerror}; give a file that can be read") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} is no result of the benchmark; give a file that actstore bench --json made"
+            f"{file}: not a result of the benchmark. Give a file that actstore bench --json made."
         ) from error
 
 
 def render(
     before: Result, after: Result, found: list[Change], unlike: list[str], limit: float | None
 ) -> RenderableType:
-    """The table and what is to be said of it; readable in 100 columns."""
+    """Return the table and its notes; readable in 100 columns."""
     mark = _ROOM if limit is None else limit
     table = Table(
         title=Text(f"{after.subject}\n{after.place}"), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,

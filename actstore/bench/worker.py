@@ -1,4 +1,4 @@
-"""One row in a process of its own: ``python -m actstore.bench.worker``.
+"""Process of one row: ``python -m actstore.bench.worker``.
 
 Requests are lines of JSON on standard input, answers lines of JSON on standard output, one for one:
 

@@ -14,7 +14,7 @@ from actstore.bench.codecs.measure import Setting, run
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
 
-WIDTH = 100  # of the tables, where there is no terminal
+WIDTH = 100  # columns of the tables when stdout is not a terminal
 _D = Setting()
 
 
@@ -40,7 +40,7 @@ def codecs(
     for path, option in ((json, "--json"), (plot, "--plot")):
         check_writable(path, option)
     check_plot(plot)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package for 4-bit products
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing package for 4-bit products
     result = _run(setting, texts)
     _show(result)
     if json is not None:

@@ -1,4 +1,4 @@
-"""A result as a picture: error against bits, and speeds."""
+"""Picture of a result: error against bits, and speeds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from actstore.display import pictures as look
 _COLORS = (look.VERMILION, "#b3009e", "#7a5195", look.BLUE, look.GREEN, look.ORANGE, look.GREY)
 _COLOR_OF = dict(zip(FAMILIES, _COLORS, strict=True))
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-_EXACT = 0.4  # where marks of lossless codecs lie: this part of the least error
-_STRIP = 1.6  # how far the strip around them reaches, up and down
-_NEAR, _APART = 1.03, 1.027  # sizes that differ by less share a place; how far apart their marks stand there
-_MIDDLE = 6.5  # bits, from which on a name stands at the right
-_BAR = 0.4  # of the distance between two codecs
+_EXACT = 0.4  # marks of lossless codecs lie at this fraction of the least error
+_STRIP = 1.6  # factor from the middle of their strip to its edges
+_NEAR, _APART = 1.03, 1.027  # ratio of sizes that share a place; ratio between their marks there
+_MIDDLE = 6.5  # bits from which on a name stands in the right column
+_BAR = 0.4  # width, in distances between two codecs
 
 
 def save(result: CodecResult, path: Path) -> None:
-    """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format.
+    """Draw `result` into the file `path`; its suffix (png, svg, pdf) is the format.
 
-    The picture is of bfloat16 where that was measured, and of codecs of integers.
+    The picture shows bfloat16 where it was measured, and codecs of integers.
     """
     dtypes = dtypes_of(result.good)
     dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), "")
@@ -47,9 +47,9 @@ def save(result: CodecResult, path: Path) -> None:
 
 
 def _draw_errors(axes: Axes, rows: list[CodecRow]) -> tuple[list[Label], list[Label]]:
-    """A mark for each codec of floats on its own data, with a line from its least to its largest error on any data.
+    """Draw a mark for each codec of floats on its own data, with a line from its least to its largest error.
 
-    Returns the names of lossy codecs and those of lossless ones.
+    Return the names of lossy codecs and those of lossless ones.
     """
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -75,7 +75,7 @@ def _draw_errors(axes: Axes, rows: list[CodecRow]) -> tuple[list[Label], list[La
 
 
 def side_by_side(bits: list[float]) -> list[float]:
-    """Where marks stand: those of almost the same size a little apart, around their place."""
+    """Return positions of the marks: marks of nearly the same size stand a little apart, around their place."""
     found = list(bits)
     order = sorted(range(len(bits)), key=bits.__getitem__)
     while order:
@@ -87,7 +87,7 @@ def side_by_side(bits: list[float]) -> list[float]:
 
 
 def _draw_speeds(axes: Axes, rows: list[CodecRow]) -> None:
-    """Two bars for each codec: encode above decode."""
+    """Draw two bars for each codec: encode above decode."""
     speeds = [(at, row, speed) for at, row in enumerate(rows) for speed in (row.encode, row.decode) if speed]
     longest = max((speed.quartiles[1] for _, _, speed in speeds), default=1.0)
     for at, row, speed in speeds:

@@ -12,7 +12,7 @@ from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
-GROUP = 4  # heads that share keys and values, where there are as many
+GROUP = 4  # query heads per key-value head, where the model has as many
 HIDDEN = 3.5  # width of SwiGLU over that of the model, as in Llama 3 8B
 ROTARY_BASE = 5e5
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
+    """A Llama: ``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""U-Net: takes noise off images."""
+"""U-Net that removes noise from images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """``model(noisy, clean)`` is the mean square of what is still wrong with the images."""
+    """A U-Net: ``model(noisy, clean)`` is the mean squared error of the denoised images."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class UNet(nn.Module):
 
 
 def check(work: Workload) -> None:
-    """Raise ConfigError where there are no digits, or the sizes cannot be halved or grouped."""
+    """Raise ConfigError where the digits are not installed, or the sizes cannot be halved or grouped."""
     digits.check(work)
     if work.context % (1 << work.layers):
         raise ConfigError(
@@ -73,5 +73,5 @@ KIND = Kind(
     uses=("layers", "width", "context", "batch"),
     make=make,
     check=check,
-    policies=("downs.* : recompute; middle : recompute; ups.* : recompute",),  # "recompute" leaves out the one between
+    policies=("downs.* : recompute; middle : recompute; ups.* : recompute",),  # "recompute" omits `middle`
 )
