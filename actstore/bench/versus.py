@@ -12,7 +12,7 @@ from actstore.bench.result import Duel, RowResult
 WRONG = 0.1
 """1|Comparison of each peer with the fastest row of actstore that holds no more and is as exact."""
 ROUNDING = 1e-6
-"""Gradient errors up to this come from the order of sums, as a compiler changes it; no peer beats another by them."""
+"""Relative gradient error up to which only the order of sums differs, as under a compiler: it decides nothing."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 
 class _Bench(TyperGroup):
-    """``actstore bench my_module:make_step`` is ``actstore bench --model my_module:make_step``."""
+    """Command group: ``actstore bench my_module:make_step`` is ``actstore bench --model my_module:make_step``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         model = ["--model"] if args and not args[0].startswith("-") and is_users(args[0]) else []
@@ -51,7 +51,7 @@ app.command()(show)
 app.command()(verify)
 app.command()(plan)
 app.command()(doctor)
-WIDTH = 100  # of the table, where there is no terminal
+WIDTH = 100  # columns of the table when stdout is not a terminal
 _D = Workload()
 
 
@@ -133,7 +133,7 @@ def bench(
 
 
 def _refuse_options(given: typer.Context) -> None:
-    """Options of the main benchmark do nothing to another one."""
+    """Refuse options of the main benchmark before a subcommand, which ignores them."""
     for name in given.params:
         source = given.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -179,7 +179,7 @@ def _show(result: Result) -> None:
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user is one line and exit code 2; a failed row is exit code 1."""
+    """Run the command line. A user's mistake is one line and exit code 2; a failed row is exit code 1."""
     try:
         app()
     except ActstoreError as error:

@@ -13,7 +13,7 @@ from actstore.bench.files import check_writable
 from actstore.cli.machine.machine import machine
 from actstore.cli.machine.table import render
 
-WIDTH = 100  # of the tables, where there is no terminal
+WIDTH = 100  # columns of the tables when stdout is not a terminal
 
 
 def doctor(
@@ -22,7 +22,7 @@ def doctor(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the facts to this file.")] = None,
 ) -> None:
-    """Say what actstore finds on this machine: versions, kernels and caches, allocator, disk, memory, GPU.
+    """Report what actstore finds on this machine: versions, kernels and caches, allocator, disk, memory, GPU.
 
     For each feature that is not installed it prints the command that installs it. Exit code 1: something is installed
     and does not work, or the folder cannot be written.

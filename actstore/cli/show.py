@@ -23,8 +23,8 @@ from actstore.trace import Lane, Summary, Trace
 from actstore.trace.ndjson import is_trace
 from actstore.trace.summary import format_percent
 
-WIDTH = 100  # of the tables, where there is no terminal
-MOST_STEPS = 12  # in the table of steps: the last ones
+WIDTH = 100  # columns of the tables when stdout is not a terminal
+MOST_STEPS = 12  # the last steps, in the table of steps
 _LANE_COLUMNS = ("\nevents", "\nbytes", "busy\nms", "busy\n%", "\nGB/s", "beside\ncompute", "in stalls\nms")
 _STEP_COLUMNS = ("ms", "compute ms", "stall ms", "stalls", "hidden", "offloaded", "fetched", "kept")
 
@@ -59,7 +59,7 @@ def show(
 
 
 def _read_planned(file: Path) -> Plan | Profile | None:
-    """A plan or a profile, which say so in the field "format"; None for another file."""
+    """Read a plan or a profile, by the field "format"; return None for another file."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def _show_trace(trace: Trace, plot: Path | None, chrome: Path | None, step: int 
 
 
 def render(trace: Trace, step: int | None) -> RenderableType:
-    """A table of the lanes of one step, and one of the last steps; readable in 100 columns."""
+    """Return a table of one step's lanes, and one of the last steps; readable in 100 columns."""
     if step is None:
         return Text("The trace has no events.")
     summary = trace.summary(step)

@@ -11,7 +11,7 @@ from actstore.errors import ConfigError
 
 @dataclass(frozen=True)
 class Allocator:
-    """The allocator that a store on a CPU gives PyTorch, with the reason where it is not the one `asked` for."""
+    """Allocator that a store on a CPU gives PyTorch, with the reason where it is not the one `asked` for."""
 
     asked: str
     choice: str
@@ -21,13 +21,13 @@ class Allocator:
 
     @property
     def is_broken(self) -> bool:
-        """True where the choice is unknown, or pages were asked for, could be compiled or loaded, and do not work."""
+        """True where the choice is unknown, or the pages were asked for, could be compiled or loaded, and do not work."""
         can = self.library is not None or self.compiler is not None
         return self.choice == "unknown" or (self.asked == "pages" and self.choice == "threshold" and can)
 
 
 def allocator() -> Allocator:
-    """Give PyTorch the allocator, which may compile it, and return what came of it."""
+    """Give PyTorch the allocator, which may compile it, and return the outcome."""
     asked = os.environ.get(cpu_memory.VARIABLE) or "pages"
     choice: str = "unknown"
     try:

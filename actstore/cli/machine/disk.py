@@ -23,14 +23,14 @@ from actstore.tiers.file import NamelessFile, file_system, is_memory
 PAYLOAD_NBYTES = 8 << 20
 PAYLOADS = 32  # 256 MiB
 IN_FLIGHT = 8
-MOST_S = 0.8  # of each of three passes; a slow disk moves fewer payloads
+MOST_S = 0.8  # limit of each of three passes; a slow disk moves fewer payloads
 
 
 @dataclass(frozen=True)
 class Disk:
     """A folder as the disk tier sees it. Sizes in bytes, speeds in bytes per second; None where nothing was measured.
 
-    `is_direct` says whether bytes by-pass the page cache; `error` why the folder cannot hold the tier.
+    `is_direct` says whether bytes bypass the page cache; `error` is the reason why the folder cannot hold the tier.
     """
 
     folder: str
@@ -44,7 +44,7 @@ class Disk:
 
 
 def disk(folder: Path | None) -> Disk:
-    """Write and read payloads with the tier itself in `folder`, by default the system's temporary one."""
+    """Write and read payloads with the disk tier in `folder`, by default the system's temporary one."""
     folder = Path(tempfile.gettempdir()) if folder is None else folder
     kind = file_system(folder)
     in_memory = is_memory(kind)
@@ -83,7 +83,7 @@ def _speeds(folder: Path) -> tuple[float | None, float | None]:
 def _pass(
     call: Callable[[Slot, torch.Tensor], Ticket], slots: list[Slot], parts: tuple[torch.Tensor, ...]
 ) -> tuple[int, float]:
-    """Move payloads for `MOST_S` at most; how many, and bytes per second."""
+    """Move payloads for `MOST_S` at most; return their number, and bytes per second."""
     begin, count = perf_counter(), 0
     pending: deque[Ticket] = deque()
     for slot in slots:
