@@ -1,4 +1,4 @@
-"""Each peer against the best of our rows: the fastest that holds no more and is as exact."""
+"""Comparison of each peer with the fastest row of actstore that holds no more and is as exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actstore.bench.peers.rows import BITSANDBYTES
 from actstore.bench.result import Duel, RowResult
 
 WRONG = 0.1
-"""1|Comparison of each peer with the fastest row of actstore that holds no more and is as exact."""
+"""Relative gradient error that rounding cannot explain: a peer without a codec is wrong above it."""
 ROUNDING = 1e-6
 """Relative gradient error up to which only the order of sums differs, as under a compiler: it decides nothing."""
 

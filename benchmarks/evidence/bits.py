@@ -1,4 +1,4 @@
-"""Automatic bits against GACT's: bytes at equal variance of the gradients, variance at equal bytes.
+"""Automatic bits beside GACT's: bytes at equal variance of the gradients, variance at equal bytes.
 
     python -m benchmarks.evidence.bits        # about 15 minutes on one core
 
@@ -48,16 +48,16 @@ FORMATS = {
     4: "int4(group=256, round=stochastic)",
     2: "int2(group=256, round=stochastic)",
 }
-BUDGETS = (4.0, 6.0, 5.0, 3.0)  # average bits that GACT is given
-PROBED = 4  # bits at which it looks at the layers
-BACKWARDS = 3  # for each layer
-TRIES = 6  # of a variance that gives GACT's, measured
+BUDGETS = (4.0, 6.0, 5.0, 3.0)  # average bits of GACT
+PROBED = 4  # bits at which GACT measures the layers
+BACKWARDS = 3  # of each layer
+TRIES = 6  # steps of the search for GACT's measured variance
 
 Per = Literal["module", "site"]
 
 
 def gact_variances(subject: Subject, probe: Probe, loss: torch.Tensor, sites: Sequence[Site]) -> dict[Site, float]:
-    """Variance of the gradient from each site's rounding at 4 bits, by three backwards for each."""
+    """Return the variance of the gradient from each site's rounding at 4 bits, by three backwards for each."""
     decision = parse_decision(FORMATS[PROBED])
     assert isinstance(decision, Encode)
     fixed = {site: (decision.codec, key) for key, site in enumerate(sites)}
@@ -69,7 +69,7 @@ def gact_variances(subject: Subject, probe: Probe, loss: torch.Tensor, sites: Se
 
 
 def gact_bits(variances: Mapping[Site, float], numels: Mapping[Site, int], average: float) -> dict[Site, int]:
-    """GACT's greedy choice: from 8 bits down, always what adds the least variance for each bit saved."""
+    """Return GACT's greedy choice: from 8 bits down, each time the step of least variance for each bit saved."""
     ladder = sorted(FORMATS, reverse=True)
     share = {site: variance / _s(PROBED) for site, variance in variances.items()}
     bits = dict.fromkeys(variances, ladder[0])
@@ -91,7 +91,7 @@ def _s(bits: int) -> float:
 
 
 def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Choice:
-    """A choice that somebody else made, with our prediction."""
+    """Return given decisions as a Choice, with actstore's prediction."""
     rows = {p.site: next(c for c in p.candidates if c.decision == decisions[p.site]) for p in payloads}
     every = {site: decisions[p.site] for p in payloads for site in (p.site, *p.readers)}
     nbytes = sum(row.nbytes for row in rows.values())
@@ -100,7 +100,7 @@ def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Ch
 
 
 def ours(subject: Subject) -> dict[str, Sensitivity]:
-    """The sensitivities that one lossy step shows, for the variance of all weights together, as GACT has it."""
+    """Return the sensitivities from one lossy step, for the variance of all weights together, as GACT defines it."""
     store = ActivationStore(subject.model, Encode(BASE), min_bytes=MIN_NBYTES, observe=[SampleErrors(every=0)])
     influence = store._influence
     assert influence is not None
@@ -122,7 +122,7 @@ def ours(subject: Subject) -> dict[str, Sensitivity]:
 
 
 def among(payloads: Sequence[SitePayload], decisions: Sequence[str]) -> list[SitePayload]:
-    """The payloads with fewer candidates."""
+    """Return the payloads with the candidates of these decisions only."""
     return [
         replace(payload, candidates=tuple(c for c in payload.candidates if c.decision in decisions))
         for payload in payloads
@@ -130,13 +130,13 @@ def among(payloads: Sequence[SitePayload], decisions: Sequence[str]) -> list[Sit
 
 
 class Comparison:
-    """Choices, and what a store with them does to the gradients."""
+    """Choices, and the gradient errors of a store with them."""
 
     def __init__(self, subject: Subject, draws: int) -> None:
         self.subject, self.draws = subject, draws
 
     def row(self, name: str, choice: Choice) -> dict[str, Any]:
-        """The measured figures of a choice."""
+        """Measure the figures of a choice."""
         variance, error, stored = self.subject.deviation(choice.policy, self.draws)
         return {
             "name": name,
@@ -157,7 +157,7 @@ class Comparison:
         measured: Sequence[SitePayload],
         variances: Mapping[Site, float],
     ) -> dict[str, Any]:
-        """GACT at some average bits, and ours beside it: `payloads` with our sensitivities, `measured` with GACT's."""
+        """Compare actstore with GACT at some average bits: `payloads` have our sensitivities, `measured` GACT's."""
         mine, theirs = among(payloads, CANDIDATES), among(payloads, list(FORMATS.values()))
         bits = gact_bits(variances, {payload.site: payload.numel for payload in payloads}, average)
         gact = self.row("GACT", chosen(payloads, {site: FORMATS[b] for site, b in bits.items()}))
@@ -178,14 +178,14 @@ class Comparison:
         }
 
     def equal_bytes(self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per) -> dict[str, Any]:
-        """Ours in GACT's bytes."""
+        """Measure actstore's choice with GACT's bytes."""
         row = self.row(name, least_variance(payloads, nbytes=gact["nbytes"], per=per))
         return row | {"times_gact": row["variance"] / gact["variance"]}
 
     def equal_variance(
         self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per
     ) -> dict[str, Any]:
-        """Ours with GACT's measured variance, which a search for the variance to ask for comes near to."""
+        """Search for the requested variance at which actstore's choice has GACT's measured variance."""
         low, high, asked = 0.0, None, gact["variance"]
         best = None
         for _ in range(TRIES):
@@ -204,7 +204,7 @@ class Comparison:
 
 
 def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All figures; `done` is given those so far after each of GACT's budgets."""
+    """Return all figures; `done` receives the figures so far after each of GACT's budgets."""
     subject = Subject(WORK, steps)
     probe = Probe([*CANDIDATES, *(text for text in FORMATS.values() if text not in CANDIDATES)])
     begin = perf_counter()

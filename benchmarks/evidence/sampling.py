@@ -1,7 +1,7 @@
-"""What the sampling of errors costs in training: `python -m benchmarks.evidence.sampling`.
+"""Cost of sampling errors in training: `python -m benchmarks.evidence.sampling`.
 
-The GPT of `make bench` in int8: a step that is sampled, the one after it, which gives the noise from batch to batch,
-one to calm down, and one that is not sampled take turns on one model in one process. Processor time on one thread, so
+The GPT of `make bench` in int8: a sampled step, the one after it, which gives the noise from batch to batch,
+one to settle, and one without sampling take turns on one model in one process. Processor time on one thread, so
 that other work on the machine counts little; medians over the rounds. Further steps do what those without sampling do.
 """
 
@@ -22,7 +22,7 @@ WARMUP = 2
 
 
 def measure(work: Workload, rounds: int) -> dict[str, float]:
-    """Milliseconds of forward and backward of each kind of step."""
+    """Return milliseconds of forward and backward of each kind of step."""
     fix_numerics(work)
     job = workloads.make(work)
     store = ActivationStore(job.model, "int8", observe=[SampleErrors(every=0)])

@@ -1,4 +1,4 @@
-"""Measures how a store's overhead grows with tensors, modules and steps: ``python -m benchmarks.hotpath.growth``.
+"""Growth of a store's overhead with tensors, modules and steps: ``python -m benchmarks.hotpath.growth``.
 
 tensors, modules   microseconds that a store adds to forward and backward, for each tensor or each call of a module that
                    saves one: least of several steps, less the least of the same steps without a store
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench.environment import environment
 
-FLAT = 0.15  # the largest slope that counts as flat: what there is more of, caches hold less of
+FLAT = 0.15  # the largest slope that counts as flat: caches hold a smaller part of a larger number
 BLOCKS = "blocks left"
 LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
 POLICIES = ("keep", "int8", "recompute")
@@ -68,7 +68,7 @@ MODELS = {"tensors": tensors_of, "modules": modules_of}
 
 
 def step(model: nn.Module, x: Tensor, context: AbstractContextManager[Any]) -> float:
-    """Seconds of forward and backward."""
+    """Return seconds of forward and backward."""
     start = thread_time()
     with context:
         loss = model(x).sum()
@@ -77,7 +77,7 @@ def step(model: nn.Module, x: Tensor, context: AbstractContextManager[Any]) -> f
 
 
 def added_us(kind: str, count: int, policy: str) -> float:
-    """What a store adds for each of `count` tensors or modules."""
+    """Return the microseconds that a store adds for each of `count` tensors or modules."""
     model, x = MODELS[kind](count), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -94,7 +94,7 @@ def added_us(kind: str, count: int, policy: str) -> float:
 
 
 def over_steps(policy: str, most: int) -> dict[str, list[float]]:
-    """Milliseconds of a step and blocks of Python's memory that it leaves, in the windows between `STEPS`."""
+    """Return milliseconds of a step and blocks of Python's memory that it leaves, in the windows between `STEPS`."""
     model, x = modules_of(10), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
     found: dict[str, list[float]] = {"steps": [], "ms": [], "blocks": []}
@@ -109,17 +109,17 @@ def over_steps(policy: str, most: int) -> dict[str, list[float]]:
         found["blocks"].append((now - before) / (end - done))
         before = now
     store.close()
-    found["blocks"][0] = 0.0  # what the first steps learn is kept
+    found["blocks"][0] = 0.0  # the first steps learn, and keep what they learned
     return found
 
 
 def slope(counts: list[float], figures: list[float]) -> float:
-    """The exponent by which a figure grows."""
+    """Return the exponent by which a figure grows."""
     return linear_regression([log(c) for c in counts], [log(max(f, 1e-3)) for f in figures]).slope
 
 
 def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One row for each kind and policy; counts above `most` are left out."""
+    """Return one row for each kind and policy; counts above `most` are left out."""
     rows = []
     for kind, sizes in SIZES.items():
         for policy in POLICIES:
@@ -148,7 +148,7 @@ def _row(kind: str, policy: str, unit: str, counts: list[float], figures: list[f
 
 
 def render(rows: list[dict[str, Any]]) -> Table:
-    """The figures as a table: least and largest number, slope and verdict."""
+    """Return the figures as a table: least and largest number, slope and verdict."""
     table = Table(title="Growth: the figure at the least and at the largest number", title_justify="left")
     for column in ("of", "policy", "unit"):
         table.add_column(column)
@@ -172,7 +172,7 @@ def _short(figure: float) -> str:
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """A panel for each kind of number; a flat line is a cost that does not grow."""
+    """Draw a panel for each kind of number; a flat line is a cost that does not grow."""
     panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms"), ("steps", BLOCKS)]
     figure = Figure(figsize=(12, 3.2), dpi=100, layout="constrained")
     for axes, (kind, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):

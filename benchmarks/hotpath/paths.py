@@ -1,4 +1,4 @@
-"""Microseconds that the training thread spends on one saved tensor, by the path it takes: a part of `hotpath`."""
+"""Microseconds that the training thread spends on one saved tensor, by path: a part of `hotpath`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from actstore import ActivationStore
 
 SIDE = 32
-STEPS = 5  # before the first one that counts: pools fill, orders are learned
-PATHS = {  # policy and the least size that it is for
+STEPS = 5  # warm-up: pools fill, and stores learn orders
+PATHS = {  # policy, and the least size that it encodes
     "kept": ("keep", 0),
     "kept, below min_bytes": ("int8", 2**20),
     "raw": ("raw", 0),
@@ -33,7 +33,7 @@ PATHS = {  # policy and the least size that it is for
 
 
 class Block(nn.Module):
-    """One operator, which saves one tensor: what a region around it costs is nearly all of its time."""
+    """One operator, which saves one tensor: a region around it adds nearly all of its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Blocks(nn.Module):
 
 
 def clock(device: str) -> float:
-    """As `hotpath.Clock`."""
+    """Return the time of `hotpath.Clock`."""
     if torch.device(device).type == "cpu":
         return thread_time()
     torch.accelerator.synchronize()
@@ -63,7 +63,7 @@ def clock(device: str) -> float:
 
 
 def measure(device: str, length: int, rounds: int) -> dict[str, dict[str, float]]:
-    """`pack_us` and `unpack_us` of each path; of regions, `both_us` beyond plain. Medians over the rounds."""
+    """Return `pack_us` and `unpack_us` of each path; for regions `both_us` beyond plain. Medians over the rounds."""
     x = torch.randn(SIDE, SIDE, device=device, requires_grad=True)
     activations = [(x + i).sin() for i in range(length)]
     frozen = [nn.Parameter(torch.rand(SIDE, SIDE, device=device)).t() for _ in range(length)]
@@ -126,7 +126,7 @@ def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]
 
 
 def render(found: dict[str, Any]) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     table = Table(title=f"Microseconds for one tensor of 4 KB on {found['device']}, by path", title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("pack", "unpack", "both"):

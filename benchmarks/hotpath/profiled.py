@@ -1,4 +1,4 @@
-"""Where the time of a saved tensor goes: ``python -m benchmarks.hotpath.profiled``, which needs py-spy.
+"""Profile of the time of a saved tensor: ``python -m benchmarks.hotpath.profiled``, which needs py-spy.
 
 py-spy samples this process from outside while it packs and unpacks int8 tensors of 4 KB, and so sees what a profiler
 that runs inside would hide: calls cost the same with and without it. Samples are given to the innermost Python
@@ -27,7 +27,7 @@ RATE = 500  # samples a second
 
 
 def work(policy: str, seconds: float) -> float:
-    """Pack and unpack for so long; microseconds for one tensor."""
+    """Pack and unpack for `seconds`; return microseconds for one tensor."""
     torch.set_num_threads(1)
     x = torch.randn(32, 32, requires_grad=True)
     tensors = [(x + i).sin() for i in range(100)]
@@ -40,7 +40,7 @@ def work(policy: str, seconds: float) -> float:
 
 
 def fold(samples: str) -> list[tuple[str, int]]:
-    """Samples by innermost function, of stacks that are at work on a tensor; most first."""
+    """Count samples by innermost function, over stacks that work on a tensor; most first."""
     found: Counter[str] = Counter()
     for line in samples.splitlines():
         stack, _, count = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""What a saved tensor costs in Python: ``python -m benchmarks.hotpath.run``.
+"""Python cost of a saved tensor: ``python -m benchmarks.hotpath.run``.
 
 The unit is what a pair of identity hooks, written in Python, adds to one saved tensor. Each store is given as a
 multiple of it, twice:
@@ -44,12 +44,12 @@ from benchmarks.hotpath.peers import Hooks
 SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
 IDENTITY = "identity hooks"
 LIMITS = {"kept": 2.5, "int8": 12.0}
-OFTEN = 5  # how often the unit's own times are taken in a round: all else is divided by them
-REPEATS = 5  # of each variant in a round, of which the least counts: what disturbs it only adds
+OFTEN = 5  # samples of identity hooks in a round, which divide all other figures
+REPEATS = 5  # of each variant in a round; the least counts, because disturbances only add
 
 
 class Chain(nn.Module):
-    """`length` operators that each save one 4 KB tensor: what flows through them, or a frozen parameter each."""
+    """`length` operators that each save one 4 KB tensor: the intermediate result, or a frozen parameter each."""
 
     def __init__(self, length: int, of_parameters: bool, device: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Chain(nn.Module):
 
 
 def variants(model: nn.Module | None, peers: dict[str, Hooks]) -> dict[str, Hooks]:
-    """Context managers by name; the stores are made once and entered for each forward."""
+    """Return context managers by name; each store is built once and entered for each forward."""
     stores = {name: ActivationStore(model, text, min_bytes=0) for name, text in OURS.items()}
     return {
         "no hooks": nullcontext,
@@ -90,7 +90,7 @@ def _itself(store: ActivationStore) -> ActivationStore:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds: on a CPU those that the calling thread computes, elsewhere those that pass until the device is done."""
+    """Clock in seconds: on a CPU the calling thread's processor time, elsewhere the time until the device is done."""
 
     device: str
 
@@ -102,7 +102,7 @@ class Clock:
 
 
 def time_chain(chain: Chain, hooks: Hooks, clock: Clock) -> float:
-    """Microseconds for one operator of the chain, forward and backward."""
+    """Return microseconds for one operator of the chain, forward and backward."""
     least = inf
     for _ in range(REPEATS):
         start = clock.now()
@@ -114,7 +114,7 @@ def time_chain(chain: Chain, hooks: Hooks, clock: Clock) -> float:
 
 
 def time_direct(tensors: list[Tensor], hooks: Hooks, clock: Clock) -> float:
-    """Microseconds to pack and unpack one tensor and to let go of what was packed."""
+    """Return microseconds to pack and unpack one tensor and to free what was packed."""
     least = inf
     for _ in range(REPEATS):
         with hooks():
@@ -154,12 +154,12 @@ def sample(jobs: dict[str, Callable[[], float]], rounds: int, often: Sequence[st
 
 
 def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
-    """All figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
+    """Return all figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
     clock = Clock(device)
     activations, parameters = Chain(length, False, device), Chain(length, True, device)
     peers, left_out = hotpath_peers.find(device)
     tensors = [(activations.x + i).sin() for i in range(length)]
-    packing = variants(None, peers)  # no forward of a model runs around a direct call
+    packing = variants(None, peers)  # a direct call runs without a forward of a model
     del packing["no hooks"]
     found = _sample_both(activations, variants(activations, peers), tensors, packing, clock, rounds)
     rows = {name: _row(name, found) for name in packing}
@@ -177,20 +177,20 @@ def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
 def _sample_both(
     chain: Chain, hooks: dict[str, Hooks], tensors: list[Tensor], packing: dict[str, Hooks], clock: Clock, rounds: int
 ) -> dict[str, list[float]]:
-    """Times of the chain and of direct calls, by "chain " and "direct " with the name of a variant."""
+    """Return times of the chain and of direct calls, by "chain " and "direct " with the name of a variant."""
     jobs = {f"chain {name}": partial(time_chain, chain, one, clock) for name, one in hooks.items()}
     direct = {f"direct {name}": partial(time_direct, tensors, one, clock) for name, one in packing.items()}
     return sample(jobs | direct, rounds, [f"chain {name}" for name in ("no hooks", IDENTITY)])
 
 
 def _unit_us(found: dict[str, list[float]]) -> float:
-    """What identity hooks add to one operator of a chain."""
+    """Return the microseconds that identity hooks add to one operator of a chain."""
     pairs = zip(found[f"chain {IDENTITY}"], found["chain no hooks"], strict=True)
     return median(with_hooks - without for with_hooks, without in pairs)
 
 
 def _row(name: str, found: dict[str, list[float]]) -> dict[str, Any]:
-    """A variant's figures. Both are in the unit of the same run."""
+    """Return a variant's figures. Both are in the unit of the same run."""
     unit_us, plain = _unit_us(found), found["chain no hooks"]
     times = found[f"chain {name}"]
     added_us = [time - base for time, base in zip(times, plain[:: len(plain) // len(times)], strict=True)]
@@ -204,7 +204,7 @@ def _row(name: str, found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     title = f"What a saved tensor of 4 KB costs on {found['device']}; one unit is {found['unit_us']:.2f} us"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Trains a GPT and an LSTM cell by "auto" under five budgets each: ``python -m benchmarks.planner.budgets``.
+"""Training of a GPT and an LSTM cell by "auto" under five budgets each: ``python -m benchmarks.planner.budgets``.
 
 For each budget a fresh store measures and plans while the model trains, and runs its plan. Then, on the same model,
 steps of the plan take turns with steps of every policy written by hand that is as exact and holds no more: "its time"
@@ -33,14 +33,14 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import CapacityError
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
-MOST = 80  # steps until a plan has to be there
-SETTLED = 6  # steps with a plan before it is timed: time to notice that it is wrong
+MOST = 80  # steps in which a plan must appear
+SETTLED = 6  # steps with a plan before the timing starts: the store may notice a wrong plan and plan again
 
 Step = Callable[[AbstractContextManager[object]], None]
 
 
 class Recurrent(nn.Module):
-    """Predicts characters with an LSTM cell, one call a character: ``model(x, y)`` is the mean cross entropy."""
+    """Prediction of characters with an LSTM cell, one call a character: ``model(x, y)`` is the mean cross entropy."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class Row:
 
     Attributes
     ----------
-    share : of what plain training holds at its peak
-    refused : whether the share was less than the least that is possible, which then is the budget
-    plain : of the plan's prediction
-    plain_measured : of plain steps that took turns with those of the plan
+    share : budget as a fraction of plain training's peak
+    refused : whether the share was less than the least possible budget, which is then the budget
+    plain : the plan's prediction of plain's time
+    plain_measured : time of plain steps that took turns with those of the plan
     best, best_ratio : the fastest policy by hand within the budget, and its time over that of the plan's step before it
     """
 
@@ -133,7 +133,7 @@ def _case(
 
 
 def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
-    """Milliseconds of a step, and what it held at most."""
+    """Return milliseconds of a step, and its peak of held bytes."""
     begin = perf_counter()
     case.step(store)
     ms = (perf_counter() - begin) * 1e3
@@ -141,7 +141,7 @@ def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
 
 
 def planned(case: Case, budget: int) -> tuple[ActivationStore, int]:
-    """A store that runs its plan, and how many steps that took."""
+    """Return a store that runs its plan, and the number of steps until the plan."""
     store = ActivationStore(case.model, Auto(budget), min_bytes=0)
     for steps in range(1, MOST):
         case.step(store)

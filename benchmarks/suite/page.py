@@ -1,4 +1,4 @@
-"""The page of a machine, from the figures in its folder: ``python -m benchmarks.suite.page [FOLDER ...]``.
+"""Page of a machine, from the figures in its folder: ``python -m benchmarks.suite.page [FOLDER ...]``.
 
 Without folders it makes all pages of ``results/`` anew, with their pictures.
 """
@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, Draw, Lines]] = {
     "largest": ("The largest batch within a budget", largest.draw, largest.lines),
     "convergence": ("Training for longer", convergence.draw, convergence.lines),
 }
-MORE = {  # what other commands leave in the folder
+MORE = {  # files that other commands leave in the folder
     "codecs": "the codecs: ratio, speed and error",
     "timeline": "one step of `raw @ disk`",
     "planned": 'plans by "auto" under budgets',
@@ -43,14 +43,14 @@ MORE = {  # what other commands leave in the folder
 
 
 def write(folder: Path) -> Path:
-    """Make the page beside `folder`, and the pictures in it."""
+    """Write the page beside `folder`, and the pictures in it."""
     path = folder.with_name(f"{folder.name}.md")
     path.write_text("\n".join(lines(folder)).rstrip() + "\n", encoding="utf-8")
     return path
 
 
 def lines(folder: Path) -> list[str]:
-    """The page. A file that is not there has no section."""
+    """Return the page. A missing file has no section."""
     runs = {model: found for model in MODELS if (found := machine.read(folder / f"{model}.json"))}
     others = {name: found for name in SECTIONS if (found := machine.read(folder / f"{name}.json"))}
     notes = machine.read(folder / "parts.json") or {}
@@ -102,7 +102,7 @@ def _picture(folder: Path, name: str, title: str) -> list[str]:
 
 
 def _went(note: dict[str, Any] | None) -> list[str]:
-    """When a part ran and how."""
+    """Describe when and how a part ran."""
     if note is None:
         return []
     words = f"{note['time'][:10]}, {note['seconds'] / 60:.1f} minutes."
@@ -123,7 +123,7 @@ def _more(folder: Path) -> list[str]:
 
 
 def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
-    """The versions, each with all that were used."""
+    """Return the versions, each with all values in use."""
     names = [name for env in environments[:1] for name in env if name not in UNSAID]
     seen = {name: dict.fromkeys(str(env.get(name)) for env in environments if env.get(name)) for name in names}
     rows = [[name.replace("_", " "), ", ".join(values)] for name, values in seen.items() if values]
@@ -148,7 +148,7 @@ UNSAID = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes
 
 
 def against(results: dict[str, Result]) -> list[str]:
-    """Each peer of each workload beside the fastest row of ours that holds no more and is as exact."""
+    """Compare each peer of each workload with the fastest row of actstore that holds no more and is as exact."""
     found = [(model, result, one) for model, result in results.items() for one in versus(result.rows, result.duels)]
     judged = [(model, result, one) for model, result, one in found if one.ours]
     if not found:
@@ -171,7 +171,7 @@ def against(results: dict[str, Result]) -> list[str]:
 
 
 def _how_compared(judged: list[Versus]) -> str:
-    """Where "our time over its" comes from."""
+    """Describe the source of "our time over its"."""
     pairs = [one.pairs for one in judged if one.pairs]
     turns = f"a peer and ours trained in turns for it, at least {min(pairs)} steps each" if pairs else ""
     apart = "it is the quotient of the times plain, between which the speed of the machine may have changed"
@@ -193,7 +193,7 @@ def _time_and_bytes(result: Result, name: str) -> list[str]:
 
 
 def main() -> None:
-    """Make pages."""
+    """Write the pages."""
     folders = [Path(name) for name in sys.argv[1:]] or sorted(
         path for path in machine.RESULTS.iterdir() if path.is_dir()
     )

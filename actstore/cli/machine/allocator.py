@@ -21,7 +21,7 @@ class Allocator:
 
     @property
     def is_broken(self) -> bool:
-        """True where the choice is unknown, or the pages were asked for, could be compiled or loaded, and do not work."""
+        """True where the choice is unknown, or pages were asked for, could be compiled or loaded, and do not work."""
         can = self.library is not None or self.compiler is not None
         return self.choice == "unknown" or (self.asked == "pages" and self.choice == "threshold" and can)
 
