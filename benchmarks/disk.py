@@ -41,8 +41,8 @@ from actstore.tiers.file import NamelessFile, digest
 
 MIB = 2**20
 PLAIN_NBYTES = 8 * MIB
-SIDE = 768
-AIM = 0.8
+MATRIX_SIDE = 768
+SPEED_GOAL = 0.8
 
 Run = tuple[Callable[[], bool], Callable[[], int]]  # whether it is done, and waits for the end: when it came
 
@@ -133,7 +133,7 @@ class Compute:
     """Matrix products on the main thread."""
 
     def __init__(self) -> None:
-        self._a, self._b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+        self._a, self._b = torch.randn(MATRIX_SIDE, MATRIX_SIDE), torch.randn(MATRIX_SIDE, MATRIX_SIDE)
         self.alone = 0.0
         for _ in range(3):
             self.alone = max(self.alone, self.rate(partial(self._past, perf_counter_ns() + 10**9)))
@@ -209,7 +209,7 @@ def main() -> None:
                 part = median(figures[setting, what, name, "compute"])
                 cells = f"{median(found_here):.2f}", f"{ratio:.2f}", f"{part:.2f}" if setting == "computing" else ""
                 table.add_row(setting, what, name, *cells)
-    Console().print(table, f"lowest ratio {min(ratios):.2f}, aim {AIM}")
+    Console().print(table, f"lowest ratio {min(ratios):.2f}, aim {SPEED_GOAL}")
     if args.json:
         samples = {", ".join(key): value for key, value in figures.items()}
         args.json.write_text(json.dumps({"environment": environment(), "samples": samples}, indent=1))

@@ -43,7 +43,7 @@ ROWS = (
     "raw @ disk", "recompute", "recompute(int8)", "recompute(raw @ disk)",
 )  # fmt: skip
 USUAL = ("plain", "torch checkpoint", "bitsandbytes 8-bit", "int8", "int4", "recompute")  # in the suite
-PATIENCE = 8  # attempts after which the search halves the interval
+BISECT_AFTER_ATTEMPTS = 8  # attempts after which the search halves the interval
 STEPS = 3
 GROUPS = (  # of memory in control groups: the folder, and the file of the limit; versions 2 and 1
     (Path("/sys/fs/cgroup"), "memory.max"),
@@ -122,7 +122,7 @@ def largest(peak: Callable[[int], int | None], limit: int, most: int) -> tuple[i
         guess = min(max(guess, low + 1), high - 1)
         tried[guess] = peak(guess)
         low, high = (guess, high) if tried[guess] is not None else (low, guess)
-        guess = _on_the_line(tried, limit, high) if len(tried) < PATIENCE else (low + high) // 2
+        guess = _on_the_line(tried, limit, high) if len(tried) < BISECT_AFTER_ATTEMPTS else (low + high) // 2
     return low, tried
 
 

@@ -25,7 +25,7 @@ from actstore.cli.app import app
 ROOT = Path(__file__).parents[1]
 # Pages whose source lies outside of docs/, with their addresses. FILES: more pages, and files that pages link to.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
-INSTEAD = {"csrc": "formats.md"}  # targets of links to a folder
+FOLDER_PAGES = {"csrc": "formats.md"}  # targets of links to a folder
 EVIDENCE = "benchmarks/results/*/evidence.md"
 FILES = (
     "csrc/*.md",
@@ -80,7 +80,7 @@ def _linked(markdown: str, source: str, here: str, files: Files) -> str:
     def lead(found: re.Match[str]) -> str:
         before, target, after = found.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        address = INSTEAD.get(path) or PAGES.get(path) or path.removeprefix("docs/")
+        address = FOLDER_PAGES.get(path) or PAGES.get(path) or path.removeprefix("docs/")
         if files.get_file_from_path(address) is None:
             if (ROOT / path).exists():  # a file of the repository that the site does not show
                 return f"`{path}`"

@@ -16,8 +16,8 @@ from actstore.bench.result import Result
 from actstore.bench.table import MIB
 from actstore.errors import ConfigError
 
-WIDTH = 100  # columns of the table when stdout is not a terminal
-_ROOM = 0.05  # changes above this fraction are marked where no limit is given
+TABLE_WIDTH = 100  # columns of the table when stdout is not a terminal
+_MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit is given
 
 
 def compare(
@@ -39,7 +39,7 @@ def compare(
     found = changes(before, after)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(before, after, found, unlike, limit))
     if limit is not None and any(list(change.complaints(limit)) for change in found):
         raise typer.Exit(1)
@@ -85,7 +85,7 @@ def render(
     before: Result, after: Result, found: list[Change], unlike: list[str], limit: float | None
 ) -> RenderableType:
     """Return the table and its notes; readable in 100 columns."""
-    mark = _ROOM if limit is None else limit
+    mark = _MARKED_CHANGE if limit is None else limit
     table = Table(
         title=Text(f"{after.subject}\n{after.place}"), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

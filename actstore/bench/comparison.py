@@ -10,12 +10,12 @@ import numpy as np
 
 from actstore.bench.result import Result, RowResult
 
-DRAWS = 4000  # bootstrap resamples
+BOOTSTRAP_DRAWS = 4000  # bootstrap resamples
 CONFIDENCE = 0.95
-ON_THE_WAY = 0.1  # fraction of the saved bytes that may be in transit to a tier when forward ends
+IN_TRANSIT_SHARE = 0.1  # fraction of the saved bytes that may be in transit to a tier when forward ends
 
-_MACHINE = ("system", "processor", "cores", "gpu", "gpu_capability", "cuda", "torch", "text_sha256")
-_FREE = ("steps", "warmup")  # fields of a workload that set the length of the run, not its subject
+_MACHINE_FIELDS = ("system", "processor", "cores", "gpu", "gpu_capability", "cuda", "torch", "text_sha256")
+_LENGTH_FIELDS = ("steps", "warmup")  # fields of a workload that set the length of the run, not its subject
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,18 @@ def differences(old: Result, new: Result) -> list[str]:
     before, after = dict(old.workload), dict(new.workload)
     for work in (before, after):
         work.setdefault("model", "gpt")  # results without this field are all of gpt
-    names = [name for name in sorted({*before, *after}) if name not in _FREE]
+    names = [name for name in sorted({*before, *after}) if name not in _LENGTH_FIELDS]
     return [
-        *_unlike(old.environment, new.environment, _MACHINE),
+        *_unlike(old.environment, new.environment, _MACHINE_FIELDS),
         *(f"workload: {line}" for line in _unlike(before, after, names)),
     ]
 
 
 def packages(old: Result, new: Result) -> list[str]:
     """Describe each version that differs, of actstore and of the packages that the rows use."""
-    names = sorted({*old.environment, *new.environment} - {*_MACHINE, "time", "memory_bytes", "gpu_memory_bytes"})
+    names = sorted(
+        {*old.environment, *new.environment} - {*_MACHINE_FIELDS, "time", "memory_bytes", "gpu_memory_bytes"}
+    )
     return _unlike(old.environment, new.environment, names)
 
 
@@ -109,7 +111,9 @@ def growth(old: Sequence[float], new: Sequence[float]) -> Growth:
     """Return the ratio of two medians, with the interval from resampled samples."""
     before, after = np.array(old), np.array(new)
     generator = np.random.default_rng(0)
-    medians = [np.median(generator.choice(samples, (DRAWS, samples.size)), axis=1) for samples in (before, after)]
+    medians = [
+        np.median(generator.choice(samples, (BOOTSTRAP_DRAWS, samples.size)), axis=1) for samples in (before, after)
+    ]
     low, high = np.quantile(medians[1] / medians[0], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Growth(float(low), float(np.median(after) / np.median(before)), float(high))
 
@@ -118,6 +122,6 @@ def _held(old: RowResult, new: RowResult) -> Growth | None:
     """Return the growth of held bytes; of a row that moves payloads, less the bytes that may be in transit."""
     if not old.held_bytes or new.held_bytes is None:
         return None
-    chance = ON_THE_WAY * (new.saved_bytes or 0) if "@" in new.policy else 0.0
+    chance = IN_TRANSIT_SHARE * (new.saved_bytes or 0) if "@" in new.policy else 0.0
     low, high = (max(0.0, new.held_bytes + sign * chance) / old.held_bytes for sign in (-1, 1))
     return Growth(low, new.held_bytes / old.held_bytes, high)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from actstore.errors import ConfigError
 
-OUTLIERS = 0.01  # of the channels of `hidden`
+OUTLIER_SHARE = 0.01  # of the channels of `hidden`
 OUTLIER_SCALE = 30.0
 VOCABULARY = 50_000
 
@@ -60,7 +60,7 @@ def _hidden(shape: Shape, generator: Generator) -> Tensor:
     channels, device = shape[-1] if shape else 1, generator.device
     order = torch.randperm(channels, generator=generator, device=device)
     scales = torch.ones(channels, device=device)
-    scales[order[: math.ceil(OUTLIERS * channels)]] = OUTLIER_SCALE
+    scales[order[: math.ceil(OUTLIER_SHARE * channels)]] = OUTLIER_SCALE
     return _gaussian(shape, generator) * (scales if shape else scales[0])
 
 

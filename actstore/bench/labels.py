@@ -12,9 +12,9 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 _Point = tuple[float, ...]
-_REACHES = (0, 9, -9, 16, -16, 26, -26, 38, -38, 52, -52, 70, -70)
+_OFFSETS = (0, 9, -9, 16, -16, 26, -26, 38, -38, 52, -52, 70, -70)
 # Offsets of a name from its mark, in points; near ones first, and beside before above.
-_PLACES = sorted(((dx, dy) for dx in _REACHES for dy in _REACHES if dx or dy), key=lambda p: hypot(p[0], 1.5 * p[1]))
+_PLACES = sorted(((dx, dy) for dx in _OFFSETS for dy in _OFFSETS if dx or dy), key=lambda p: hypot(p[0], 1.5 * p[1]))
 
 
 class Label(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from actstore.devices import cpu_memory
 from actstore.session.process import status_bytes
 
-_CLEAR = Path("/proc/self/clear_refs")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def rss_bytes() -> int:
@@ -43,7 +43,7 @@ class PeakMeter:
     def reset(self) -> None:
         """Reset the high-water mark."""
         try:
-            _CLEAR.write_text("5")  # proc(5): resets VmHWM to the current resident memory
+            _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM to the current resident memory
             self.since_reset = True
         except OSError:
             self.since_reset = False

@@ -18,7 +18,7 @@ from actstore.display import pictures as look
 
 Memory = Literal["held", "peak"]
 _AXES = {"held": "activations held at the end of forward", "peak": "high-water of the process (of the GPU)"}
-_LEAST = 2.0**-10  # MiB drawn for a row that holds nothing: the axis is logarithmic
+_MIN_DRAWN_MIB = 2.0**-10  # MiB drawn for a row that holds nothing: the axis is logarithmic
 
 
 def save(result: Result, path: Path, memory: Memory = "held") -> None:
@@ -76,7 +76,7 @@ def _nbytes(row: RowResult, memory: Memory) -> int | None:
 
 
 def _point(row: RowResult, memory: Memory) -> tuple[float, float]:
-    return row.ratio or 0.0, max((_nbytes(row, memory) or 0) / MIB, _LEAST)
+    return row.ratio or 0.0, max((_nbytes(row, memory) or 0) / MIB, _MIN_DRAWN_MIB)
 
 
 def _draw_front(axes: Axes, exact: list[tuple[float, float]], color: str) -> None:

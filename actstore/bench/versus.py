@@ -9,9 +9,9 @@ from actstore.bench.comparison import Growth, growth, time_growth
 from actstore.bench.peers.rows import BITSANDBYTES
 from actstore.bench.result import Duel, RowResult
 
-WRONG = 0.1
+WRONG_GRAD_ERROR = 0.1
 """Relative gradient error that rounding cannot explain: a peer without a codec is wrong above it."""
-ROUNDING = 1e-6
+ROUNDING_GRAD_ERROR = 1e-6
 """Relative gradient error up to which only the order of sums differs, as under a compiler: it decides nothing."""
 
 
@@ -59,13 +59,13 @@ def as_exact(mine: RowResult, peer: RowResult) -> bool:
         return bool(mine.bit_equal)
     if mine.grad_error is None or peer.grad_error is None:
         return False
-    return mine.grad_error <= max(peer.grad_error, ROUNDING)
+    return mine.grad_error <= max(peer.grad_error, ROUNDING_GRAD_ERROR)
 
 
 def _against(peer: RowResult, ours: list[RowResult], duels: dict[tuple[str, str], list[float]]) -> Versus:
     if peer.failed:
         return Versus(peer.name, reason=f"it failed: {peer.failed}")
-    if (peer.grad_error or 0.0) > WRONG and peer.name != BITSANDBYTES.name:
+    if (peer.grad_error or 0.0) > WRONG_GRAD_ERROR and peer.name != BITSANDBYTES.name:
         return Versus(peer.name, reason=f"its gradients are wrong, by {100 * (peer.grad_error or 0.0):.0f} %")
     if peer.held_bytes is None or not peer.ratio:
         return Versus(peer.name, reason="its bytes or its time could not be had")

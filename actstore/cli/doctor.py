@@ -13,7 +13,7 @@ from actstore.bench.files import check_writable
 from actstore.cli.machine.machine import machine
 from actstore.cli.machine.table import render
 
-WIDTH = 100  # columns of the tables when stdout is not a terminal
+TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
 
 
 def doctor(
@@ -31,7 +31,7 @@ def doctor(
     found = machine(folder)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(found))
     if json is not None:
         json.write_text(json_format.dumps(found.to_dict(), indent=2) + "\n")

@@ -23,8 +23,8 @@ from actstore.trace import Lane, Summary, Trace
 from actstore.trace.ndjson import is_trace
 from actstore.trace.summary import format_percent
 
-WIDTH = 100  # columns of the tables when stdout is not a terminal
-MOST_STEPS = 12  # the last steps, in the table of steps
+TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
+LISTED_STEPS = 12  # the last steps, in the table of steps
 _LANE_COLUMNS = ("\nevents", "\nbytes", "busy\nms", "busy\n%", "\nGB/s", "beside\ncompute", "in stalls\nms")
 _STEP_COLUMNS = ("ms", "compute ms", "stall ms", "stalls", "hidden", "offloaded", "fetched", "kept")
 
@@ -150,7 +150,7 @@ def _lane_cells(lane: Lane, span_ns: int) -> list[str]:
 
 
 def _steps(trace: Trace, steps: list[int]) -> Table:
-    shown = steps[-MOST_STEPS:]
+    shown = steps[-LISTED_STEPS:]
     first = f" of {len(steps)}, the last {len(shown)}" if len(shown) < len(steps) else ""
     table = _table(f"steps{first}", "step", _STEP_COLUMNS)
     for step in shown:
@@ -218,5 +218,5 @@ def _show_result(result: Result | CodecResult, plot: Path | None) -> None:
 def _print(what: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(what)

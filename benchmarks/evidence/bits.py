@@ -48,22 +48,22 @@ FORMATS = {
     4: "int4(group=256, round=stochastic)",
     2: "int2(group=256, round=stochastic)",
 }
-BUDGETS = (4.0, 6.0, 5.0, 3.0)  # average bits of GACT
-PROBED = 4  # bits at which GACT measures the layers
-BACKWARDS = 3  # of each layer
-TRIES = 6  # steps of the search for GACT's measured variance
+AVERAGE_BITS = (4.0, 6.0, 5.0, 3.0)  # average bits of GACT
+PROBE_BITS = 4  # bits at which GACT measures the layers
+BACKWARDS_PER_LAYER = 3  # of each layer
+SEARCH_STEPS = 6  # steps of the search for GACT's measured variance
 
 Per = Literal["module", "site"]
 
 
 def gact_variances(subject: Subject, probe: Probe, loss: torch.Tensor, sites: Sequence[Site]) -> dict[Site, float]:
     """Return the variance of the gradient from each site's rounding at 4 bits, by three backwards for each."""
-    decision = parse_decision(FORMATS[PROBED])
+    decision = parse_decision(FORMATS[PROBE_BITS])
     assert isinstance(decision, Encode)
     fixed = {site: (decision.codec, key) for key, site in enumerate(sites)}
     found = {}
     for number, site in enumerate(sites):
-        keys = [len(sites) * (1 + draw) + number for draw in range(BACKWARDS)]
+        keys = [len(sites) * (1 + draw) + number for draw in range(BACKWARDS_PER_LAYER)]
         found[site] = spread([subject.gradients(loss, probe, {**fixed, site: (decision.codec, key)}) for key in keys])
     return found
 
@@ -71,7 +71,7 @@ def gact_variances(subject: Subject, probe: Probe, loss: torch.Tensor, sites: Se
 def gact_bits(variances: Mapping[Site, float], numels: Mapping[Site, int], average: float) -> dict[Site, int]:
     """Return GACT's greedy choice: from 8 bits down, each time the step of least variance for each bit saved."""
     ladder = sorted(FORMATS, reverse=True)
-    share = {site: variance / _s(PROBED) for site, variance in variances.items()}
+    share = {site: variance / _s(PROBE_BITS) for site, variance in variances.items()}
     bits = dict.fromkeys(variances, ladder[0])
     while sum(bits[site] * numels[site] for site in bits) > average * sum(numels.values()):
         steps = []
@@ -188,7 +188,7 @@ class Comparison:
         """Search for the requested variance at which actstore's choice has GACT's measured variance."""
         low, high, asked = 0.0, None, gact["variance"]
         best = None
-        for _ in range(TRIES):
+        for _ in range(SEARCH_STEPS):
             row = self.row(name, least_bytes(payloads, variance=asked * self.subject.square, per=per))
             row["asked"] = asked
             if row["variance"] <= gact["variance"]:
@@ -199,7 +199,7 @@ class Comparison:
             mended = asked * gact["variance"] / row["variance"]
             asked = mended if high is None or (not low and mended < high) else (max(low, high / 4) * high) ** 0.5
         if best is None:
-            return {"name": name, "failed": f"no choice of {TRIES} had GACT's variance"}
+            return {"name": name, "failed": f"no choice of {SEARCH_STEPS} had GACT's variance"}
         return best | {"times_gact": best["nbytes"] / gact["nbytes"]}
 
 
@@ -216,7 +216,7 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
     variances = gact_variances(subject, probe, loss, sites)
     end = perf_counter()
     errors = {
-        p.site: next(c.error for c in p.candidates if c.decision == FORMATS[PROBED]) for p in probe.payloads(known)
+        p.site: next(c.error for c in p.candidates if c.decision == FORMATS[PROBE_BITS]) for p in probe.payloads(known)
     }
     measured = {str(site): Sensitivity(((errors[site], variances[site]),)) for site in sites}
     groups: list[dict[str, Any]] = []
@@ -226,13 +226,13 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
         "draws": draws,
         "sites": len(sites),
         "minibatch_noise": subject.minibatch_noise() / subject.square,
-        "extra_backwards": {"gact": BACKWARDS * len(sites), "ours": 0},
+        "extra_backwards": {"gact": BACKWARDS_PER_LAYER * len(sites), "ours": 0},
         "sampled_steps": {"gact": 0, "ours": 2},
         "seconds": {"trials": trials - begin, "ours": predicted - trials, "gact": end - predicted},
         "groups": groups,
     }
     compare = Comparison(subject, draws)
-    for average in BUDGETS:
+    for average in AVERAGE_BITS:
         groups.append(compare.group(average, probe.payloads(known), probe.payloads(measured), variances))
         done(found)
     return found

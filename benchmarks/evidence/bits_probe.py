@@ -19,7 +19,7 @@ from actstore.policy.encoded import encode
 
 MIN_NBYTES = 4096  # the benchmark's tensors are small
 WORK = Workload(layers=4, width=128, heads=4, context=64, batch=8)
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 
 Gradients = list[Tensor]
 
@@ -67,7 +67,7 @@ class Subject:
         self.model = job.model
         self.parameters = list(self.model.parameters())
         self.backwards = 0
-        optimizer = torch.optim.AdamW(self.parameters, RATE)
+        optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE)
         for step in range(steps):
             optimizer.zero_grad()
             self.model(*job.batch(step)).backward()

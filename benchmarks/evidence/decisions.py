@@ -37,8 +37,8 @@ ACTIVATIONS = (
     nn.Softshrink,
 )  # fmt: skip
 CODECS = ("int8", "int8(affine)", "fp8", "int6", "int4", "nf4")
-SPEED = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")
-INPUTS = ("int8", "int4")  # of recomputed blocks
+TIMED_CODECS = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")
+INPUT_CODECS = ("int8", "int4")  # of recomputed blocks
 STEPS = 2  # the second uses what the first learned of each site
 
 
@@ -111,13 +111,13 @@ def recomputed() -> str:
     for name, model, loss in subjects():
         exact, _ = gradients(model, loss, "keep")
         row = [name]
-        for codec in INPUTS:
+        for codec in INPUT_CODECS:
             (anew, less), (kept, held) = (
                 gradients(model, loss, f"recompute({codec}{rule})") for rule in (", decisions=anew", "")
             )
             row.append(f"{error(anew, exact):.2%} -> {error(kept, exact):.2%}, bytes {held / less:.3f}")
         rows.append(row)
-    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUTS)], rows))
+    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUT_CODECS)], rows))
 
 
 class Mixture:
@@ -156,7 +156,7 @@ def routed() -> str:
     rows = []
     for name, every in (("the tokens that chose it", False), ("all tokens", True)):
         mixture = Mixture(every)
-        for codec in INPUTS:
+        for codec in INPUT_CODECS:
             policies = codec, f"recompute({codec}, decisions=anew)", f"recompute({codec})"
             rows.append([name, codec, *map(mixture.under, policies)])
     return "\n".join(table(["each expert computes", "codec", "not recomputed", "anew", "repeated"], rows))
@@ -165,7 +165,7 @@ def routed() -> str:
 def speed(pairs: int) -> str:
     x = torch.randn(2 << 20).relu().view(1024, 2048)
     rows = []
-    for text in SPEED:
+    for text in TIMED_CODECS:
         decision = parse_decision(text)
         assert isinstance(decision, Encode)
         plain, kept = decision.codec, decision.codec.keeping_signs

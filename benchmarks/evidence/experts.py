@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from actstore.bench.workloads.gpt import GPT
 from actstore.bench.workloads.workload import Workload
 
-EXPERTS, CHOSEN = 8, 2  # experts in each block, and for each token
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # experts in each block, and for each token
 
 
 class Router(nn.Module):
-    """Router: returns the weights and the indices of the experts of each token, both of shape (tokens, CHOSEN)."""
+    """Router: returns the weights and indices of each token's experts, both of shape (tokens, EXPERTS_PER_TOKEN)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.likes = nn.Linear(width, EXPERTS, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = self.likes(tokens).softmax(-1).topk(CHOSEN)
+        weights, chosen = self.likes(tokens).softmax(-1).topk(EXPERTS_PER_TOKEN)
         return weights / weights.sum(-1, keepdim=True), chosen
 
 

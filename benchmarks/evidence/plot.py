@@ -21,7 +21,7 @@ CURVES = {  # rows whose losses are drawn
     "recompute(int4)": look.VERMILION,
     "topk, a quarter": look.PURPLE,
 }
-HEADING, LINE = 0.75, 0.15  # inches, of a task, and of each of its rows
+HEADING_INCHES, LINE_INCHES = 0.75, 0.15  # inches, of a task, and of each of its rows
 
 Offs = Mapping[tuple[str, str], tuple[tuple[float, float], float]]
 
@@ -34,7 +34,7 @@ def draw(found: dict[str, Any], offs: Offs) -> Figure:
     offs : by task and row: mean and half interval of its difference to plain, and the half interval of plain itself
     """
     tasks = [task for task in found["tasks"] if (task, PLAIN) in offs]
-    figure = look.figure((HEADING + LINE * len(found["rows"])) * max(1, len(tasks)) + 0.4)
+    figure = look.figure((HEADING_INCHES + LINE_INCHES * len(found["rows"])) * max(1, len(tasks)) + 0.4)
     if not tasks:
         return figure
     for task, (left, right) in zip(tasks, figure.subplots(len(tasks), 2, squeeze=False), strict=True):

@@ -29,8 +29,8 @@ from benchmarks.evidence import page as evidence_page
 from benchmarks.evidence.tasks import CHANGED, ROWS, TASKS, Task, train
 from benchmarks.suite.convergence import smooth
 
-END = 0.1  # share of the steps, at the end, whose mean loss is the final loss
-SAME = ("processor", "python", "torch", "text_sha256")  # fields of the environment that all cells of a file must share
+FINAL_SHARE = 0.1  # share of the steps, at the end, whose mean loss is the final loss
+SHARED_FIELDS = ("processor", "python", "torch", "text_sha256")  # equal for all cells of a file
 
 
 class Cell(NamedTuple):
@@ -60,7 +60,7 @@ def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any
         return {**cell._asdict(), "failed": f"{type(error).__name__}: {error}"}
     losses = found.pop("losses")
     whole = len(losses) == task.work.steps and isfinite(losses[-1])
-    last = losses[-max(1, int(END * task.work.steps)) :]
+    last = losses[-max(1, int(FINAL_SHARE * task.work.steps)) :]
     return {
         **cell._asdict(),
         "first": losses[0],
@@ -79,7 +79,7 @@ def opened(path: Path, tasks: Mapping[str, Task], rows: Mapping[str, Mapping[str
     """
     now = environment()
     found = machine.read(path) or {"environment": now, "cells": []}
-    unlike = {name for name in SAME if found["environment"][name] != now[name]}
+    unlike = {name for name in SHARED_FIELDS if found["environment"][name] != now[name]}
     if unlike:
         raise SystemExit(f"{path} was measured with another {', '.join(sorted(unlike))}. Give another --folder.")
     sizes = {name: task.sizes() for name, task in tasks.items()}

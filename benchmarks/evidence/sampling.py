@@ -17,7 +17,7 @@ from actstore.bench.trainer import fix_numerics
 from actstore.bench.workloads.job import Job, fix_seed
 from actstore.bench.workloads.workload import Workload
 
-EVERY = 200  # steps, as the default is
+SAMPLE_PERIOD_STEPS = 200  # steps, as the default is
 WARMUP = 2
 
 
@@ -57,7 +57,9 @@ def main() -> None:
     for name, ms in found.items():
         print(f"{name:>8} {ms:8.1f} ms  {ms / found['plain']:.3f}")
     extra = found["sampled"] + found["after"] - 2 * found["plain"]
-    print(f"with one sampled step in {EVERY}: {extra / EVERY / found['plain']:+.2%} of a step")
+    print(
+        f"with one sampled step in {SAMPLE_PERIOD_STEPS}: {extra / SAMPLE_PERIOD_STEPS / found['plain']:+.2%} of a step"
+    )
 
 
 if __name__ == "__main__":

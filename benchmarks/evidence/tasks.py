@@ -31,9 +31,9 @@ from actstore.bench.workloads.vit import ViT
 from actstore.bench.workloads.workload import Workload
 from benchmarks.evidence.experts import MixtureGPT
 
-HELD_OUT = 0.1  # share of a text, at its end, that training never sees
+HELD_OUT_SHARE = 0.1  # share of a text, at its end, that training never sees
 FOLDS = 5  # every fifth scan is held out
-EVALUATED = 8  # batches of held-out text
+EVALUATED_BATCHES = 8  # batches of held-out text
 BASE_STEPS = 200  # training steps of the model that adapters are added to
 
 PLAIN = "plain"
@@ -101,7 +101,7 @@ class Task:
 def _windows(characters: str, work: Workload) -> Data:
     codes = {character: code for code, character in enumerate(text.vocabulary())}
     data = torch.tensor([codes[character] for character in characters if character in codes])
-    cut = len(data) - int(HELD_OUT * len(data))
+    cut = len(data) - int(HELD_OUT_SHARE * len(data))
 
     def batch(part: Tensor, starts: Tensor) -> Batch:
         index = starts.unsqueeze(1) + torch.arange(work.context)
@@ -111,7 +111,7 @@ def _windows(characters: str, work: Workload) -> Data:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         return batch(data[:cut], torch.randint(cut - work.context, (work.batch,), generator=generator))
 
-    count = EVALUATED * work.batch
+    count = EVALUATED_BATCHES * work.batch
     starts = torch.linspace(0, len(data) - cut - work.context - 1, count).long()
     return Data(draw, [batch(data[cut:], some) for some in starts.split(work.batch)])
 

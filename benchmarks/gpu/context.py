@@ -29,9 +29,9 @@ from benchmarks.gpu.place import Place
 
 GIB = 2**30
 LIMIT_GIB = 24.0
-TRIES = 5  # after the first two
-CLOSE = 0.03  # a context is the largest when one longer by this fraction does not fit
-STEPS = 2  # of each attempt: the second reuses the memory of the first
+MAX_ATTEMPTS = 5  # after the first two
+LENGTH_TOLERANCE = 0.03  # a context is the largest when one longer by this fraction does not fit
+STEPS_PER_ATTEMPT = 2  # of each attempt: the second reuses the memory of the first
 NAMES = (PLAIN.name, "recompute", "raw @ host", "recompute(raw @ host)", "int8 @ host")
 
 Found = dict[str, Any]
@@ -62,7 +62,7 @@ def largest(attempt: Callable[[int], Attempt], first: int, limit: int, granule: 
     if not made[0].fits:
         return made
     made.append(attempt(2 * first))
-    for _ in range(TRIES):
+    for _ in range(MAX_ATTEMPTS):
         good = sorted((one for one in made if one.fits), key=lambda one: one.tokens)
         low, high = good[-1].tokens, min((one.tokens for one in made if not one.fits), default=None)
         tokens = (low + high) // 2 if high else low
@@ -71,7 +71,7 @@ def largest(attempt: Callable[[int], Attempt], first: int, limit: int, granule: 
             if high and tokens >= high:  # the line predicted too much
                 tokens = (low + high) // 2
         tokens -= tokens % granule
-        if tokens <= low * (1 + CLOSE):
+        if tokens <= low * (1 + LENGTH_TOLERANCE):
             break
         made.append(attempt(tokens))
     return made
@@ -107,7 +107,7 @@ class Search:
         job.resize(tokens)
         place.reset_peak()
         try:
-            step_ms = [place.elapsed_ms(lambda: job.step(enter())) for _ in range(STEPS)][-1]
+            step_ms = [place.elapsed_ms(lambda: job.step(enter())) for _ in range(STEPS_PER_ATTEMPT)][-1]
             peak = place.peak() if store is None or place.on_gpu else store.report().peak_held_bytes
             found = Attempt(tokens, peak, step_ms) if peak <= self._limit else Attempt(tokens)
         except torch.OutOfMemoryError:

@@ -31,7 +31,7 @@ REPEATS = 40
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 4096
 CHECKED_ROWS = 256  # a multiple of the number of tokens that share a scale
-FEW = ("int8", "expack")  # codecs of a dry run
+DRY_CODECS = ("int8", "expack")  # codecs of a dry run
 
 
 def ceilings(place: Place) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def poison(trip: Trip) -> None:
 
 def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy beside them."""
-    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(FEW)))
+    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(DRY_CODECS)))
     copies = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
     copy = rate(place.times_ms(lambda i: copies[i].copy_(copies[ROTATION + i]), REPEATS), 2 * nbytes)
     copies.clear()

@@ -26,14 +26,14 @@ LOSSLESS = (
     "expack",
     "recompute(raw @ disk)",
 )
-FEW = ("plain", "recompute")  # of a dry run
+DRY_ROWS = ("plain", "recompute")  # of a dry run
 
 
 def job(place: Place) -> tuple[Workload, list[Row]]:
     """Return the workload and its rows, plain first."""
     full = Workload(layers=6, width=512, heads=8, context=512, batch=8, steps=4, warmup=1, device=place.device)
     small = Workload(layers=2, width=32, heads=2, context=32, batch=2, steps=2, warmup=1, device=place.device)
-    names = place.sized(LOSSLESS, FEW)
+    names = place.sized(LOSSLESS, DRY_ROWS)
     return place.sized(full, small), [row for row in ROWS if row.name in names]
 
 

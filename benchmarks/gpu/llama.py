@@ -33,15 +33,15 @@ from benchmarks.gpu.place import Place
 
 WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
 SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
-LONG = (
+SKIPPED_IN_DRY_RUN = (
     "auto 50 %",
     "save_on_cpu",
     "raw @ host",
     "int8",
     "recompute(raw @ host)",
 )  # left out of a dry run, which has similar rows
-LEAST = 1.01  # times the least possible budget, where a share is refused
-REPORTED = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
+LEAST_BUDGET_FACTOR = 1.01  # times the least possible budget, where a share is refused
+REPORT_FIELDS = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
 
 Found = dict[str, Any]
 
@@ -96,7 +96,7 @@ class Bench:
         try:
             return {"budget": budget, **self._trained(row, budget)}
         except CapacityError as error:
-            least = int(LEAST * error.facts["least"])
+            least = int(LEAST_BUDGET_FACTOR * error.facts["least"])
         return {"budget": least, "refused": budget, **self._trained(row, least)}
 
     def _trained(self, row: Row, budget: int) -> Found:
@@ -155,7 +155,7 @@ class Bench:
             figures |= {"held_bytes": held, "peak_bytes": place.peak() - reference}
         if store is not None:
             report = store.report()
-            figures |= {name: getattr(report, name) for name in REPORTED}
+            figures |= {name: getattr(report, name) for name in REPORT_FIELDS}
             figures["host_bytes"] = sum(medium.peak_bytes for medium in report.media if medium.tier == "host")
             if not place.on_gpu:
                 figures["held_bytes"] = report.held_bytes
@@ -210,7 +210,7 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
     bench = Bench(place, Sizes.at(place))
-    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in LONG)), save)
+    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN)), save)
     if options.plot is not None:
         try:
             from benchmarks.gpu import llama_plot as gpu_llama_plot

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-EVERY_S = 2.0
+WRITE_INTERVAL_S = 2.0
 PYTEST = (
     "-q", "-rfE", "--continue-on-collection-errors", "-o", "addopts=", "-W", "default",
     "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider",
@@ -44,7 +44,7 @@ class Record:
             self.found["skipped"][report.nodeid] = reason.removeprefix("Skipped: ")
         elif report.when == "call":
             self.found["passed"].append(report.nodeid)
-        if monotonic() - self._written > EVERY_S:
+        if monotonic() - self._written > WRITE_INTERVAL_S:
             self.write()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -27,7 +27,7 @@ from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SHAPES = ((1,), (33, 65), (2, 1025))
 KEY = 0x1234_5678_9ABC_DEF0
-FAILED = 9  # exit code of the sanitizer for a finding
+FINDING_EXIT_CODE = 9  # exit code of the sanitizer for a finding
 
 
 def trips(place: Place) -> int:
@@ -65,7 +65,7 @@ def run(program: str, path: Path | None = None) -> int:
             "--tool",
             tool,
             "--error-exitcode",
-            str(FAILED),
+            str(FINDING_EXIT_CODE),
             sys.executable,
             "-m",
             "benchmarks.gpu.sanitizer",
@@ -92,7 +92,7 @@ def main() -> int:
     if options.trips or not place.on_gpu:
         done = trips(place)
         place.synchronize()
-        print(f"{done} trips{'' if options.trips else ' on a CPU, where there is no sanitizer'}")
+        print(f"{done} trips{'' if options.trips else ' on a CPU, without the sanitizer'}")
         return 0
     program = sanitizer()
     if program is None:

@@ -38,7 +38,7 @@ from benchmarks.gpu.place import MIB, ROTATION, Place, rate
 from benchmarks.gpu.shuttle import Found, shuttle_row
 
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-LEAST_NBYTES, LEAST_COUNT = 1024 * MIB, 16  # bytes and payloads that cross the link in one sample, at least
+MIN_SAMPLE_NBYTES, MIN_SAMPLE_COUNT = 1024 * MIB, 16  # bytes and payloads that cross the link in one sample, at least
 PRICE_SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 PINNED_SIZES = (64 * MIB, 1024 * MIB, 4096 * MIB)
 SMALL_SIZES = (MIB // 4, MIB)
@@ -68,12 +68,12 @@ def opened(place: Place) -> Iterator[tuple[Device, Tier]]:
 def link(place: Place, found: Found, save: Save) -> list[Found]:
     """Return a row for each size of payload, with its part of the ceiling; the largest with a larger window too."""
     names = {"out": "device_to_host", "back": "host_to_device", "both": "both_ways"}
-    sizes, least = place.sized((SIZES, LEAST_NBYTES), (SMALL_SIZES, MIB))
+    sizes, least = place.sized((SIZES, MIN_SAMPLE_NBYTES), (SMALL_SIZES, MIB))
     rows: list[Found] = []
     found["link"] = rows
     for nbytes, window_nbytes in [*((size, None) for size in sizes), (sizes[-1], 4 * sizes[-1])]:
         with opened(place) as (device, tier):
-            row = shuttle_row(device, tier, nbytes, max(LEAST_COUNT, least // nbytes), window_nbytes)
+            row = shuttle_row(device, tier, nbytes, max(MIN_SAMPLE_COUNT, least // nbytes), window_nbytes)
         for name, ceiling in names.items():
             row[name]["of_ceiling"] = row[name]["gbps"] / found["ceilings"][ceiling]["gbps"]
         rows.append(row)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
 LARGE_NBYTES = 16 * MIB  # payloads from which on the link must be full
-SANITIZED = "test_the_cuda_sanitizer_has_no_complaint"
-PREDICTED = 0.1  # allowed error of a prediction, as a fraction of the measured step
+SANITIZER_TEST = "test_the_cuda_sanitizer_has_no_complaint"
+PREDICTION_TOLERANCE = 0.1  # allowed error of a prediction, as a fraction of the measured step
 
 Figures = dict[str, Any]
 
@@ -42,7 +42,7 @@ def _codecs(figures: Figures) -> _Judged:
 
 def _tests(figures: Figures) -> _Judged:
     yield "tests on the device pass", _counted(figures)
-    checked = {name for kind in ("passed", "failed") for name in figures.get(kind, ()) if SANITIZED in name}
+    checked = {name for kind in ("passed", "failed") for name in figures.get(kind, ()) if SANITIZER_TEST in name}
     bad = len(checked & set(figures.get("failed", ())))
     yield (
         "torch.cuda._sanitizer finds no race in the engine, and finds planted ones",
@@ -133,8 +133,10 @@ def _llama(figures: Figures) -> _Judged:
     yield "plans hold their budget", (words, max(peaks) <= 1) if plans else None
     off = [row["predicted_ms"] / row["step_ms"] - 1 for row in plans]
     yield (
-        f"plans take what was predicted, within {PREDICTED:.0%}",
-        (", ".join(f"{share:+.1%}" for share in off), all(abs(share) <= PREDICTED for share in off)) if off else None,
+        f"plans take what was predicted, within {PREDICTION_TOLERANCE:.0%}",
+        (", ".join(f"{share:+.1%}" for share in off), all(abs(share) <= PREDICTION_TOLERANCE for share in off))
+        if off
+        else None,
     )
     for peer in [row for row in rows if row["kind"] == "peer"]:
         yield f"faster than {peer['name']} with no more memory, gradients exact", _against(peer, exact)

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench.environment import environment
 
-FLAT = 0.15  # the largest slope that counts as flat: caches hold a smaller part of a larger number
+FLAT_SLOPE = 0.15  # the largest slope that counts as flat: caches hold a smaller part of a larger number
 BLOCKS = "blocks left"
-LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
+MAX_BLOCKS_LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
 POLICIES = ("keep", "int8", "recompute")
 SIZES = {"tensors": (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000), "modules": (10, 30, 100, 300, 1_000, 3_000)}
 STEPS = (10, 30, 100, 300, 1_000)
@@ -140,7 +140,7 @@ def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def _row(kind: str, policy: str, unit: str, counts: list[float], figures: list[float]) -> dict[str, Any]:
     exponent = None if unit == BLOCKS else slope(counts, figures)
-    flat = figures[-1] < LEFT if exponent is None else exponent <= FLAT
+    flat = figures[-1] < MAX_BLOCKS_LEFT if exponent is None else exponent <= FLAT_SLOPE
     return {
         "of": kind, "policy": policy, "unit": unit, "counts": counts, "figures": figures, "slope": exponent,
         "flat": flat,

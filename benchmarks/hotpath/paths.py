@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore
 
-SIDE = 32
-STEPS = 5  # warm-up: pools fill, and stores learn orders
+TENSOR_SIDE = 32
+WARMUP_STEPS = 5  # warm-up: pools fill, and stores learn orders
 PATHS = {  # policy, and the least size that it encodes
     "kept": ("keep", 0),
     "kept, below min_bytes": ("int8", 2**20),
@@ -64,10 +64,10 @@ def clock(device: str) -> float:
 
 def measure(device: str, length: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return `pack_us` and `unpack_us` of each path; for regions `both_us` beyond plain. Medians over the rounds."""
-    x = torch.randn(SIDE, SIDE, device=device, requires_grad=True)
+    x = torch.randn(TENSOR_SIDE, TENSOR_SIDE, device=device, requires_grad=True)
     activations = [(x + i).sin() for i in range(length)]
-    frozen = [nn.Parameter(torch.rand(SIDE, SIDE, device=device)).t() for _ in range(length)]
-    masks = [torch.rand(SIDE, SIDE, device=device) > 0.5 for _ in range(length)]
+    frozen = [nn.Parameter(torch.rand(TENSOR_SIDE, TENSOR_SIDE, device=device)).t() for _ in range(length)]
+    masks = [torch.rand(TENSOR_SIDE, TENSOR_SIDE, device=device) > 0.5 for _ in range(length)]
     jobs = {name: (ActivationStore(policy=p, min_bytes=least), activations) for name, (p, least) in PATHS.items()}
     model = nn.ParameterList([view._base for view in frozen])
     jobs["a parameter"] = ActivationStore(model, "int8", min_bytes=0), frozen
@@ -77,7 +77,7 @@ def measure(device: str, length: int, rounds: int) -> dict[str, dict[str, float]
     gc.disable()
     try:
         for name, (store, tensors) in jobs.items():
-            times = [_direct(store, tensors, device) for _ in range(STEPS + rounds)][STEPS:]
+            times = [_direct(store, tensors, device) for _ in range(WARMUP_STEPS + rounds)][WARMUP_STEPS:]
             pack_us, unpack_us = (median(column) for column in zip(*times, strict=True))
             found[name] = {"pack_us": pack_us, "unpack_us": unpack_us}
             store.close()
@@ -103,7 +103,7 @@ def _direct(store: ActivationStore, tensors: list[Tensor], device: str) -> tuple
 
 def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]]:
     model = Blocks(count).to(device)
-    x = torch.randn(SIDE, SIDE, device=device, requires_grad=True)
+    x = torch.randn(TENSOR_SIDE, TENSOR_SIDE, device=device, requires_grad=True)
     store = ActivationStore(model, "recompute", min_bytes=0)
 
     def step(context: Any, *run: Any) -> float:
@@ -117,8 +117,8 @@ def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]
         return checkpoint(block, x, use_reentrant=False)
 
     times = [
-        (step(nullcontext()), step(nullcontext(), checkpointed), step(store)) for _ in range(STEPS + rounds)
-    ][STEPS:]  # fmt: skip
+        (step(nullcontext()), step(nullcontext(), checkpointed), step(store)) for _ in range(WARMUP_STEPS + rounds)
+    ][WARMUP_STEPS:]  # fmt: skip
     return {
         "torch checkpoint, a block": {"both_us": median(c - plain for plain, c, _ in times)},
         "recompute, a block": {"both_us": median(r - plain for plain, _, r in times)},

@@ -23,7 +23,7 @@ from actstore import ActivationStore
 from benchmarks.hotpath.run import Clock, time_direct
 from benchmarks.markdown import table
 
-RATE = 500  # samples a second
+SAMPLES_PER_S = 500  # samples a second
 
 
 def work(policy: str, seconds: float) -> float:
@@ -80,7 +80,7 @@ def main() -> int:
     ]
     alone_us = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
-        spying = [spy, "record", "--rate", str(RATE), "--format", "raw", "--output", file.name, "--", *command]
+        spying = [spy, "record", "--rate", str(SAMPLES_PER_S), "--format", "raw", "--output", file.name, "--", *command]
         subprocess.run(spying, capture_output=True, check=True)
         found = fold(Path(file.name).read_text())
     total = sum(count for _, count in found)

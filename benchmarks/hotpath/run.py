@@ -41,10 +41,10 @@ from benchmarks.hotpath import paths as hotpath_paths
 from benchmarks.hotpath import peers as hotpath_peers
 from benchmarks.hotpath.peers import Hooks
 
-SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
+TENSOR_SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
 IDENTITY = "identity hooks"
 LIMITS = {"kept": 2.5, "int8": 12.0}
-OFTEN = 5  # samples of identity hooks in a round, which divide all other figures
+UNIT_REPEATS = 5  # samples of identity hooks in a round, which divide all other figures
 REPEATS = 5  # of each variant in a round; the least counts, because disturbances only add
 
 
@@ -54,7 +54,7 @@ class Chain(nn.Module):
     def __init__(self, length: int, of_parameters: bool, device: str) -> None:
         super().__init__()
         self.length = length
-        shape = (SIDE, SIDE)
+        shape = (TENSOR_SIDE, TENSOR_SIDE)
         self.x = torch.randn(shape, device=device).requires_grad_()
         frozen = [nn.Parameter(torch.rand(shape, device=device), requires_grad=False) for _ in range(length)]
         self.weights = nn.ParameterList(frozen if of_parameters else [])
@@ -131,10 +131,10 @@ def time_direct(tensors: list[Tensor], hooks: Hooks, clock: Clock) -> float:
 def sample(jobs: dict[str, Callable[[], float]], rounds: int, often: Sequence[str] = ()) -> dict[str, list[float]]:
     """Run all jobs `rounds` times, in a new order each time, after two rounds that do not count.
 
-    Those of `often` run OFTEN times in each round. All that is compared is measured in one run: machines change their
+    Those of `often` run UNIT_REPEATS times in each round. Figures to compare come from one run: machines change their
     speed from one second to the next.
     """
-    order = [*jobs, *((OFTEN - 1) * list(often))]
+    order = [*jobs, *((UNIT_REPEATS - 1) * list(often))]
     found: dict[str, list[float]] = {name: [] for name in jobs}
     shuffle = random.Random(0).shuffle
     gc.collect()

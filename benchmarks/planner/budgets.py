@@ -33,8 +33,8 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import CapacityError
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
-MOST = 80  # steps in which a plan must appear
-SETTLED = 6  # steps with a plan before the timing starts: the store may notice a wrong plan and plan again
+PLAN_LIMIT_STEPS = 80  # steps in which a plan must appear
+SETTLED_STEPS = 6  # steps with a plan before the timing starts: the store may notice a wrong plan and plan again
 
 Step = Callable[[AbstractContextManager[object]], None]
 
@@ -143,13 +143,13 @@ def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
 def planned(case: Case, budget: int) -> tuple[ActivationStore, int]:
     """Return a store that runs its plan, and the number of steps until the plan."""
     store = ActivationStore(case.model, Auto(budget), min_bytes=0)
-    for steps in range(1, MOST):
+    for steps in range(1, PLAN_LIMIT_STEPS):
         case.step(store)
         if store.plan is not None:
-            for _ in range(SETTLED):
+            for _ in range(SETTLED_STEPS):
                 case.step(store)
             return store, steps
-    raise SystemExit(f"no plan after {MOST} steps")
+    raise SystemExit(f"no plan after {PLAN_LIMIT_STEPS} steps")
 
 
 def run(case: Case, share: float, plain_peak: int, hand: dict[str, tuple[ActivationStore, int]]) -> Row:

@@ -30,10 +30,10 @@ from actstore.plan.solver.tables import Tables
 SIZES = (32, 128, 1024)
 EQUAL = (32, 48, 64)
 BUDGETS = (0.5, 0.25, 0.1)
-SIZE = 800e6  # bytes that a block saves
-INPUT = 1 / 17  # fraction of them that its input takes
-CODEC = 1.25e9  # bytes/ms
-LINK = 25e6  # bytes/ms, each way
+BLOCK_NBYTES = 800e6  # bytes that a block saves
+INPUT_SHARE = 1 / 17  # fraction of them that its input takes
+CODEC_BYTES_PER_MS = 1.25e9  # bytes/ms
+LINK_BYTES_PER_MS = 25e6  # bytes/ms, each way
 
 
 def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
@@ -46,11 +46,11 @@ def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
     blocks = []
     for i in range(layers):
         width = some(1.0)
-        size, forward, backward = some(SIZE * width), some(10 * width), some(20 * width)
-        codec = {"forward": size / CODEC, "backward": size / CODEC, "error": 1.0}
+        size, forward, backward = some(BLOCK_NBYTES * width), some(10 * width), some(20 * width)
+        codec = {"forward": size / CODEC_BYTES_PER_MS, "backward": size / CODEC_BYTES_PER_MS, "error": 1.0}
         plain = {"forward_peak": size, "backward_peak": size}
         wide = {"forward_peak": 1.5 * size, "backward_peak": 1.5 * size}
-        small, half = INPUT * size, size / 2
+        small, half = INPUT_SHARE * size, size / 2
         options = (
             LayerOption("keep", size, **plain),
             LayerOption("recompute", small, backward=forward, **plain),
@@ -60,7 +60,7 @@ def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
             LayerOption("int8 @ host", 0, half, half, **codec, **wide),
         )
         blocks.append(Layer(f"blocks.{i}", forward, backward, options))
-    return LayerChain(tuple(blocks), Links(LINK, LINK), rest=30.0)
+    return LayerChain(tuple(blocks), Links(LINK_BYTES_PER_MS, LINK_BYTES_PER_MS), rest=30.0)
 
 
 def row_of(name: str, chain: LayerChain, budget: float, time_limit: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from math import inf
 from actstore.plan.solver.chain import Links
 from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane, Pool
-from benchmarks.simulator.passes import TINY, Gates, Pass
+from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Gates, Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -219,7 +219,7 @@ class Copies:
 
     def _admits(self, nbytes: float, more: float, wanted: bool) -> bool:
         """Return whether the window has room; it always has for a chunk that compute waits for, or that is alone."""
-        return wanted or nbytes + more <= self._window or nbytes < more * TINY
+        return wanted or nbytes + more <= self._window or nbytes < more * ROUNDING_TOLERANCE
 
     def _take(self, host: float, disk: float) -> None:
         self.host += host

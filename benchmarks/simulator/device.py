@@ -9,7 +9,7 @@ from actstore.plan.solver.chain import Limits
 from benchmarks.simulator.copies import Copies, Node
 from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane
-from benchmarks.simulator.passes import TINY, Pass
+from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Pass
 
 
 class Device:
@@ -40,15 +40,15 @@ class Device:
         self.behind: Device | None = None
         self.compute = Lane(clock)
         self._clock = clock
-        self._limit = limits.device * (1 + TINY)
-        self._window, self._drain = window * (1 + TINY), drain
+        self._limit = limits.device * (1 + ROUNDING_TOLERANCE)
+        self._window, self._drain = window * (1 + ROUNDING_TOLERANCE), drain
         self.copies = Copies(
             clock,
             node,
             hardware,
             passes,
             self._limit,
-            limits.host * (1 + TINY),
+            limits.host * (1 + ROUNDING_TOLERANCE),
             chunks,
             self._window,
             self.advance,

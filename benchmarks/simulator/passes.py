@@ -10,7 +10,7 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
 from actstore.plan.solver.chain import LayerChain, LayerOption
 
-TINY = 1e-9  # of a limit: tolerance for sums of floats
+ROUNDING_TOLERANCE = 1e-9  # of a limit: tolerance for sums of floats
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def check(chain: LayerChain, passes: Sequence[Pass], limit: float) -> None:
     """
     worst = max(passes, key=lambda step: step.others + step.peak)
     needed = worst.others + worst.peak
-    if needed > limit * (1 + TINY):
+    if needed > limit * (1 + ROUNDING_TOLERANCE):
         where = f"{'backward' if worst.backward else 'forward'} of {chain.layers[worst.layer].name}"
         raise CapacityError(
             f"{where} needs {format_nbytes(round(needed))} of device memory, where {format_nbytes(round(limit))} are "

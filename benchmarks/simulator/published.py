@@ -90,25 +90,25 @@ def _transformer_times() -> list[Row]:
     ]
 
 
-INPUT = 32768 * 1024 * 2.0  # bytes of a layer's input: 24 of them are the 1.61 GB of the report
-SAVED = (79.03e9 - 13.71e9) / 24 + INPUT  # bytes of a layer, from the report's bytes after forward
-BASE = 13.71e9 - 24 * INPUT  # all else after forward
-PEAK = 24.73e9
+INPUT_NBYTES = 32768 * 1024 * 2.0  # bytes of a layer's input: 24 of them are the 1.61 GB of the report
+SAVED_NBYTES = (79.03e9 - 13.71e9) / 24 + INPUT_NBYTES  # bytes of a layer, from the report's bytes after forward
+BASE_NBYTES = 13.71e9 - 24 * INPUT_NBYTES  # all else after forward
+PEAK_NBYTES = 24.73e9
 
 
 @cache
 def short_context(decision: str) -> Simulated:
     """Simulate 24 layers of 32,768 tokens; at the peak the first layer is recomputed, and no other input waits."""
     forward = 1080 / 24 / 3
-    chain = equal(24, forward, 2 * forward, options(SAVED, INPUT, forward), H100_SXM)
+    chain = equal(24, forward, 2 * forward, options(SAVED_NBYTES, INPUT_NBYTES, forward), H100_SXM)
     first, *others = chain.layers
     spike = tuple(
-        replace(option, backward_peak=PEAK - BASE) if "recompute" in option.decision else option
+        replace(option, backward_peak=PEAK_NBYTES - BASE_NBYTES) if "recompute" in option.decision else option
         for option in first.options
     )
     chain = LayerChain((replace(first, options=spike), *others), chain.links)
     last = "keep" if decision == "keep" else "recompute"  # backward reads its input first
-    return simulate(chain, chosen(chain, [decision] * 23 + [last]), H100_SXM, window=2 * INPUT)
+    return simulate(chain, chosen(chain, [decision] * 23 + [last]), H100_SXM, window=2 * INPUT_NBYTES)
 
 
 def _offloaded_inputs() -> list[Row]:
@@ -121,12 +121,12 @@ def _offloaded_inputs() -> list[Row]:
             "all of the step is layers, backward twice as long as forward",
         ),
         Row(
-            ACCELERATE, "inputs offloaded, after forward", "GB", 12.17, (BASE + INPUT) / 1e9,
+            ACCELERATE, "inputs offloaded, after forward", "GB", 12.17, (BASE_NBYTES + INPUT_NBYTES) / 1e9,
             f"{bytes_of}; the last input stays",
         ),
-        Row(ACCELERATE, "checkpointing, peak", "GB", 24.73, (BASE + recompute.device) / 1e9, spike, fitted=True),
+        Row(ACCELERATE, "checkpointing, peak", "GB", 24.73, (BASE_NBYTES + recompute.device) / 1e9, spike, fitted=True),
         Row(
-            ACCELERATE, "inputs offloaded, peak", "GB", 24.73, (BASE + offloaded.device) / 1e9,
+            ACCELERATE, "inputs offloaded, peak", "GB", 24.73, (BASE_NBYTES + offloaded.device) / 1e9,
             "as in the row above; that nothing is gained follows",
         ),
     ]  # fmt: skip
@@ -151,7 +151,7 @@ def _long_context() -> list[Row]:
 
 
 def _crossing(link: float) -> int:
-    """Simulate MEMO: 7B on 8 A800 (A100 with less NVLink), `link` GB/s each; 16 s b h elements of 2 bytes leave a layer.
+    """Simulate MEMO: 7B on 8 A800 (A100 with less NVLink), `link` GB/s each; a layer sends 16 s b h 2-byte elements.
 
     Returns
     -------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption
 from benchmarks.simulator.hardware import Hardware
 
-STREAMING = 0.85  # of the memory's rate: commonly seen for elementwise kernels
+STREAMING_SHARE = 0.85  # of the memory's rate: commonly seen for elementwise kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,14 @@ class Block:
         scores = self.heads * self.sequence**2 * self.batch / self.tensor_parallel
         product = 2.0 * self.batch * self.sequence**2 * self.hidden / self.tensor_parallel
         kernels = (product, 2 * scores), (0.0, 4 * scores), (0.0, 5 * scores), (product, 2 * scores)
-        rate, streaming = hardware.flops * mfu, hardware.memory_rate * STREAMING
+        rate, streaming = hardware.flops * mfu, hardware.memory_rate * STREAMING_SHARE
         return sum(max(flops / rate, nbytes / streaming) for flops, nbytes in kernels)
 
 
 def transformer(
     block: Block, count: int, hardware: Hardware, mfu: float, coders: Sequence[Coder] = (), *, disk: bool = False
 ) -> LayerChain:
-    """Return a chain of `count` blocks with flash attention, which keeps no scores; backward takes twice forward's time.
+    """Return a chain of `count` blocks with flash attention, which keeps no scores; backward takes twice as long.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from actstore.display import pictures as look
 from benchmarks.markdown import table
 
 ROWS = ("plain", "bitsandbytes 8-bit", "raw @ host", "raw @ disk", "expack", "recompute", "int8", "int4")
-LAST = 20  # steps at the end, whose mean is the final loss
+FINAL_STEPS = 20  # steps at the end, whose mean is the final loss
 POINTS = 24  # of a curve, each the mean of neighbouring steps
 
 
@@ -43,7 +43,7 @@ def results(found: dict[str, Any]) -> list[Result]:
 
 def final(row: RowResult) -> float:
     """Return the mean loss of the last steps."""
-    return fmean(_numbers(row)[-LAST:])
+    return fmean(_numbers(row)[-FINAL_STEPS:])
 
 
 def astray(row: RowResult, plain: RowResult) -> float:
@@ -110,6 +110,6 @@ def lines(found: dict[str, Any]) -> list[str]:
             for row in result.rows
             if row.losses and plain.losses
         ]
-        header = [result.subject, f"loss of the last {LAST}", "less plain's", "farthest step"]
+        header = [result.subject, f"loss of the last {FINAL_STEPS}", "less plain's", "farthest step"]
         said += [*table(header, cells), *(f"- {row.name} failed: {row.failed}" for row in result.failed), ""]
     return said

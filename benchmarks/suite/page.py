@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, Draw, Lines]] = {
     "largest": ("The largest batch within a budget", largest.draw, largest.lines),
     "convergence": ("Training for longer", convergence.draw, convergence.lines),
 }
-MORE = {  # files that other commands leave in the folder
+MORE_FILES = {  # files that other commands leave in the folder
     "codecs": "the codecs: ratio, speed and error",
     "timeline": "one step of `raw @ disk`",
     "planned": 'plans by "auto" under budgets',
@@ -111,7 +111,7 @@ def _went(note: dict[str, Any] | None) -> list[str]:
 
 def _more(folder: Path) -> list[str]:
     found = []
-    for name, title in MORE.items():
+    for name, title in MORE_FILES.items():
         links = [
             f"[{ending}]({folder.name}/{name}.{ending})"
             for ending in ("png", "json", "md")
@@ -124,13 +124,13 @@ def _more(folder: Path) -> list[str]:
 
 def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
     """Return the versions, each with all values in use."""
-    names = [name for env in environments[:1] for name in env if name not in UNSAID]
+    names = [name for env in environments[:1] for name in env if name not in HIDDEN_FIELDS]
     seen = {name: dict.fromkeys(str(env.get(name)) for env in environments if env.get(name)) for name in names}
     rows = [[name.replace("_", " "), ", ".join(values)] for name, values in seen.items() if values]
     return ["## Measured with", "", *table(["", "version"], rows), ""] if rows else []
 
 
-WHY = {
+REASONS = {
     "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.2 ms a call here "
     "(`benchmarks/hotpath/run.py`): ours also puts random states of Python and NumPy, weights and buffers back as they "
     "were. Cells that are called hundreds of times feel it",
@@ -144,7 +144,7 @@ WHY = {
     "DeepSpeed checkpoint": "it is the reentrant kind, one autograd node for a block, and puts back no random states "
     "but torch's",
 }
-UNSAID = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "gpu_capability", "cuda")
+HIDDEN_FIELDS = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "gpu_capability", "cuda")
 
 
 def against(results: dict[str, Result]) -> list[str]:
@@ -158,7 +158,7 @@ def against(results: dict[str, Result]) -> list[str]:
     header = ["workload and peer", *two, "ours", *two, "our time over its", "verdict"]
     rows = [[f"{model}: {one.peer}", *_duel(result, one)] for model, result, one in judged]
     others = [one.peer for *_, one in judged if one.verdict != "faster"]
-    why = [f"- {peer}: {WHY[peer]}." for peer in WHY if peer in others]
+    why = [f"- {peer}: {REASONS[peer]}." for peer in REASONS if peer in others]
     missing = [f"- {model}: {one.peer}: {cell(one.reason)}" for model, _, one in found if not one.ours]
     return [
         "## Against each peer", "",

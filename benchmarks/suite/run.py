@@ -33,8 +33,8 @@ from benchmarks import largest, machine
 from benchmarks.suite import breakdown, convergence, page, scaling
 
 MIB = 2**20
-QUICK = {"steps": 2, "warmup": 1, "threads": 1}
-FULL = {"steps": 12}  # pairs of a row and plain: six leave the median of a busy machine's ratios uncertain by 5 %
+QUICK_SIZES = {"steps": 2, "warmup": 1, "threads": 1}
+FULL_SIZES = {"steps": 12}  # pairs of a row and plain: six leave the median of a busy machine's ratios uncertain by 5 %
 # Sizes at which a step takes milliseconds, by model; those of gpt are large enough to be encoded.
 TINY: dict[str, dict[str, int]] = {
     "gpt": {"layers": 2, "width": 64, "heads": 2, "context": 64, "batch": 16},
@@ -69,10 +69,10 @@ class Part:
 def parts(quick: bool, names: list[str]) -> list[Part]:
     """Return all parts, the most important ones first, with the rows that `names` lists, or all."""
     sizes = TINY if quick else {}
-    steps = QUICK if quick else FULL
+    steps = QUICK_SIZES if quick else FULL_SIZES
     works = {model: sized(model, **sizes.get(model, {}), **steps) for model in MODELS}
     small = works["gpt"] if quick else sized("gpt", layers=4, width=128, batch=4)
-    grown = {"layers": [1, 2], "batch": [4, 8]} if quick else GROWN
+    grown = {"layers": [1, 2], "batch": [4, 8]} if quick else SCALED_SIZES
     limit, most = (640 * MIB, 4) if quick else (768 * MIB, 1024)
     curves = [replace(works["gpt"], steps=12)] if quick else CURVES
 
@@ -91,7 +91,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
 
 
 COMPILED = ("gpt", "resnet")
-GROWN = {"layers": [2, 4, 8, 16], "context": [128, 256, 512, 1024], "batch": [2, 4, 8, 16]}
+SCALED_SIZES = {"layers": [2, 4, 8, 16], "context": [128, 256, 512, 1024], "batch": [2, 4, 8, 16]}
 CURVES = [
     sized("gpt", layers=4, width=128, context=64, steps=240, warmup=0),
     sized("resnet", layers=1, width=16, context=16, batch=32, steps=240, warmup=0),

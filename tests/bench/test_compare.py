@@ -125,7 +125,7 @@ def test_rows_of_one_result_only_are_named(
     said = capsys.readouterr().out
     assert "a peer is in the old result only" in said
     assert "another peer is in the new result only" in said
-    assert max(map(len, said.splitlines())) <= compare.WIDTH
+    assert max(map(len, said.splitlines())) <= compare.TABLE_WIDTH
     assert "…" not in said
 
 

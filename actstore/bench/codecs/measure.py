@@ -20,7 +20,7 @@ from actstore.errors import ConfigError, KernelUnavailable
 
 ERROR_DATA = ("gaussian", "student_t3", "hidden", "gelu", "relu", "softmax")
 COLUMNS = 1024
-LEAST_REPEATS = 3
+MIN_REPEATS = 3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RowDone = Callable[[CodecRow], None]
@@ -51,8 +51,8 @@ class Setting:
     def __post_init__(self) -> None:
         if not self.size_mb > 0:
             raise ConfigError(f"--size {self.size_mb} is too small; give megabytes")
-        if self.repeats < LEAST_REPEATS:
-            raise ConfigError(f"--repeats {self.repeats} is too small; give {LEAST_REPEATS} or more")
+        if self.repeats < MIN_REPEATS:
+            raise ConfigError(f"--repeats {self.repeats} is too small; give {MIN_REPEATS} or more")
         for dtype in self.dtypes:
             if dtype not in _DTYPES:
                 raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -140,7 +140,7 @@ def time_trip(trip: Trip, source: Tensor, repeats: int, limit_s: float) -> tuple
         call()
     start = perf_counter()
     for done in range(repeats):
-        if done >= LEAST_REPEATS and perf_counter() - start > limit_s:
+        if done >= MIN_REPEATS and perf_counter() - start > limit_s:
             break
         for call, samples in zip(calls, times, strict=True):
             samples.append(_ms(call))

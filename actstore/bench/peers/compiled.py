@@ -7,7 +7,7 @@ import torch._functorch.config
 from actstore.bench.peers.base import Wrap
 from actstore.bench.workloads.job import Job
 
-BUDGET = 0.5  # fraction of the bytes that the compiled graph saves when it recomputes only what it fuses
+MEMORY_BUDGET = 0.5  # fraction of the bytes that the compiled graph saves when it recomputes only what it fuses
 
 
 class Compiled(Wrap):
@@ -22,5 +22,5 @@ class CompiledBudget(Compiled):
     """Model compiled whole by Inductor, with `activation_memory_budget`."""
 
     def __init__(self, job: Job) -> None:
-        torch._functorch.config.activation_memory_budget = BUDGET
+        torch._functorch.config.activation_memory_budget = MEMORY_BUDGET
         super().__init__(job)

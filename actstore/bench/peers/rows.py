@@ -79,12 +79,12 @@ PEERS = (
     _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
 )
 _USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
-_OTHERS = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
+_UNUSUAL = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
 _AUTO = Row("auto 50 %", "ours", share=0.5)
 OURS = (
     *(Row(text, "ours", text) for text in _USUAL),
     _AUTO,
-    *(Row(text, "ours", text, usual=False) for text in _OTHERS),
+    *(Row(text, "ours", text, usual=False) for text in _UNUSUAL),
     replace(_AUTO, name="auto 75 %", share=0.75, usual=False),
     replace(_AUTO, name="auto 25 %", share=0.25, usual=False),
     Row("recompute, compiled", "ours", "recompute", compiled="parts", usual=False, limit_s=COMPILE_LIMIT_S),

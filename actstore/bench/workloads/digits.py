@@ -12,7 +12,7 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 CLASSES = 10
-LEVELS = 16  # grey levels of the scans
+GREY_LEVELS = 16  # grey levels of the scans
 
 
 @lru_cache(maxsize=1)
@@ -31,7 +31,7 @@ def scans() -> tuple[Tensor, Tensor]:
         ) from error
     data = load_digits()
     images = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1)
-    return images / (LEVELS / 2) - 1, torch.as_tensor(data.target, dtype=torch.int64)
+    return images / (GREY_LEVELS / 2) - 1, torch.as_tensor(data.target, dtype=torch.int64)
 
 
 def check(work: Workload) -> None:

@@ -12,7 +12,7 @@ from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
-GROUPS = 8
+NORM_GROUPS = 8
 
 
 class Block(nn.Module):
@@ -20,8 +20,8 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(GROUPS, out)
-        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(GROUPS, out)
+        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(NORM_GROUPS, out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(NORM_GROUPS, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.norm2(self.conv2(F.silu(self.norm1(self.conv1(x))))))
@@ -58,8 +58,8 @@ def check(work: Workload) -> None:
             f"--context {work.context}: {work.layers} levels halve the side as many times; "
             f"give a multiple of {1 << work.layers}"
         )
-    if work.width % GROUPS:
-        raise ConfigError(f"--width {work.width}: the norms take groups of channels; give a multiple of {GROUPS}")
+    if work.width % NORM_GROUPS:
+        raise ConfigError(f"--width {work.width}: the norms take groups of channels; give a multiple of {NORM_GROUPS}")
 
 
 def make(work: Workload) -> Job:
