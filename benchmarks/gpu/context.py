@@ -1,6 +1,6 @@
 """Largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
 
-The Llama blocks of `benchmarks.gpu.llama` with one sequence, under a limit of device memory, by default that of a card of
+The blocks of `benchmarks.gpu.llama` with one sequence, under a limit of device memory, by default that of a card of
 24 GiB: on all of an H200 host memory would be full first, and attention over so many tokens takes minutes. Two sizes
 are measured; a line through their peaks predicts the size that fits, which is then tried: running out of memory is
 rare. The size that is called the largest did run.
