@@ -44,7 +44,7 @@ PLAIN_NBYTES = 8 * MIB
 MATRIX_SIDE = 768
 SPEED_GOAL = 0.8
 
-Run = tuple[Callable[[], bool], Callable[[], int]]  # whether it is done, and waits for the end: when it came
+Run = tuple[Callable[[], bool], Callable[[], int]]  # is it done; wait for the end, and return its time
 
 
 class Way(ABC):

@@ -106,7 +106,7 @@ def _limit(limit: int, group: Path | None) -> None:
 
 
 def trial(request: dict[str, Any]) -> None:
-    """Train, and print the high-water mark of the process."""
+    """Train for some steps, and print the high-water mark of the process."""
     trainer = Trainer(Workload.from_dict(request["workload"]), Row(**request["row"]), None)
     trainer.start()
     for _ in range(request["steps"]):
@@ -141,7 +141,7 @@ def _is_lossy(row: Row) -> bool:
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """A bar for each row, as long as its batch."""
+    """Draw a bar for each row, as long as its batch."""
     shown = found["rows"]
     figure = look.figure(1.7 + 0.34 * max(3, len(shown)))
     axes = figure.add_subplot()
@@ -182,7 +182,7 @@ def _words(row: dict[str, Any], plain: int) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The figures in Markdown."""
+    """Return the figures in Markdown."""
     cells = [[row["name"], _words(row, _plain(found))] for row in found["rows"]]
     return table([f"a process of {format_nbytes(found['limit'])}", "batch"], cells)
 

@@ -21,12 +21,12 @@ _MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit i
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="A result of actstore bench (--json), the measure.")],
-    new: Annotated[Path, typer.Argument(help="Another one, to be judged.")],
+    old: Annotated[Path, typer.Argument(help="The baseline: a result of actstore bench (--json).")],
+    new: Annotated[Path, typer.Argument(help="The result to compare with it.")],
     fail_above: Annotated[
         str, typer.Option(help="Exit with 1 where time or held bytes of a row grew by more, such as 5%.")
     ] = "",
-    anyway: Annotated[bool, typer.Option(help="Compare also what was measured on unlike machines or jobs.")] = False,
+    anyway: Annotated[bool, typer.Option(help="Compare results of unlike machines or jobs, too.")] = False,
 ) -> None:
     """Compare two results row by row: time and held bytes, and whether a difference is more than noise."""
     limit = parse_limit(fail_above)

@@ -41,7 +41,7 @@ def _answer(request: dict[str, Any], trainer: Trainer | None) -> tuple[dict[str,
 def main() -> int:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up among the answers
+    os.dup2(2, 1)  # so that output of libraries stays out of the answers
     trainer: Trainer | None = None
     for line in sys.stdin:
         try:

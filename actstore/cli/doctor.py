@@ -18,7 +18,7 @@ TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
 
 def doctor(
     folder: Annotated[
-        Path | None, typer.Option(help="Of the disk tier.", show_default="the system's temporary folder")
+        Path | None, typer.Option(help="Folder of the disk tier.", show_default="the system's temporary folder")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the facts to this file.")] = None,
 ) -> None:

@@ -35,7 +35,7 @@ def show(
     ],
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write the trace for ui.perfetto.dev into this file.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of the trace; the last whole one by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the trace; by default the last complete one.")] = None,
 ) -> None:
     """Show a trace, a result of `actstore bench`, a plan or a profile, as tables and pictures."""
     for path, option in ((plot, "--plot"), (chrome, "--chrome")):

@@ -39,7 +39,7 @@ class Shuttle:
         self._step += 1
         self._account = self._ledger.account(
             Site("payloads", self._step)
-        )  # a new one: nothing stays as known to be first
+        )  # a new site: the engine keeps no payload as the first of backward
         self._engine.start(self._step)
         run, new = self._engine.begin(), []
         begin = perf_counter()

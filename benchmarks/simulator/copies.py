@@ -122,7 +122,7 @@ class Copies:
 
     @property
     def settled(self) -> bool:
-        """Whether everything that has to leave has arrived at its tier."""
+        """True where everything that has to leave has arrived at its tier."""
         return not self.outgoing and not self._to_write
 
     def leave(self, step: Pass) -> None:

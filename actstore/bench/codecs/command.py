@@ -22,12 +22,14 @@ def codecs(
     codec: Annotated[
         list[str] | None, typer.Argument(help="Policy texts such as 'int4(group=64)'. Left out: a list of all.")
     ] = None,
-    size: Annotated[float, typer.Option(help="Of the tensors that are timed, in 10^6 bytes.")] = _DEFAULTS.size_mb,
-    error_rows: Annotated[int, typer.Option(help="Rows of 1024 elements whose error is taken.")] = _DEFAULTS.error_rows,
+    size: Annotated[float, typer.Option(help="Size of the timed tensors, in 10^6 bytes.")] = _DEFAULTS.size_mb,
+    error_rows: Annotated[
+        int, typer.Option(help="Rows of 1024 elements whose error is measured.")
+    ] = _DEFAULTS.error_rows,
     repeats: Annotated[int, typer.Option(help="Timed calls each way.")] = _DEFAULTS.repeats,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16, float16; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(help="Of torch; 0: one for each core.")] = _DEFAULTS.threads,
-    seed: Annotated[int, typer.Option(help="Of the data.")] = _DEFAULTS.seed,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0: one for each core.")] = _DEFAULTS.threads,
+    seed: Annotated[int, typer.Option(help="Seed of the data.")] = _DEFAULTS.seed,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bits, and speeds, into this file.")] = None,
 ) -> None:

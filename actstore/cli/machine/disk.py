@@ -50,7 +50,7 @@ def disk(folder: Path | None) -> Disk:
     in_memory = is_memory(kind)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of folders in memory
+            warnings.simplefilter("ignore")  # the warning of a folder in memory
             write, read = _speeds(folder)
         free = os.statvfs(folder)
         nbytes, is_direct = free.f_bavail * free.f_frsize, NamelessFile(folder).direct
