@@ -7,10 +7,10 @@ checked plain, and a checksum of each 8 MiB: the bound of the tier where the dis
 tier    `DiskTier` on the CPU: reserve, write and read of payloads of one size, checksums made and verified
 
 All move the same bytes between page-aligned memory, the same but for "small", and a file that was written before.
-"idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is how many of
-those it gets done, as a part of what it does alone. In each repeat all run once, in a new order, in the same bytes of a
-new file: where on the disk a file lies can change its speed by a third. The figures are medians over the repeats, the
-ratios medians of the ratio to the plain run of the same repeat. The aim is that the tier's are 0.8 or more.
+"idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is the rate of
+its products as a fraction of the rate without a transfer. In each repeat all run once, in a new order, in the same
+bytes of a new file: the file's place on the disk can change its speed by a third. The figures are medians over the repeats.
+The ratios are medians of the ratio to the plain run of the same repeat. The tier's ratios should be 0.8 or more.
 """
 
 from __future__ import annotations

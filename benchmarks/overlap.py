@@ -1,12 +1,12 @@
 """Cost of a step whose activations go to disk and come back: ``python benchmarks/overlap.py --folder FOLDER``.
 
-Layers of Linear and Tanh on the CPU; widths differ, and with them how much compute there is for each byte. "compute /
-transfer" is the time of a plain step divided by the time for which copies ran, those out and those back added up. "raw"
-stays in memory: it shows what encoding and decoding cost. "disk alone" is a plain step beside which threads write as
-many bytes as the outputs of all layers have to the same disk and read them again, without a store: nothing that uses
-the disk can be faster. A store moves the input, too. The three take turns, each timed step with a plain one right
-before or after it; ratios are medians over these pairs. Gradients are compared bit for bit, but for the first two
-steps: those of a process can differ from later ones without a store.
+Layers of Linear and Tanh on the CPU; the widths set the ratio of compute to bytes. "compute / transfer" is the time of
+a plain step divided by the total time of its copies, out and back. "raw" stays in memory: it shows the cost of encoding
+and decoding. "disk alone" is a plain step without a store, while threads write as many bytes as all outputs of layers
+have to the same disk and read them again: no step that uses the disk can be faster. A store moves the input, too. The
+three take turns, each timed step with a plain one right before or after it; ratios are medians over these pairs.
+Gradients are compared bit for bit, except in the first two steps of a process, which can differ from later ones even
+without a store.
 """
 
 from __future__ import annotations

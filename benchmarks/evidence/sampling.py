@@ -2,7 +2,7 @@
 
 The GPT of `make bench` in int8: a sampled step, the one after it, which gives the noise from batch to batch,
 one to settle, and one without sampling take turns on one model in one process. Processor time on one thread, so
-that other work on the machine counts little; medians over the rounds. Further steps do what those without sampling do.
+that other work on the machine counts little; medians over the rounds. Further steps are like those without sampling.
 """
 
 from __future__ import annotations

@@ -159,10 +159,10 @@ def theoretical_stall_ms(
 ) -> float:
     """Return how long compute must wait in a step, whatever the order of work.
 
-    Forward: layer i is saved at i * compute_ms, and may be once the copy of layer i - ahead has ended; copies run one
-    after the other. Backward: the payloads that are no longer on the device come back one after the other from its
-    begin on; the first is needed after the compute of the layers that are on the device, the last after that of all
-    layers but one.
+    Forward: the step saves layer i at i * compute_ms, but not before the copy of layer i - ahead has ended; copies run
+    one after the other. Backward: the payloads that have left the device come back one after the other, from its start.
+    Backward reads the first of them after the compute of the layers on the device, the last after that of all layers
+    but one.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one run of at most nine minutes: ``make gpu``.
 
-Each part is a process of its own with a time limit; what is there when the time ends is kept. The figures go to
-``benchmarks/results/<gpu>.json`` and ``<gpu>.md`` beside it after each part, with pictures. A part that was run before
+Each part is a process of its own with a time limit; its figures up to the limit are kept. The figures go to
+``benchmarks/results/<gpu>.json`` and ``<gpu>.md`` beside it after each part, with pictures. A part that ran before
 and not now keeps its older figures, with their time and versions. Nothing is installed.
 
 ``make gpu DEVICE=cpu SCALE=small RESULTS=DIR`` runs every part on the CPU, as a check that all of it works: the same

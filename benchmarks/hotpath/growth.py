@@ -2,12 +2,12 @@
 
 tensors, modules   microseconds that a store adds to forward and backward, for each tensor or each call of a module that
                    saves one: least of several steps, less the least of the same steps without a store
-steps              milliseconds of a step, and how many more blocks of memory Python holds after each, over windows of
-                   more and more steps of one store
+steps              milliseconds of a step, and the growth of Python's memory blocks after each, over longer and longer
+                   windows of steps of one store
 
-The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat, 1 would be a cost for each
-tensor that doubles when their number does. Times are the training thread's on the CPU, without Python's collector: that
-visits the handles of all saved tensors now and then, and so takes longer where there are more of them at once.
+The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat; 1 is a cost for each
+tensor that doubles when their number does. Times are processor time of the training thread, without Python's garbage
+collector, whose visits to all live handles take longer the more handles there are.
 """
 
 from __future__ import annotations

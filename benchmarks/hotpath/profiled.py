@@ -1,8 +1,8 @@
 """Profile of the time of a saved tensor: ``python -m benchmarks.hotpath.profiled``, which needs py-spy.
 
-py-spy samples this process from outside while it packs and unpacks int8 tensors of 4 KB, and so sees what a profiler
-that runs inside would hide: calls cost the same with and without it. Samples are given to the innermost Python
-function; what runs in C is its caller's.
+py-spy samples this process from outside while it packs and unpacks int8 tensors of 4 KB. So calls cost the same with
+and without it, unlike under a profiler inside the process. Samples count for the innermost Python function; C code
+counts for its caller.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 The unit is what a pair of identity hooks, written in Python, adds to one saved tensor. Each store is given as a
 multiple of it, twice:
 
-chain   a chain of cheap operators, each saving one tensor of 4 KB, forward and backward; the time without hooks is
-        taken away. In each round all variants run once, in a new order; the figures are medians over the rounds.
-direct  the same hooks called from Python without operators around them: 1 + what they take beyond identity hooks over
-        the unit. Quieter, because the operators' own noise is not in it; this is what is limited.
+chain   a chain of cheap operators, each saving one tensor of 4 KB, forward and backward, less the time without hooks.
+        In each round all variants run once, in a new order; the figures are medians over the rounds.
+direct  the same hooks called from Python without operators around them: 1 + the time beyond identity hooks over the
+        unit. It has less noise, because it excludes the operators'; `LIMITS` apply to it.
 
-A second table has microseconds for each path a tensor can take, and for a region that is recomputed. On a CPU all is
-time of the training thread, in which neither other processes nor our worker threads are.
+A second table has microseconds for each path a tensor can take, and for a region that is recomputed. On a CPU all times
+are processor time of the training thread, without other processes and the store's worker threads.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ For each budget a fresh store measures and plans while the model trains, and run
 steps of the plan take turns with steps of every policy written by hand that is as exact and holds no more: "its time"
 is that of the fastest of them, as a multiple of the plan's. "predicted" is the plan's own figure, against steps that
 ran after it was made; "times plain" is against plain steps that took turns with those. Times are medians; "peak" is the
-most that a step held, over the budget. A share that is too small is refused, with the least budget that is possible,
-which is then what is run.
+most that a step held, over the budget. The store refuses a share that is too small and names the least possible
+budget, which then runs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Blocks as a transformer has them, of unequal size, each with the choice to keep, recompute (with its input on the device
 or in host memory), encode to half the bytes, offload, and encode and offload. Budgets are a share of what all
-activations take, and two blocks more. "equal" chains have 32 to 64 blocks of one size. Nothing here is measured of a
-model: times and sizes are made up. "noisy" chains are equal but for 2 %, as measured ones are.
+activations take, and two blocks more. "equal" chains have 32 to 64 blocks of one size. "noisy" chains are equal up to
+2 %, as measured ones are. Times and sizes are synthetic; none is measured of a model.
 """
 
 from __future__ import annotations
