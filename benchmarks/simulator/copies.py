@@ -141,7 +141,7 @@ class Copies:
         Parameters
         ----------
         cursor : the pass that runs, or the next one
-        backward : microbatch of the pass `cursor` if it is a backward: only its chunks may come back; None lets none come
+        backward : microbatch of the pass `cursor` if it is a backward: only its chunks may come back; None for none
         base : bytes on the device that are not counted here
         early : the same for what a later pass wants: if none runs, with what the next one needs, so that what comes
             early never takes the room of a pass that waits for copies to leave
