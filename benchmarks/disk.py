@@ -10,7 +10,7 @@ All move the same bytes between page-aligned memory, the same but for "small", a
 "idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is the rate of
 its products as a fraction of the rate without a transfer. In each repeat all run once, in a new order, in the same
 bytes of a new file: the file's place on the disk can change its speed by a third. The figures are medians over the
-repeats. The ratios are medians of the ratio to the plain run of the same repeat. The tier's ratios should be 0.8 or more.
+repeats. The ratios are medians of the ratio to the plain run of the same repeat. The tier's should be 0.8 or more.
 """
 
 from __future__ import annotations
