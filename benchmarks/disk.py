@@ -1,16 +1,16 @@
-"""How near the disk tier comes to plain large writes and reads: ``python benchmarks/disk.py --folder FOLDER``.
+"""Speed of the disk tier beside plain large writes and reads: ``python benchmarks/disk.py --folder FOLDER``.
 
 plain   two threads, 8 MiB at a time, O_DIRECT where the folder takes it, in place, no checksum
-small   the same from memory that no huge pages were asked for
-checked plain, and a checksum of each 8 MiB: what is left to the tier where the disk takes bytes as fast as memory
-        gives them, so that reading them twice shows
+small   the same from memory without a request for huge pages
+checked plain, and a checksum of each 8 MiB: the bound of the tier where the disk is as fast as memory, so that the
+        second read for the checksum shows
 tier    `DiskTier` on the CPU: reserve, write and read of payloads of one size, checksums made and verified
 
 All move the same bytes between page-aligned memory, the same but for "small", and a file that was written before.
-"idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is how many of
-those it gets done, as a part of what it does alone. In each repeat all run once, in a new order, in the same bytes of a
-new file: where on the disk a file lies can change its speed by a third. The figures are medians over the repeats, the
-ratios medians of the ratio to the plain run of the same repeat. The aim is that the tier's are 0.8 or more.
+"idle": the main thread waits. "computing": it multiplies matrices until the transfer is done; `compute` is the rate of
+its products as a fraction of the rate without a transfer. In each repeat all run once, in a new order, in the same
+bytes of a new file: the file's place on the disk can change its speed by a third. The figures are medians over the
+repeats. The ratios are medians of the ratio to the plain run of the same repeat. The tier's should be 0.8 or more.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from actstore.tiers.file import NamelessFile, digest
 
 MIB = 2**20
 PLAIN_NBYTES = 8 * MIB
-SIDE = 768
-AIM = 0.8
+MATRIX_SIDE = 768
+SPEED_GOAL = 0.8
 
-Run = tuple[Callable[[], bool], Callable[[], int]]  # whether it is done, and waits for the end: when it came
+Run = tuple[Callable[[], bool], Callable[[], int]]  # is it done; wait for the end, and return its time
 
 
 class Way(ABC):
-    """How bytes go from `memory` to a tier's file and come back to `found`; "write" and "read" in turns.
+    """One way to move bytes from `memory` to a tier's file and back to `found`; "write" and "read" alternate.
 
     Its slots are free again after each read, so that all ways use the same place on the disk: another place can change
     the speed by a third.
@@ -82,7 +82,7 @@ class Way(ABC):
 
 
 class Plain(Way):
-    """What a program without actstore would do."""
+    """Plain writes and reads, as in a program without actstore."""
 
     def __init__(self, memory: torch.Tensor, found: torch.Tensor, checked: bool = False) -> None:
         super().__init__(memory, found, memory.numel())
@@ -115,7 +115,7 @@ class Plain(Way):
 
 
 class Payloads(Way):
-    """The tier itself, with payloads of one size."""
+    """The disk tier, with payloads of one size."""
 
     def _start(self, tier: DiskTier, what: str) -> Run:
         call, parts = (tier.write, self._memory) if what == "write" else (tier.read, self._found)
@@ -130,16 +130,16 @@ class Payloads(Way):
 
 
 class Compute:
-    """Work of the main thread."""
+    """Matrix products on the main thread."""
 
     def __init__(self) -> None:
-        self._a, self._b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+        self._a, self._b = torch.randn(MATRIX_SIDE, MATRIX_SIDE), torch.randn(MATRIX_SIDE, MATRIX_SIDE)
         self.alone = 0.0
         for _ in range(3):
             self.alone = max(self.alone, self.rate(partial(self._past, perf_counter_ns() + 10**9)))
 
     def rate(self, is_done: Callable[[], bool]) -> float:
-        """Products per second until it is done."""
+        """Return products per second until `is_done`."""
         begin, products = perf_counter_ns(), 0
         while not is_done():
             torch.mm(self._a, self._b)
@@ -152,12 +152,12 @@ class Compute:
 
 
 def measure(ways: dict[str, Way], folder: Path, repeats: int, seed: int) -> dict[tuple[str, ...], list[float]]:
-    """Figures by (setting, what, way or "compute" beside way): GB/s, and parts of the compute alone."""
+    """Return figures by (setting, what, way or "compute" beside way): GB/s, and fractions of undisturbed compute."""
     compute, order = Compute(), random.Random(seed)
     figures: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for _ in range(repeats):
         tier = DiskTier(folder, Cpu(torch.device("cpu")))
-        for setting in ("first", "idle", "computing"):  # the first touches the file
+        for setting in ("first", "idle", "computing"):  # the first run touches the file
             for name in order.sample(sorted(ways), len(ways)):
                 for what in ("write", "read"):
                     begin = perf_counter_ns()
@@ -209,7 +209,7 @@ def main() -> None:
                 part = median(figures[setting, what, name, "compute"])
                 cells = f"{median(found_here):.2f}", f"{ratio:.2f}", f"{part:.2f}" if setting == "computing" else ""
                 table.add_row(setting, what, name, *cells)
-    Console().print(table, f"lowest ratio {min(ratios):.2f}, aim {AIM}")
+    Console().print(table, f"lowest ratio {min(ratios):.2f}, aim {SPEED_GOAL}")
     if args.json:
         samples = {", ".join(key): value for key, value in figures.items()}
         args.json.write_text(json.dumps({"environment": environment(), "samples": samples}, indent=1))

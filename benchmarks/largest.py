@@ -1,4 +1,4 @@
-"""The largest batch with which a fresh process trains under a limit of memory that the system enforces.
+"""Largest batch with which a fresh process trains under a limit of memory that the system enforces.
 
     python -m benchmarks.largest --limit 1GiB                             # GPT; all rows
     python -m benchmarks.largest --limit 1210MiB --batch 48 --steps 50 --rows 'plain; int8'   # does it train?
@@ -43,7 +43,7 @@ ROWS = (
     "raw @ disk", "recompute", "recompute(int8)", "recompute(raw @ disk)",
 )  # fmt: skip
 USUAL = ("plain", "torch checkpoint", "bitsandbytes 8-bit", "int8", "int4", "recompute")  # in the suite
-PATIENCE = 8  # batches that were tried, after which the interval is halved
+BISECT_AFTER_ATTEMPTS = 8  # attempts after which the search halves the interval
 STEPS = 3
 GROUPS = (  # of memory in control groups: the folder, and the file of the limit; versions 2 and 1
     (Path("/sys/fs/cgroup"), "memory.max"),
@@ -52,7 +52,7 @@ GROUPS = (  # of memory in control groups: the folder, and the file of the limit
 
 
 def measure(work: Workload, limit: int, most: int, chosen: list[Row], done: Callable[[dict[str, Any]], None]) -> None:
-    """The largest batch of each row up to `most`; `done` is given the rows so far."""
+    """Find the largest batch of each row up to `most`; `done` receives the rows so far."""
     with control_group(limit) as group:
         found: dict[str, Any] = {
             "environment": environment(), "workload": work.to_dict(), "limit": limit, "steps": STEPS,
@@ -67,7 +67,7 @@ def measure(work: Workload, limit: int, most: int, chosen: list[Row], done: Call
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path | None]:
-    """A new control group with this limit of memory; None where the system lets this process make none."""
+    """Yield a new control group with this limit of memory; None where the system refuses it."""
     for folder, name in GROUPS:
         group = folder / f"actstore-{os.getpid()}"
         try:
@@ -88,7 +88,7 @@ def control_group(limit: int) -> Iterator[Path | None]:
 
 
 def _peak(work: Workload, row: Row, batch: int, limit: int, group: Path | None, steps: int = STEPS) -> int | None:
-    """The high-water of a process that trains `steps` steps under the limit; None where it does not end them."""
+    """Return the high-water mark of a process that trains `steps` steps under the limit; None where it fails."""
     request = {"workload": replace(work, batch=batch).to_dict(), "row": asdict(row), "steps": steps}
     command = [sys.executable, "-m", "benchmarks.largest", "--trial", json.dumps(request)]
     done = subprocess.run(  # under the limit from its first byte on
@@ -106,7 +106,7 @@ def _limit(limit: int, group: Path | None) -> None:
 
 
 def trial(request: dict[str, Any]) -> None:
-    """Train, and print the high-water of the process."""
+    """Train for some steps, and print the high-water mark of the process."""
     trainer = Trainer(Workload.from_dict(request["workload"]), Row(**request["row"]), None)
     trainer.start()
     for _ in range(request["steps"]):
@@ -115,19 +115,19 @@ def trial(request: dict[str, Any]) -> None:
 
 
 def largest(peak: Callable[[int], int | None], limit: int, most: int) -> tuple[int, dict[int, int | None]]:
-    """The largest batch up to `most` for which `peak` is not None, 0 for none; and all that was tried."""
+    """Return the largest batch up to `most` for which `peak` is not None, 0 for none; and all attempts."""
     tried: dict[int, int | None] = {}
     low, high, guess = 0, most + 1, 1
     while low + 1 < high:
         guess = min(max(guess, low + 1), high - 1)
         tried[guess] = peak(guess)
         low, high = (guess, high) if tried[guess] is not None else (low, guess)
-        guess = _on_the_line(tried, limit, high) if len(tried) < PATIENCE else (low + high) // 2
+        guess = _on_the_line(tried, limit, high) if len(tried) < BISECT_AFTER_ATTEMPTS else (low + high) // 2
     return low, tried
 
 
 def _on_the_line(tried: dict[int, int | None], limit: int, high: int) -> int:
-    """The batch that has the limit if the two largest that fit lie on a line; with one alone, a few times as many."""
+    """Return the batch at the limit on a line through the two largest that fit; with one alone, a few times as many."""
     fits = sorted((batch, peak) for batch, peak in tried.items() if peak is not None)[-2:]
     if len(fits) < 2:
         return min(8 * fits[0][0], (fits[0][0] + high) // 2) if fits else high // 2
@@ -141,7 +141,7 @@ def _is_lossy(row: Row) -> bool:
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """A bar for each row, as long as its batch."""
+    """Draw a bar for each row, as long as its batch."""
     shown = found["rows"]
     figure = look.figure(1.7 + 0.34 * max(3, len(shown)))
     axes = figure.add_subplot()
@@ -182,7 +182,7 @@ def _words(row: dict[str, Any], plain: int) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The figures in Markdown."""
+    """Return the figures in Markdown."""
     cells = [[row["name"], _words(row, _plain(found))] for row in found["rows"]]
     return table([f"a process of {format_nbytes(found['limit'])}", "batch"], cells)
 

@@ -1,4 +1,4 @@
-"""Where the results of a machine lie: ``results/<name>/``, and their page ``results/<name>.md``."""
+"""Folders of a machine's results: ``results/<name>/``, with the page ``results/<name>.md``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _EMPTY = re.compile(r"\((R|TM)\)|\b(CPU|Processor|\d+-Core)\b|@.*", re.IGNORECAS
 
 
 def name_of(environment: Mapping[str, Any]) -> str:
-    """The kind of machine, such as "intel-xeon-2-cores"; never one machine's own name."""
+    """Return the kind of machine, such as "intel-xeon-2-cores"; never one machine's own name."""
     words = _EMPTY.sub(" ", str(environment["processor"]))
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {environment['cores']} cores".lower()).strip("-")
 
 
 def write(path: Path, values: Any) -> None:
-    """JSON, whole or not at all."""
+    """Write JSON, whole or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
 def read(path: Path) -> Any:
-    """What `write` wrote; None where there is no such file."""
+    """Read the JSON that `write` wrote; None where the file is missing."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table; all columns but the first stand to the right."""
+    """Return the lines of a table; all columns but the first are right-aligned."""
     rule = "|" + "|".join(["---", *(["---:"] * (len(header) - 1))]) + "|"
     return [line(header), rule, *(line(row) for row in rows)]
 
 
 def line(cells: list[str]) -> str:
-    """One row."""
+    """Return one row."""
     return "| " + " | ".join(cell(text) for text in cells) + " |"
 
 
 def cell(text: str) -> str:
-    """Text that a table can hold."""
+    """Escape text for a cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ")

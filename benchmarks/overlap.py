@@ -1,12 +1,12 @@
-"""What a step costs while its activations go to disk and come back: ``python benchmarks/overlap.py --folder FOLDER``.
+"""Cost of a step whose activations go to disk and come back: ``python benchmarks/overlap.py --folder FOLDER``.
 
-Layers of Linear and Tanh on the CPU; widths differ, and with them how much compute there is for each byte. "compute /
-transfer" is the time of a plain step divided by the time for which copies ran, those out and those back added up. "raw"
-stays in memory: it shows what encoding and decoding cost. "disk alone" is a plain step beside which threads write as
-many bytes as the outputs of all layers have to the same disk and read them again, without a store: nothing that uses
-the disk can be faster. A store moves the input, too. The three take turns, each timed step with a plain one right
-before or after it; ratios are medians over these pairs. Gradients are compared bit for bit, but for the first two
-steps: those of a process can differ from later ones without a store.
+Layers of Linear and Tanh on the CPU; the widths set the ratio of compute to bytes. "compute / transfer" is the time of
+a plain step divided by the total time of its copies, out and back. "raw" stays in memory: it shows the cost of encoding
+and decoding. "disk alone" is a plain step without a store, while threads write as many bytes as all outputs of layers
+have to the same disk and read them again: no step that uses the disk can be faster. A store moves the input, too. The
+three take turns, each timed step with a plain one right before or after it; ratios are medians over these pairs.
+Gradients are compared bit for bit, except in the first two steps of a process, which can differ from later ones even
+without a store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES = ((256, 8192, 12), (512, 4096, 12), (1024, 4096, 8), (2048, 2048, 6), (4
 
 
 class DiskAlone:
-    """Writes a buffer for each layer that forward passes, and reads it when backward comes there."""
+    """Threads that write a buffer for each layer that forward passes, and read it when backward comes there."""
 
     def __init__(self, model: nn.Sequential, folder: Path, nbytes: int) -> None:
         self._file = NamelessFile(folder)
@@ -91,7 +91,7 @@ class Training:
     def step(
         self, context: AbstractContextManager[Any], end: Callable[[], None] | None = None
     ) -> tuple[float, list[Tensor | None]]:
-        """Milliseconds and gradients; the step ends with `end`."""
+        """Return milliseconds and gradients; the step ends with `end`."""
         self.model.zero_grad()
         begin = perf_counter()
         with context:
@@ -104,7 +104,7 @@ class Training:
     def pair(
         self, context: AbstractContextManager[Any], end: Callable[[], None] | None, *, plain_first: bool, check: bool
     ) -> tuple[float, float]:
-        """(ms in the context, ms of plain) of two steps, one after the other."""
+        """Return (ms in the context, ms of plain) of two steps, one after the other."""
         if plain_first:
             plain, ours = self.step(nullcontext()), self.step(context, end)
         else:
@@ -116,7 +116,7 @@ class Training:
 
 
 def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str, Any]:
-    """The figures of one shape."""
+    """Return the figures of one shape."""
     training = Training(*shape)
     stores = {name: ActivationStore(training.model, name, tiers=[Disk(folder)]) for name in ("raw", "raw @ disk")}
     alone = DiskAlone(training.model, folder, 4 * shape[0] * shape[1])
@@ -145,7 +145,7 @@ def measure(shape: tuple[int, int, int], folder: Path, repeats: int) -> dict[str
 
 
 def picture(folder: Path, path: Path) -> None:
-    """The timeline of a step, of the shape that docs/guide/moving.md shows."""
+    """Draw the timeline of a step, of the shape that docs/guide/moving.md shows."""
     training = Training(*SHAPES[2])
     store = ActivationStore(training.model, "raw @ disk", tiers=[Disk(folder)], observe=[Trace()])
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Builds the site from the repository: pages of other folders, and docstrings as Markdown.
+"""Builder of the site from the repository: pages of other folders, and docstrings as Markdown.
 
 Links and pictures of pages are written as seen from their own folder; here they get the addresses of the site.
 ``<!-- evidence: Tasks -->`` in a page stands for the text below that heading of each machine's page (`EVIDENCE`), which
@@ -23,9 +23,9 @@ from mkdocs.structure.pages import Page
 from actstore.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-# Pages whose source lies outside of docs/, with their addresses. FILES: more pages and files that pages link.
+# Pages whose source lies outside of docs/, with their addresses. FILES: more pages, and files that pages link to.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "development.md"}
-INSTEAD = {"csrc": "formats.md"}  # for a link to a folder
+FOLDER_PAGES = {"csrc": "formats.md"}  # targets of links to a folder
 EVIDENCE = "benchmarks/results/*/evidence.md"
 FILES = (
     "csrc/*.md",
@@ -42,7 +42,7 @@ ENTRY = re.compile(r"^([\w.*]+(?:, [\w.*]+)*) : ", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside of docs/, at its path in the repository."""
+    """Add files from outside of docs/, at their path in the repository."""
     for path in sorted({path for pattern in FILES for path in ROOT.glob(pattern)} | {ROOT / name for name in PAGES}):
         name = path.relative_to(ROOT).as_posix()
         address = PAGES.get(name, name)
@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put in the commands and the evidence, and lead links to where their targets are on the site."""
+    """Insert the commands and the evidence, and point links at the addresses of the site."""
     here = page.file.src_uri
     source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT).as_posix()
     markdown = _linked(markdown, source, here, files).replace("<!-- commands -->", commands())
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _evidence(heading: str, here: str, files: Files) -> str:
-    """What all machines measured below a heading; where there are several, each below its name."""
+    """Return what all machines measured below a heading; of several machines, each below its name."""
     pages = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(EVIDENCE))
     parts = {page: _linked(_below(page, heading), page, here, files) for page in pages}
     named = (f"**{posixpath.basename(posixpath.dirname(page))}**\n\n{part}" for page, part in parts.items())
@@ -80,18 +80,18 @@ def _linked(markdown: str, source: str, here: str, files: Files) -> str:
     def lead(found: re.Match[str]) -> str:
         before, target, after = found.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        address = INSTEAD.get(path) or PAGES.get(path) or path.removeprefix("docs/")
+        address = FOLDER_PAGES.get(path) or PAGES.get(path) or path.removeprefix("docs/")
         if files.get_file_from_path(address) is None:
             if (ROOT / path).exists():  # a file of the repository that the site does not show
                 return f"`{path}`"
-            return found[0]  # mkdocs says what is wrong with it
+            return found[0]  # mkdocs reports a wrong target
         return f"{before}{posixpath.relpath(address, posixpath.dirname(here) or '.')}{after}"
 
     return LINK.sub(lead, markdown)
 
 
 def commands() -> str:
-    """Every command of the command line with its arguments and options, as they describe themselves."""
+    """Return every command of the command line with its arguments and options, as they describe themselves."""
     lines = []
     for name, command in sorted(_walk("actstore", typer.main.get_command(app))):
         lines += [f"\n## {name}\n", command.help or "", "\n| argument | | default |\n|---|---|---|"]
@@ -106,7 +106,7 @@ def commands() -> str:
 
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """A command and those below it; groups that only hold others are left out."""
+    """Yield a command and its subcommands; groups that only hold subcommands are left out."""
     inner = getattr(command, "commands", {})
     if not inner or command.invoke_without_command:
         yield name, command
@@ -123,7 +123,7 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """One docstring, written as those of this project are."""
+    """Convert one docstring, in this project's style, to Markdown."""
     text = SECTION.sub(r"\n**\1**\n", text)
     lines: list[str] = []
     for line in text.splitlines():

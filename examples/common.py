@@ -1,4 +1,4 @@
-"""What the examples share: a small Transformer, its data, and the proof that a store changes nothing."""
+"""Parts that the examples share: a small Transformer, its data, and the proof that a store changes nothing."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ class Transformer(nn.Module):
 
 
 def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step; each `part` of the data has its own."""
+    """Return inputs and targets of a step; each `part` of the data has its own."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     x = torch.randn(BATCH, TOKENS, WIDTH, generator=generator).to(DEVICE)
     return x, x.cumsum(1).tanh()
@@ -68,7 +68,7 @@ def start() -> None:
 
 
 def compare(train: Callable[[Callable[[nn.Module], Store]], Result], make_store: Callable[[nn.Module], Store]) -> None:
-    """Train without a store and with one, from the same seed; an error where a bit differs or nothing is saved."""
+    """Train without a store and with one, from the same seed; fail where a bit differs or nothing is saved."""
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def run(make: Callable[[nn.Module], Store]) -> Result:
@@ -92,5 +92,5 @@ def compare(train: Callable[[Callable[[nn.Module], Store]], Result], make_store:
 
 
 def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight."""
+    """Return this rank's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

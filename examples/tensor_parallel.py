@@ -17,7 +17,7 @@ from actstore import ActivationStore
 
 
 def split(model):
-    """Attention heads and MLPs over the ranks; between them each rank has a part of the tokens."""
+    """Split attention heads and MLPs over the ranks; between them each rank has a part of the tokens."""
     mesh = init_device_mesh(DEVICE.type, (get_world_size(),))
     columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     plan = dict.fromkeys(("q", "k", "v", "up"), columns) | dict.fromkeys(("proj", "down"), rows)

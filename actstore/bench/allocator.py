@@ -1,4 +1,4 @@
-"""Bytes that are in use, by what allocates them: one measure for every row, whatever keeps the memory."""
+"""Bytes in use, as the allocators count them: one measure for every row of the benchmark."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from actstore.devices import cpu_memory
 
 PROBE_NBYTES = 1 << 20
-HEAP_NBYTES = 4096  # more than looking at the heap takes there, or gives back: some hundred bytes
+HEAP_NBYTES = 4096  # margin for what `heap` itself allocates or frees, some hundred bytes
 
 
 _maps: WeakSet[mmap.mmap] = WeakSet()
 
 
 class _Map(mmap.mmap):
-    """A map that is counted while it lives."""
+    """A memory map that `in_use` counts while it lives."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Map:
         made = super().__new__(cls, *args, **kwargs)
@@ -31,16 +31,16 @@ class _Map(mmap.mmap):
 
 
 def count_maps() -> None:
-    """Count, from now on, the memory maps that Python code makes. For a process of the benchmark only."""
+    """Count the memory maps that Python code makes from now on. For a process of the benchmark only."""
     mmap.mmap = _Map  # type: ignore[misc]
 
 
 def in_use(device: str) -> Callable[[], int] | None:
-    """A function that tells the bytes in use; None where the system cannot tell.
+    """Return a function that reads the bytes in use; None where the system cannot tell.
 
-    On a GPU, what PyTorch's allocator has given out. On the CPU, what the C allocator has, which is where tensors come
-    from and whatever else a row makes, pages of actstore, and memory maps since `count_maps`. Tensors that are shared
-    between views, kept in caches or by compiled code are counted like all others, each once.
+    On a GPU it reads what PyTorch's allocator has given out. On the CPU it adds up the C heap, which holds tensors
+    and everything else that a row allocates, the pages of actstore's allocator, and memory maps since `count_maps`. A
+    tensor counts once, also where views share it, a cache keeps it, or compiled code allocates it.
     """
     if torch.device(device).type == "cuda":
         return partial(torch.cuda.memory_allocated, device)
@@ -51,23 +51,23 @@ def in_use(device: str) -> Callable[[], int] | None:
     before = host()
     probe = torch.empty(PROBE_NBYTES, dtype=torch.uint8)
     seen = host() - before
-    is_told = PROBE_NBYTES - HEAP_NBYTES <= seen < 2 * PROBE_NBYTES  # another allocator may stand in for malloc
+    is_told = PROBE_NBYTES - HEAP_NBYTES <= seen < 2 * PROBE_NBYTES  # False where another allocator replaces malloc
     del probe
     return host if is_told else None
 
 
 def _collect() -> None:
-    """Collect garbage until none is found: what only an autograd node holds is seen when that node is gone."""
+    """Collect garbage until none is found: a tensor that only an autograd node holds is freed with that node."""
     while gc.collect():
         pass
 
 
 class Held:
-    """Bytes that a forward leaves behind: those in use when backward begins, less those in use when all is let go.
+    """Bytes that a forward leaves behind: those in use when backward begins, less those in use after `release`.
 
     Attributes
     ----------
-    nbytes : the difference, after `release`; None where it cannot be had
+    nbytes : the difference, after `release`; None where the system cannot tell
     """
 
     def __init__(self, device: str) -> None:
@@ -77,8 +77,8 @@ class Held:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Forward and backward inside; the first backward marks the end of forward, whoever calls it."""
-        _collect()  # what earlier steps left in cycles is not this one's
+        """Run forward and backward inside; the first call of autograd's backward marks the end of forward."""
+        _collect()  # earlier steps may have left cycles
         backward, grad = torch.autograd.backward, torch.autograd.grad
 
         def marked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class Held:
             torch.autograd.backward, torch.autograd.grad = backward, grad
 
     def release(self) -> None:
-        """To be called when gradients and everything of the row, but not the model, are let go."""
+        """Take the final measure. The caller has freed the gradients and everything of the row but the model."""
         _collect()
         if self._at_backward is not None and self._in_use is not None:
             self.nbytes = max(0, self._at_backward - self._in_use())

@@ -1,4 +1,4 @@
-"""Talks to one worker process."""
+"""Client of one worker process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any, Self
 from actstore.bench.peers.rows import Row
 from actstore.bench.workloads.workload import Workload
 
-_ROOT = Path(__file__).resolve().parents[2]  # the worker must import the actstore that is running here
+_ROOT = Path(__file__).resolve().parents[2]  # the worker must import the same actstore
 
 
 class RowFailed(Exception):
-    """A row's process crashed, went silent or answered with an error; the message is the reason."""
+    """A row's process that crashed, went silent or answered with an error; the message is the reason."""
 
 
 class RowLeftOut(RowFailed):
-    """The row has no meaning for this model; the message is the reason."""
+    """A row that does not apply to this model; the message is the reason."""
 
 
 class Client:
@@ -34,7 +34,7 @@ class Client:
 
     Parameters
     ----------
-    limit_s : how long an answer may take; the row's own limit unless given
+    limit_s : seconds that an answer may take; the row's own limit unless given
     """
 
     def __init__(self, work: Workload, row: Row, disk_path: str | None, limit_s: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Client:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS adds in one order only with this
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS adds in a fixed order only with this
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "actstore.bench.worker"],
@@ -60,12 +60,12 @@ class Client:
         self.close()
 
     def start(self) -> list[float]:
-        """Build the model and run the steps that are not timed; their losses."""
+        """Build the model, run the warm-up steps, and return their losses."""
         losses: list[float] = self.ask("start", **self._start)["losses"]
         return losses
 
     def step(self) -> tuple[float, float]:
-        """Train one step; its milliseconds and its loss."""
+        """Train one step, and return its milliseconds and its loss."""
         answer = self.ask("step")
         return answer["ms"], answer["loss"]
 
@@ -74,7 +74,7 @@ class Client:
 
         Raises
         ------
-        RowFailed : see there
+        RowFailed : the process crashed, went silent or answered with an error
         """
         assert self._process.stdin is not None
         request = json.dumps({"do": do, **values}) + "\n"
@@ -92,7 +92,7 @@ class Client:
         return answer
 
     def close(self) -> None:
-        """End the process: politely, then not."""
+        """End the process: close its input, and kill it if it does not exit in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -120,7 +120,7 @@ class Client:
         return line
 
     def _epitaph(self) -> str:
-        """Why the process is gone: its signal or exit status, and the last line of what it wrote."""
+        """Describe the end of the process: its signal or exit status, and the last line that it wrote."""
         status = self._process.wait()
         self._log.seek(0)
         words = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]

@@ -16,17 +16,17 @@ from actstore.bench.result import Result
 from actstore.bench.table import MIB
 from actstore.errors import ConfigError
 
-WIDTH = 100  # of the table, where there is no terminal
-_ROOM = 0.05  # changes above this part are marked where no limit is given
+TABLE_WIDTH = 100  # columns of the table when stdout is not a terminal
+_MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit is given
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="A result of actstore bench (--json), the measure.")],
-    new: Annotated[Path, typer.Argument(help="Another one, to be judged.")],
+    old: Annotated[Path, typer.Argument(help="The baseline: a result of actstore bench (--json).")],
+    new: Annotated[Path, typer.Argument(help="The result to compare with it.")],
     fail_above: Annotated[
         str, typer.Option(help="Exit with 1 where time or held bytes of a row grew by more, such as 5%.")
     ] = "",
-    anyway: Annotated[bool, typer.Option(help="Compare also what was measured on unlike machines or jobs.")] = False,
+    anyway: Annotated[bool, typer.Option(help="Compare results of unlike machines or jobs, too.")] = False,
 ) -> None:
     """Compare two results row by row: time and held bytes, and whether a difference is more than noise."""
     limit = parse_limit(fail_above)
@@ -39,18 +39,18 @@ def compare(
     found = changes(before, after)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(before, after, found, unlike, limit))
     if limit is not None and any(list(change.complaints(limit)) for change in found):
         raise typer.Exit(1)
 
 
 def parse_limit(text: str) -> float | None:
-    """A fraction from text such as "5%" or "0.05"; None from an empty one.
+    """Return a fraction from text such as "5%" or "0.05"; None from an empty text.
 
     Raises
     ------
-    ConfigError : it is neither
+    ConfigError : the text is neither
     """
     if not text.strip():
         return None
@@ -60,16 +60,16 @@ def parse_limit(text: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"--fail-above {text!r} is no share; write for example 5% or 0.05")
+        raise ConfigError(f"--fail-above {text!r}: must be a share >= 0. Write for example 5% or 0.05.")
     return value
 
 
 def read(file: Path) -> Result:
-    """A result of the main benchmark.
+    """Read a result of the main benchmark.
 
     Raises
     ------
-    ConfigError : the file cannot be read, or is something else
+    ConfigError : the file cannot be read, or has another format
     """
     try:
         return Result.from_json(file.read_text(encoding="utf-8"))
@@ -77,15 +77,15 @@ def read(file: Path) -> Result:
         raise ConfigError(f"{file}: {error.strerror}; give a file that can be read") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} is no result of the benchmark; give a file that actstore bench --json made"
+            f"{file}: not a result of the benchmark. Give a file that actstore bench --json made."
         ) from error
 
 
 def render(
     before: Result, after: Result, found: list[Change], unlike: list[str], limit: float | None
 ) -> RenderableType:
-    """The table and what is to be said of it; readable in 100 columns."""
-    mark = _ROOM if limit is None else limit
+    """Return the table and its notes; readable in 100 columns."""
+    mark = _MARKED_CHANGE if limit is None else limit
     table = Table(
         title=Text(f"{after.subject}\n{after.place}"), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -1,4 +1,4 @@
-"""Two results of the benchmark, row by row: what grew, and whether that is more than noise."""
+"""Comparison of two results of the benchmark, row by row: each growth, and whether it exceeds the noise."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 
 from actstore.bench.result import Result, RowResult
 
-DRAWS = 4000  # of the bootstrap
+BOOTSTRAP_DRAWS = 4000  # bootstrap resamples
 CONFIDENCE = 0.95
-ON_THE_WAY = 0.1  # of what is saved: how much more may happen to be on its way to a tier when forward ends
+IN_TRANSIT_SHARE = 0.1  # fraction of the saved bytes that may be in transit to a tier when forward ends
 
-_MACHINE = ("system", "processor", "cores", "gpu", "gpu_capability", "cuda", "torch", "text_sha256")
-_FREE = ("steps", "warmup")  # of a workload: they say how long was measured, not what
+_MACHINE_FIELDS = ("system", "processor", "cores", "gpu", "gpu_capability", "cuda", "torch", "text_sha256")
+_LENGTH_FIELDS = ("steps", "warmup")  # fields of a workload that set the length of the run, not its subject
 
 
 @dataclass(frozen=True)
 class Growth:
-    """New over old, with the interval in which it lies at `CONFIDENCE`; a point where there is nothing to resample."""
+    """Ratio of new to old, and its interval at `CONFIDENCE`; a point where nothing can be resampled."""
 
     low: float
     middle: float
     high: float
 
     def above(self, limit: float) -> bool:
-        """Whether it is certain, as far as the interval goes, that the growth is more than `limit`."""
+        """Return whether the growth exceeds `limit` over its whole interval."""
         return self.low > 1 + limit
 
 
@@ -37,9 +37,9 @@ class Change:
 
     Attributes
     ----------
-    time : of the step as a multiple of plain's in the same run; None for plain, the measure of the others
-    held : of `held_bytes`
-    worse : what else is worse, in words; empty where nothing is
+    time : growth of the step time, in multiples of plain's in the same run; None for plain, their unit
+    held : growth of `held_bytes`
+    worse : everything else that got worse, in words; empty for nothing
     """
 
     old: RowResult
@@ -49,7 +49,7 @@ class Change:
     worse: str
 
     def complaints(self, limit: float) -> Iterator[str]:
-        """What grew by more than `limit`, a fraction, for sure."""
+        """Yield each figure that certainly grew by more than the fraction `limit`."""
         if self.worse:
             yield self.worse
         for what, growth in (("takes", self.time), ("holds", self.held)):
@@ -58,20 +58,22 @@ class Change:
 
 
 def differences(old: Result, new: Result) -> list[str]:
-    """What makes the two results unlike each other: of the machine, of torch and of the workload, each in words."""
+    """Describe each difference of machine, torch and workload between the two results."""
     before, after = dict(old.workload), dict(new.workload)
     for work in (before, after):
-        work.setdefault("model", "gpt")  # results were once of this one alone
-    names = [name for name in sorted({*before, *after}) if name not in _FREE]
+        work.setdefault("model", "gpt")  # results without this field are all of gpt
+    names = [name for name in sorted({*before, *after}) if name not in _LENGTH_FIELDS]
     return [
-        *_unlike(old.environment, new.environment, _MACHINE),
+        *_unlike(old.environment, new.environment, _MACHINE_FIELDS),
         *(f"workload: {line}" for line in _unlike(before, after, names)),
     ]
 
 
 def packages(old: Result, new: Result) -> list[str]:
-    """Versions that differ, of actstore and of what the rows use."""
-    names = sorted({*old.environment, *new.environment} - {*_MACHINE, "time", "memory_bytes", "gpu_memory_bytes"})
+    """Describe each version that differs, of actstore and of the packages that the rows use."""
+    names = sorted(
+        {*old.environment, *new.environment} - {*_MACHINE_FIELDS, "time", "memory_bytes", "gpu_memory_bytes"}
+    )
     return _unlike(old.environment, new.environment, names)
 
 
@@ -80,13 +82,13 @@ def _unlike(old: dict[str, Any], new: dict[str, Any], names: Any) -> list[str]:
 
 
 def changes(old: Result, new: Result) -> list[Change]:
-    """The rows that both have, in the order of the new one."""
+    """Return the rows that both results have, in the order of `new`."""
     before = {row.name: row for row in old.rows}
     return [_change(before[row.name], row) for row in new.rows if row.name in before]
 
 
 def only(one: Result, other: Result) -> list[str]:
-    """Names of rows that only `one` has."""
+    """Return the names of rows that only `one` has."""
     names = {row.name for row in other.rows}
     return [row.name for row in one.rows if row.name not in names]
 
@@ -101,23 +103,25 @@ def _change(old: RowResult, new: RowResult) -> Change:
 
 
 def time_growth(old: RowResult, new: RowResult) -> Growth | None:
-    """The quotient of the medians of the pairs, and what resampled pairs say of it."""
+    """Return the ratio of the medians of the pairs, with the interval from resampled pairs."""
     return growth(old.pairs, new.pairs) if old.pairs and new.pairs else None
 
 
 def growth(old: Sequence[float], new: Sequence[float]) -> Growth:
-    """The quotient of two medians, and what resampled samples say of it."""
+    """Return the ratio of two medians, with the interval from resampled samples."""
     before, after = np.array(old), np.array(new)
     generator = np.random.default_rng(0)
-    medians = [np.median(generator.choice(samples, (DRAWS, samples.size)), axis=1) for samples in (before, after)]
+    medians = [
+        np.median(generator.choice(samples, (BOOTSTRAP_DRAWS, samples.size)), axis=1) for samples in (before, after)
+    ]
     low, high = np.quantile(medians[1] / medians[0], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Growth(float(low), float(np.median(after) / np.median(before)), float(high))
 
 
 def _held(old: RowResult, new: RowResult) -> Growth | None:
-    """Of a row that moves payloads, less by what can be on its way."""
+    """Return the growth of held bytes; of a row that moves payloads, less the bytes that may be in transit."""
     if not old.held_bytes or new.held_bytes is None:
         return None
-    chance = ON_THE_WAY * (new.saved_bytes or 0) if "@" in new.policy else 0.0
+    chance = IN_TRANSIT_SHARE * (new.saved_bytes or 0) if "@" in new.policy else 0.0
     low, high = (max(0.0, new.held_bytes + sign * chance) / old.held_bytes for sign in (-1, 1))
     return Growth(low, new.held_bytes / old.held_bytes, high)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from actstore.errors import ConfigError
 
-OUTLIERS = 0.01  # of the channels of `hidden`
+OUTLIER_SHARE = 0.01  # of the channels of `hidden`
 OUTLIER_SCALE = 30.0
 VOCABULARY = 50_000
 
@@ -23,7 +23,7 @@ Make = Callable[[Shape, Generator], Tensor]
 def make(
     name: str, shape: Shape, dtype: torch.dtype | None = None, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Synthetic activations.
+    """Make synthetic activations.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ def make(
 
     Raises
     ------
-    ConfigError : no such name
+    ConfigError : `NAMES` has no such name
     """
     if name not in _MAKE:
         near = get_close_matches(name, NAMES, n=2, cutoff=0.4) or NAMES
-        raise ConfigError(f"there is no data called {name!r}; near ones: {', '.join(near)}")
+        raise ConfigError(f"data={name!r}: unknown name. Near names: {', '.join(near)}.")
     found = _MAKE[name](shape, Generator(device).manual_seed(seed))
     return found if dtype is None else found.to(dtype)
 
@@ -48,7 +48,7 @@ def _gaussian(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _student_t3(shape: Shape, generator: Generator) -> Tensor:
-    """Student's t with 3 degrees of freedom: a normal variable over the root of a mean of three squared ones."""
+    """Draw from Student's t with 3 degrees of freedom: a normal variable over the root of a mean of three squares."""
     squares = torch.zeros(tuple(shape), device=generator.device)
     for _ in range(3):
         squares += _gaussian(shape, generator).square_()
@@ -56,11 +56,11 @@ def _student_t3(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _hidden(shape: Shape, generator: Generator) -> Tensor:
-    """Hidden states: Gaussian, some channels far larger."""
+    """Draw hidden states: Gaussian, some channels far larger."""
     channels, device = shape[-1] if shape else 1, generator.device
     order = torch.randperm(channels, generator=generator, device=device)
     scales = torch.ones(channels, device=device)
-    scales[order[: math.ceil(OUTLIERS * channels)]] = OUTLIER_SCALE
+    scales[order[: math.ceil(OUTLIER_SHARE * channels)]] = OUTLIER_SCALE
     return _gaussian(shape, generator) * (scales if shape else scales[0])
 
 
@@ -69,7 +69,7 @@ def _gelu(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _relu(shape: Shape, generator: Generator) -> Tensor:
-    """Half zeros."""
+    """Draw Gaussian values behind a ReLU: half of them are zero."""
     return _gaussian(shape, generator).relu_()
 
 
@@ -82,7 +82,7 @@ def _constant(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _sparse(shape: Shape, generator: Generator) -> Tensor:
-    """Gaussian, nine of ten elements zero."""
+    """Draw Gaussian values of which nine in ten are zero."""
     kept = torch.rand(tuple(shape), generator=generator, device=generator.device) < 0.1
     return _gaussian(shape, generator) * kept
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""Environment of a benchmark run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor, memory and GPU; nothing that names the machine or its user."""
+    """Return versions, processor, memory and GPU; nothing that names the machine or its user."""
     found: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "actstore": __version__,

@@ -9,7 +9,7 @@ from actstore.errors import ConfigError
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Find out before the run, not after it. Leaves no file behind.
+    """Check that the file can be written, before the run. Leaves no file behind.
 
     Raises
     ------
@@ -28,11 +28,11 @@ def check_writable(path: Path | None, option: str) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Find out whether there is a picture of this kind, and what draws it.
+    """Check that the suffix names a kind of picture, and that matplotlib is installed.
 
     Raises
     ------
-    ConfigError : another ending than .png, .svg or .pdf; or matplotlib is not installed
+    ConfigError : the suffix is not .png, .svg or .pdf; or matplotlib is not installed
     """
     if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")

@@ -1,4 +1,4 @@
-"""Names beside the marks of a picture, so that none lies upon another."""
+"""Names beside the marks of a picture, placed without overlaps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 _Point = tuple[float, ...]
-_REACHES = (0, 9, -9, 16, -16, 26, -26, 38, -38, 52, -52, 70, -70)
-# Where a name may stand, in points from its mark, near places first and beside before above.
-_PLACES = sorted(((dx, dy) for dx in _REACHES for dy in _REACHES if dx or dy), key=lambda p: hypot(p[0], 1.5 * p[1]))
+_OFFSETS = (0, 9, -9, 16, -16, 26, -26, 38, -38, 52, -52, 70, -70)
+# Offsets of a name from its mark, in points; near ones first, and beside before above.
+_PLACES = sorted(((dx, dy) for dx in _OFFSETS for dy in _OFFSETS if dx or dy), key=lambda p: hypot(p[0], 1.5 * p[1]))
 
 
 class Label(NamedTuple):
@@ -38,7 +38,7 @@ def place(axes: Axes, labels: Sequence[Label], fontsize: float = 9) -> None:
     inside = axes.get_window_extent()
     for index in sorted(range(len(labels)), key=points.__getitem__):
         others = marks[:index] + marks[index + 1 :] + names
-        # Where marks lie upon each other no line is free: then it is enough that the names are.
+        # Where marks overlap no line is free: then only the names must not overlap.
         for offset, free_line in [*((place, True) for place in _PLACES), *((place, False) for place in _PLACES)]:
             name = _annotate(axes, labels[index], offset, fontsize)
             box = extent(name)
@@ -80,11 +80,11 @@ def columns(axes: Axes, labels: Sequence[Label], middle: float, fontsize: float 
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Ascending heights moved apart to at least `gap`, as little as can be, between `low` and `high`.
+    """Move ascending heights apart to at least `gap`, as little as possible, between `low` and `high`.
 
-    Where they do not all fit, they run over `low`.
+    Where they do not all fit, they extend below `low`.
     """
-    blocks: list[tuple[float, int]] = []  # heights that touch each other: the sum of where they would begin, how many
+    blocks: list[tuple[float, int]] = []  # heights that touch: the sum of their unshifted starts, and their count
     for index, height in enumerate(heights):
         total, count = height - index * gap, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
@@ -97,7 +97,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> lis
 
 
 def _crosses(mark: _Point, box: Bbox, others: list[Bbox]) -> bool:
-    """Whether the line from a mark to the nearest point of its name runs through another name or mark."""
+    """Return whether the line from a mark to the nearest point of its name crosses another name or mark."""
     x, y = mark
     end_x, end_y = min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
     steps = [i / 16 for i in range(17)]
@@ -105,8 +105,8 @@ def _crosses(mark: _Point, box: Bbox, others: list[Bbox]) -> bool:
 
 
 def extent(name: Annotation) -> Bbox:
-    """Of the letters alone: the annotation's own extent takes in the line to its mark."""
-    name.get_window_extent()  # puts the letters in their place
+    """Return the box of the letters alone: the annotation's own extent includes the line to its mark."""
+    name.get_window_extent()  # lays the letters out
     return Text.get_window_extent(name).padded(2)
 
 

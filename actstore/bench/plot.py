@@ -1,4 +1,4 @@
-"""A result as a picture: memory held against time."""
+"""Picture of a result: memory held against time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from actstore.display import pictures as look
 
 Memory = Literal["held", "peak"]
 _AXES = {"held": "activations held at the end of forward", "peak": "high-water of the process (of the GPU)"}
-_LEAST = 2.0**-10  # MiB that are drawn for a row that holds nothing: the axis is logarithmic
+_MIN_DRAWN_MIB = 2.0**-10  # MiB drawn for a row that holds nothing: the axis is logarithmic
 
 
 def save(result: Result, path: Path, memory: Memory = "held") -> None:
-    """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format."""
+    """Draw `result` into the file `path`; its suffix (png, svg, pdf) is the format."""
     draw(result, memory).savefig(path)
 
 
 def draw(result: Result, memory: Memory = "held") -> Figure:
-    """The figure of a result.
+    """Draw the figure of a result.
 
     memory : "held", activations at the end of forward, or "peak", the high-water of `peak_bytes`
 
-    Rows without time or memory are not in the picture. A line joins the exact rows of ours that none of them beats in
-    both, another one those of plain and its peers.
+    Rows without time or memory are left out. One line joins the Pareto front of actstore's exact rows, another one
+    that of plain and the peers.
     """
     point = partial(_point, memory=memory)
     rows = [row for row in result.rows if row.ratio is not None and _nbytes(row, memory) is not None]
@@ -58,7 +58,7 @@ def draw(result: Result, memory: Memory = "held") -> Figure:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both coordinates, from left to right: each next one is lower."""
+    """Return the Pareto front: the points that no other beats in both coordinates, from left to right."""
     found: list[tuple[float, float]] = []
     for point in sorted(points):
         if not found or point[1] < found[-1][1]:
@@ -67,7 +67,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def labels(rows: list[RowResult], memory: Memory = "held") -> list[Label]:
-    """The names of the rows, at their marks."""
+    """Return the names of the rows, at their marks."""
     return [Label(row.name, *_point(row, memory), look.KINDS[row.look].color) for row in rows]
 
 
@@ -76,11 +76,11 @@ def _nbytes(row: RowResult, memory: Memory) -> int | None:
 
 
 def _point(row: RowResult, memory: Memory) -> tuple[float, float]:
-    return row.ratio or 0.0, max((_nbytes(row, memory) or 0) / MIB, _LEAST)
+    return row.ratio or 0.0, max((_nbytes(row, memory) or 0) / MIB, _MIN_DRAWN_MIB)
 
 
 def _draw_front(axes: Axes, exact: list[tuple[float, float]], color: str) -> None:
-    """Up to its first point a front holds whatever is asked for; after its last one it gets no lower."""
+    """Draw a front as steps, from the top of the axes above its first point to their right edge after its last one."""
     points = front(exact)
     if points:
         x, y = zip(*points, strict=True)

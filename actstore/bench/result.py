@@ -1,4 +1,4 @@
-"""What a run of the benchmark found, and its JSON."""
+"""Result of a run of the benchmark, and its JSON."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 from actstore.bench.workloads import MODELS
 
-SPREAD_PAIRS = 4  # fewer have no quartiles
-BUSY_SAMPLES = 8  # fewer say nothing about the machine
-BUSY_SPREAD = 0.3  # between the quartiles, over the median
+SPREAD_PAIRS = 4  # quartiles need at least as many
+BUSY_SAMPLES = 8  # fewer samples give no verdict on the machine
+BUSY_SPREAD = 0.3  # interquartile range over the median, above which the machine was busy
 
 
 @dataclass
 class RowResult:
-    """The figures of one row. None where a figure could not be had; `failed` then says why.
+    """Figures of one row. None where a figure is missing; `failed` then has the reason.
 
     Attributes
     ----------
-    name, kind, policy : of the row; kind is plain, peer or ours
+    name, kind, policy : as in Row; kind is plain, peer or ours
     step_ms : median over the timed steps, forward to optimizer
     ratio : median over pairs of neighbouring steps of this row's time to plain's
-    saved_bytes : that plain autograd would hold at the end of forward, each storage once, parameters excluded
+    saved_bytes : bytes that plain autograd holds at the end of forward, each storage once, without parameters
     held_bytes : held on the compute device at the end of forward
-    peak_held_bytes, stored_bytes : high-water of held_bytes over the step, and size of the payloads; rows of ours only
-    peak_bytes : high-water over the timed steps of the process's resident memory, or of the GPU's allocator
-    allocated_peak_bytes : high-water over the timed steps of what the allocator has given to tensors
+    peak_held_bytes, stored_bytes : peak of held_bytes over the step, and bytes of the payloads; kind ours only
+    peak_bytes : high-water mark over the timed steps of the process's resident memory, or of the GPU's allocator
+    allocated_peak_bytes : high-water mark over the timed steps of allocated tensor memory
     baseline_bytes : the measure of `peak_bytes` before the first step
-    host_peak_bytes : high-water of the process's resident memory, whatever the device
-    peak_since_reset : whether the high-water of the process leaves out what came before the timed steps
+    host_peak_bytes : high-water mark of the process's resident memory, on any device
+    peak_since_reset : whether the high-water mark of the process excludes what came before the timed steps
     loss, loss_hex : of the last step; the hex form is exact
     losses : of every step, warm-up too
     grad_error : ||g - g_plain|| / ||g_plain|| over all parameters on the same batch, in float64; 0.0 only where equal
@@ -41,7 +41,7 @@ class RowResult:
     state_error : the same measure over the model's buffers after that step, such as running statistics
     step_samples_ms, plain_samples_ms : the pairs behind step_ms and ratio
     repeat_ratios : the ratio of each repeat by itself
-    failed : why the row is not complete; empty where it is
+    failed : the reason why the row is incomplete; empty where it is complete
     """
 
     name: str
@@ -76,12 +76,12 @@ class RowResult:
 
     @property
     def pairs(self) -> list[float]:
-        """Times of the steps as multiples of the plain steps beside them."""
+        """Times of the steps as multiples of the neighbouring plain steps."""
         return _pairs(self.step_samples_ms, self.plain_samples_ms)
 
     @property
     def spread(self) -> float | None:
-        """Half of the distance between the quartiles of the pairs behind `ratio`; None where they are too few."""
+        """Half of the interquartile range of the pairs behind `ratio`; None where they are too few."""
         if len(self.pairs) < SPREAD_PAIRS:
             return None
         low, _, high = quantiles(self.pairs, n=4)
@@ -89,23 +89,23 @@ class RowResult:
 
     @property
     def look(self) -> str:
-        """What it is in pictures: plain, peer, lossless or lossy."""
+        """Category in pictures: plain, peer, lossless or lossy."""
         return self.kind if self.kind != "ours" else "lossless" if self.bit_equal else "lossy"
 
     def set_times(self, mine_ms: list[float], plain_ms: list[float | None]) -> None:
-        """Take the samples: steps of this row, and beside each the plain step next to it, None where plain failed."""
+        """Set the times of this row's steps, and of the plain step next to each; None where plain failed."""
         self.step_samples_ms, self.plain_samples_ms = mine_ms, plain_ms
         self.step_ms = median(mine_ms)
         self.ratio = _ratio(mine_ms, plain_ms)
 
     def add_times(self, mine_ms: list[float], plain_ms: list[float | None]) -> None:
-        """Take the samples of one more repeat."""
+        """Add the times of one more repeat."""
         ratio = _ratio(mine_ms, plain_ms)
         self.repeat_ratios += [] if ratio is None else [ratio]
         self.set_times(self.step_samples_ms + mine_ms, self.plain_samples_ms + plain_ms)
 
     def set_losses(self, losses: list[float]) -> None:
-        """Take the losses of every step, of which there is one at least."""
+        """Set the losses of all steps; there is at least one."""
         self.losses, self.loss, self.loss_hex = losses, losses[-1], losses[-1].hex()
 
     def update(self, figures: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Duel:
-    """A peer and a row of ours, by name, and the times of their steps, which they trained in turns."""
+    """Times of the steps of a peer and of a row of actstore, which trained in turns."""
 
     peer: str
     ours: str
@@ -125,21 +125,21 @@ class Duel:
 
     @property
     def pairs(self) -> list[float]:
-        """Times of our steps as multiples of the peer's beside them."""
+        """Times of actstore's steps as multiples of the neighbouring steps of the peer."""
         return _pairs(self.ours_ms, self.peer_ms)
 
 
 @dataclass
 class Result:
-    """All rows with what they were measured on.
+    """All rows, and the machine and workload of the run.
 
     Attributes
     ----------
     environment : versions, processor, memory, GPU
     workload : the fields of Workload
     rows : in the order of the table
-    left_out : name and reason of the rows that were not run
-    duels : of peers with the rows of ours that they compare with
+    left_out : name and reason of each row that did not run
+    duels : each of a peer and the row of actstore that it is compared with
     """
 
     environment: dict[str, Any]
@@ -150,9 +150,9 @@ class Result:
 
     @property
     def busy(self) -> tuple[float, float] | None:
-        """Quartiles of plain's step times in milliseconds where they lie so far apart that something else was running.
+        """Quartiles of plain's step times in milliseconds, where their distance shows that the machine was busy.
 
-        Ratios of neighbouring steps bear with that, medians of step times do not.
+        A busy machine distorts medians of step times, not ratios of neighbouring steps.
         """
         samples = self.rows[0].step_samples_ms if self.rows else []
         if len(samples) < BUSY_SAMPLES:
@@ -166,29 +166,29 @@ class Result:
 
     @property
     def subject(self) -> str:
-        """What was trained, in words."""
+        """Workload in words."""
         return subject(self.workload)
 
     @property
     def place(self) -> str:
-        """Where, in words: the GPU, or the processor and how many threads."""
+        """Device in words: the GPU, or the processor and the number of threads."""
         work, env = self.workload, self.environment
         if work["device"].startswith("cuda"):
             return str(env["gpu"])
         return f"{env['processor']}, {work['threads'] or env['cores']} threads"
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: a figure that is not finite becomes None (`loss_hex` still tells)."""
+        """Return values that JSON can hold: a figure that is not finite becomes None (`loss_hex` keeps the loss)."""
         found: dict[str, Any] = finite(asdict(self))
         return found
 
     def to_json(self) -> str:
-        """Strict JSON."""
+        """Return strict JSON."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
-        """Take what `to_dict` gave; fields that this version does not know are left out."""
+        """Build a result from what `to_dict` returned; unknown fields are ignored."""
         known = {f.name for f in fields(RowResult)}
         rows = [RowResult(**{k: v for k, v in row.items() if k in known}) for row in values["rows"]]
         duels = [Duel(**duel) for duel in values.get("duels", ())]
@@ -196,7 +196,7 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """Read what `to_json` wrote."""
+        """Read the JSON of `to_json`."""
         return cls.from_dict(json.loads(text))
 
     def write(self, path: Path) -> None:
@@ -213,8 +213,8 @@ def _pairs(mine_ms: Sequence[float], plain_ms: Sequence[float | None]) -> list[f
 
 
 def subject(work: dict[str, Any]) -> str:
-    """A workload in words: "gpt: 6 layers, width 256, heads 4, context 256, batch 8, float32"."""
-    model = work.get("model", "gpt")  # results were once of this one alone
+    """Describe a workload: "gpt: 6 layers, width 256, heads 4, context 256, batch 8, float32"."""
+    model = work.get("model", "gpt")  # results without this field are all of gpt
     sizes = ("layers", "width", "heads", "context", "batch", "dropout")
     uses = MODELS[model].uses if model in MODELS else sizes if ":" not in model else ()
     words = [f"{name} {work[name]:g}" for name in sizes[1:] if name in uses and work[name]]

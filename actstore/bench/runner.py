@@ -1,4 +1,4 @@
-"""Runs the rows, each in a fresh process, in lockstep with a process that trains plain.
+"""Runner of the rows, each in a fresh process, in lockstep with a process that trains plainly.
 
 The speed of a machine drifts by more than the rows differ. So the plain process stays alive, and each timed step of a
 row has a plain step right before or after it, in turn; the ratio is the median over these pairs. Only one of the two
@@ -31,12 +31,12 @@ def _forget(result: Result) -> None:
 
 
 class Metronome:
-    """The plain process, which keeps time for the others. Once it has failed it is out of use.
+    """The plain process, whose steps are the unit of time. After a failure it is not used again.
 
     Attributes
     ----------
-    failed : why it failed; empty while it works
-    times_ms : of all steps that it made
+    failed : the reason of its failure; empty while it works
+    times_ms : of all its steps
     losses : of all steps, warm-up too
     """
 
@@ -47,7 +47,7 @@ class Metronome:
         self.losses: list[float] = []
 
     def step_ms(self) -> float | None:
-        """The time of one more plain step; None when plain has failed."""
+        """Train one more plain step and return its time; None when plain has failed."""
         if self.failed:
             return None
         try:
@@ -68,10 +68,10 @@ def run(
     row_done: Callable[[Result], None] = _forget,
     repeats: int = 1,
 ) -> Result:
-    """Measure `rows`, of which the first is plain. A row that fails is kept with the reason, and the others go on.
+    """Measure `rows`, of which the first is plain. A row that fails is kept with the reason; the remaining rows run.
 
-    `row_done` is given the result so far after each row. All rows run `repeats` times, each time in new processes and,
-    but for the first, in a new order; memory and gradients are checked once.
+    `row_done` receives the result so far after each row. All rows run `repeats` times, each time in new processes and,
+    after the first, in a new order; memory and gradients are checked once.
     """
     result = Result(environment(), work.to_dict())
     present: list[Row] = []
@@ -86,7 +86,7 @@ def run(
         plain = RowResult(PLAIN.name, PLAIN.kind)
         result.rows.append(plain)
         metronome.failed = _guarded(lambda: _run_plain(plain, client, metronome, work, progress))
-        if metronome.failed and is_users(work.model):  # so would every row
+        if metronome.failed and is_users(work.model):  # then every row would fail
             plain.failed = metronome.failed
             return result
         running = {row: RowResult(row.name, row.kind, row.policy) for row in present[1:]}
@@ -113,7 +113,7 @@ def run(
 
 
 def _guarded(measure: Callable[[], None]) -> str:
-    """Run `measure`; the reason where the row failed, empty where it did not."""
+    """Run `measure`; return the reason if the row failed, else an empty text."""
     try:
         measure()
     except RowLeftOut:
@@ -155,7 +155,7 @@ def _run_row(found: RowResult, client: Client, metronome: Metronome, work: Workl
 
 
 def duel(work: Workload, peer: Row, ours: Row) -> Duel:
-    """Train two rows in turns, `work.steps` of each; either begins every other pair.
+    """Train two rows in turns, `work.steps` of each; the one that begins alternates from pair to pair.
 
     Raises
     ------
@@ -173,5 +173,5 @@ def duel(work: Workload, peer: Row, ours: Row) -> Duel:
 
 
 def steps_of(work: Workload, rows: list[Row], repeats: int = 1) -> int:
-    """How many times `run` will call its progress, if no row fails."""
+    """Return how often `run` calls its progress, if no row fails."""
     return work.steps * (1 + repeats * sum(not row.missing(work) for row in rows[1:]))

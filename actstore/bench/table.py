@@ -1,4 +1,4 @@
-"""A result as a table for people."""
+"""Table of a result, for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("step\nms", "times\nplain", "saved\nMiB", "held\nMiB", "held\n%", "p
 
 
 def render(result: Result) -> RenderableType:
-    """The table with its legend; readable in 100 columns."""
+    """Return the table with its legend; readable in 100 columns."""
     table = Table(
         title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -36,7 +36,7 @@ def _failures(result: Result) -> list[str]:
 
 
 def _notes(result: Result) -> list[str]:
-    """What failed, and what to know before the figures are believed."""
+    """Return the failures, and the caveats about the figures."""
     notes = _failures(result)
     notes += [
         f"{row.name} leaves other buffers (running statistics) than plain: {100 * row.state_error:.2g} % off"
@@ -53,7 +53,7 @@ def _notes(result: Result) -> list[str]:
 
 
 def _duels(result: Result) -> list[RenderableType]:
-    """Each peer beside the best of ours; nothing where there is no peer."""
+    """Return each peer beside the row of actstore that it is compared with; nothing without peers."""
     found = versus(result.rows, result.duels)
     if not found:
         return []

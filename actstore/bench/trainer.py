@@ -1,4 +1,4 @@
-"""Trains the workload through one row, and checks its gradients against plain ones."""
+"""Training of the workload through one row, and a check of its gradients against plain ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from actstore.bench.workloads.job import Job, fix_seed
 from actstore.bench.workloads.workload import Workload
 
 LEARNING_RATE = 1e-3
-LOSS_SCALE = 1024.0  # where float16 gradients start; the scaler moves it
+LOSS_SCALE = 1024.0  # initial loss scale for float16 gradients; the scaler changes it
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fix_numerics(work: Workload) -> None:
-    """Make two runs of the same steps give the same bits, and pin the threads."""
+    """Make two runs of the same steps bit-identical, and fix the number of threads."""
     torch.set_num_threads(work.threads or cores())
-    if work.on_cuda:  # the GPU's fast kernels add in any order unless told not to
-        torch.use_deterministic_algorithms(True)  # with warn_only attention in float32 would stay inexact
-        # or else it writes every fresh buffer of a store twice
+    if work.on_cuda:  # otherwise the GPU's fast kernels add in any order
+        torch.use_deterministic_algorithms(True)  # with warn_only, attention in float32 would stay nondeterministic
+        # otherwise PyTorch fills each fresh buffer of a store, which then writes it again
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -47,7 +47,7 @@ class _Training:
 
 
 class _State:
-    """The weights and buffers of a model as they are now."""
+    """Copy of a model's weights and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._values = [tensor.detach().clone() for tensor in _tensors(model)]
@@ -63,7 +63,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def settle(wrapped: Wrap) -> None:
-    """Give a wrap the steps that it measures and plans in, which do not train."""
+    """Run the steps in which a wrap measures and plans; they do not train."""
     job = wrapped.job
     state = _State(job.model)
     while not wrapped.settled:
@@ -82,7 +82,7 @@ class _Weighed:
 
 
 class Trainer:
-    """One row, step by step. Every trainer of a workload makes the same steps."""
+    """Trainer of one row, step by step. All trainers of a workload make the same steps."""
 
     def __init__(self, work: Workload, row: Row, disk_path: str | None) -> None:
         fix_numerics(work)
@@ -94,7 +94,7 @@ class Trainer:
         self._baseline_bytes = 0
 
     def start(self) -> list[float]:
-        """Build the model and its optimizer, and train the steps that are not timed; their losses."""
+        """Build the model and its optimizer, train the warm-up steps, and return their losses."""
         work = self._work
         job = workloads.make(work)
         self._training = _Training(
@@ -111,7 +111,7 @@ class Trainer:
         return losses
 
     def step(self) -> tuple[float, float]:
-        """Train one step; its time in milliseconds, forward to optimizer, and its loss."""
+        """Train one step; return its time in milliseconds, forward to optimizer, and its loss."""
         assert self._training is not None, "start comes first"
         run = self._training
         fix_seed(self._work.seed + self._step)
@@ -130,7 +130,7 @@ class Trainer:
         return elapsed_ms, loss.item()
 
     def peaks(self) -> dict[str, Any]:
-        """Memory of the timed steps so far: the fields of RowResult with the same names."""
+        """Return the memory figures of the timed steps so far, by the names of RowResult's fields."""
         return {
             "baseline_bytes": self._baseline_bytes,
             "peak_bytes": self._meter.peak_bytes(),
@@ -140,13 +140,13 @@ class Trainer:
         }
 
     def close(self) -> None:
-        """Let go of the model and everything that the steps held."""
+        """Free the model and everything that the steps held."""
         if self._training is not None:
             self._training.wrap.close()
         self._training = None
 
     def check(self) -> dict[str, Any]:
-        """Gradients of the first batch on a new model: through the row, against plain; with the bytes saved and held.
+        """Compare gradients of the first batch on a new model with plain's, and count the bytes saved and held.
 
         Returns
         -------
@@ -154,8 +154,8 @@ class Trainer:
 
         Notes
         -----
-        Each makes three steps from the same weights: the first for a store that learns from it, the second for the
-        gradients, the third for the bytes.
+        Row and plain each make three steps from the same weights: the first for a store that learns from it, the second
+        for the gradients, the third for the bytes.
         """
         if self._training is not None and self._training.job.calls:
             self.close()
@@ -206,7 +206,7 @@ class Trainer:
         job = wrapped.job
         state.restore(job.model)
         fix_seed(self._work.seed)
-        loss = wrapped.forward(*(tensor.clone() for tensor in job.batch(0)))  # only the graph keeps the batch
+        loss = wrapped.forward(*(tensor.clone() for tensor in job.batch(0)))  # only the graph holds the batch
         job.backward(loss, LOSS_SCALE if self._work.dtype == "float16" else 1.0)
         job.model.zero_grad()
 
@@ -216,7 +216,7 @@ class Trainer:
 
 
 def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """``||found - expected|| / ||expected||`` over all tensors together, in float64; 0.0 only where they are equal."""
+    """Return ``||found - expected|| / ||expected||`` over all tensors in float64; 0.0 only where they are equal."""
     off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     norm = sum(float(b.double().square().sum()) for b in expected)
     if off == 0:

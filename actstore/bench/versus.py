@@ -1,4 +1,4 @@
-"""Each peer against the best of our rows: the fastest that holds no more and is as exact."""
+"""Comparison of each peer with the fastest row of actstore that holds no more and is as exact."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from actstore.bench.comparison import Growth, growth, time_growth
 from actstore.bench.peers.rows import BITSANDBYTES
 from actstore.bench.result import Duel, RowResult
 
-WRONG = 0.1
-"""A gradient error from here on is none of rounding: a peer that encodes nothing does not train this model."""
-ROUNDING = 1e-6
-"""Gradient errors up to this come from the order of sums, as a compiler changes it; no peer beats another by them."""
+WRONG_GRAD_ERROR = 0.1
+"""Relative gradient error that rounding cannot explain: a peer without a codec is wrong above it."""
+ROUNDING_GRAD_ERROR = 1e-6
+"""Relative gradient error up to which only the order of sums differs, as under a compiler: it decides nothing."""
 
 
 @dataclass(frozen=True)
 class Versus:
-    """What became of one peer.
+    """Outcome of one peer.
 
     Attributes
     ----------
-    peer : its name
-    ours : the fastest of our rows that holds at most as many bytes and is as exact; empty where there is none
-    times : time of that row over time of the peer: of steps in turns where they had a duel, or else both as multiples
-        of plain steps beside them, though the speed of the machine may have changed from one to the other
-    low, high : where that lies with 95 %, by a bootstrap over the pairs of steps
-    pairs : of steps in a duel; 0 where there was none
-    reason : why there is no row, or none that is faster
+    peer : name of its row
+    ours : fastest row of actstore that holds at most as many bytes and is as exact; empty without one
+    times : time of that row over time of the peer: from steps in turns where they had a duel, else from both ratios to
+        plain, between which the speed of the machine may have changed
+    low, high : 95 % interval of `times`, by a bootstrap over the pairs of steps
+    pairs : number of pairs in the duel; 0 without a duel
+    reason : why no row, or no faster row, was found
     """
 
     peer: str
@@ -40,32 +40,32 @@ class Versus:
 
     @property
     def verdict(self) -> str:
-        """Ours is faster, slower, or as fast: neither is certain. Empty where none of ours is there."""
+        """Verdict: faster, slower, or as fast where neither is certain. Empty where no row of actstore compares."""
         if self.times is None:
             return ""
         return "faster" if self.high < 1 else "slower" if self.low > 1 else "as fast"
 
 
 def versus(rows: Sequence[RowResult], duels: Sequence[Duel] = ()) -> list[Versus]:
-    """Each peer among `rows`, in their order, with what its duel says where it had one with the row that is chosen."""
+    """Compare each peer among `rows`, in their order; use the duel with the chosen row where there is one."""
     ours = [row for row in rows if row.kind == "ours" and not row.failed]
     fought = {(duel.peer, duel.ours): duel.pairs for duel in duels}
     return [_against(peer, ours, fought) for peer in rows if peer.kind == "peer"]
 
 
 def as_exact(mine: RowResult, peer: RowResult) -> bool:
-    """Whether `mine` has plain's gradients, bit for bit, where the peer has them, or else no larger an error."""
+    """Return whether `mine` has plain's gradients bit for bit where the peer has them, else no larger an error."""
     if peer.bit_equal or mine.bit_equal:
         return bool(mine.bit_equal)
     if mine.grad_error is None or peer.grad_error is None:
         return False
-    return mine.grad_error <= max(peer.grad_error, ROUNDING)
+    return mine.grad_error <= max(peer.grad_error, ROUNDING_GRAD_ERROR)
 
 
 def _against(peer: RowResult, ours: list[RowResult], duels: dict[tuple[str, str], list[float]]) -> Versus:
     if peer.failed:
         return Versus(peer.name, reason=f"it failed: {peer.failed}")
-    if (peer.grad_error or 0.0) > WRONG and peer.name != BITSANDBYTES.name:
+    if (peer.grad_error or 0.0) > WRONG_GRAD_ERROR and peer.name != BITSANDBYTES.name:
         return Versus(peer.name, reason=f"its gradients are wrong, by {100 * (peer.grad_error or 0.0):.0f} %")
     if peer.held_bytes is None or not peer.ratio:
         return Versus(peer.name, reason="its bytes or its time could not be had")
@@ -78,6 +78,6 @@ def _against(peer: RowResult, ours: list[RowResult], duels: dict[tuple[str, str]
     best = min(fit, key=lambda row: row.ratio or 0.0)
     pairs = duels.get((peer.name, best.name), [])
     times = growth([1.0], pairs) if pairs else time_growth(peer, best)
-    if times is None:  # there are no pairs, only ratios
+    if times is None:  # ratios without samples
         times = Growth(*[(best.ratio or 0.0) / peer.ratio] * 3)
     return Versus(peer.name, best.name, times.middle, times.low, times.high, len(pairs))

@@ -1,4 +1,4 @@
-"""One row in a process of its own: ``python -m actstore.bench.worker``.
+"""Process of one row: ``python -m actstore.bench.worker``.
 
 Requests are lines of JSON on standard input, answers lines of JSON on standard output, one for one:
 
@@ -41,7 +41,7 @@ def _answer(request: dict[str, Any], trainer: Trainer | None) -> tuple[dict[str,
 def main() -> int:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up among the answers
+    os.dup2(2, 1)  # so that output of libraries stays out of the answers
     trainer: Trainer | None = None
     for line in sys.stdin:
         try:

@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 
 class _Bench(TyperGroup):
-    """``actstore bench my_module:make_step`` is ``actstore bench --model my_module:make_step``."""
+    """Command group: ``actstore bench my_module:make_step`` is ``actstore bench --model my_module:make_step``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         model = ["--model"] if args and not args[0].startswith("-") and is_users(args[0]) else []
@@ -51,8 +51,8 @@ app.command()(show)
 app.command()(verify)
 app.command()(plan)
 app.command()(doctor)
-WIDTH = 100  # of the table, where there is no terminal
-_D = Workload()
+TABLE_WIDTH = 100  # columns of the table when stdout is not a terminal
+_DEFAULTS = Workload()
 
 
 def _size(text: str) -> Any:
@@ -76,22 +76,26 @@ def _top(version: Annotated[bool, _VERSION] = False) -> None:
 @bench_app.callback(invoke_without_command=True)
 def bench(
     context_: typer.Context,
-    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}; or your own, my_module:make_step.")] = _D.model,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}; or your own, my_module:make_step.")
+    ] = _DEFAULTS.model,
     layers: Annotated[int | None, _size("Blocks; of a ResNet, in a stage; of a U-Net, levels.")] = None,
-    width: Annotated[int | None, _size("Of the model; of images, channels at first.")] = None,
+    width: Annotated[int | None, _size("Width of the model; of images, channels at first.")] = None,
     heads: Annotated[int | None, _size("Attention heads; must divide the width.")] = None,
     context: Annotated[int | None, _size("Characters seen at once; of images, pixels of a side.")] = None,
     batch: Annotated[int | None, _size("Sequences or images in a step.")] = None,
-    steps: Annotated[int, typer.Option(help="Timed training steps.")] = _D.steps,
-    warmup: Annotated[int, typer.Option(help="Training steps before them, not timed.")] = _D.warmup,
+    steps: Annotated[int, typer.Option(help="Timed training steps.")] = _DEFAULTS.steps,
+    warmup: Annotated[int, typer.Option(help="Untimed training steps before them.")] = _DEFAULTS.warmup,
     dropout: Annotated[float | None, _size("Dropout probability.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 | float16 by autocast.")] = _D.dtype,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = _D.device,
-    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = _D.seed,
-    threads: Annotated[int, typer.Option(help="Of torch on the CPU; 0: one for each core.")] = _D.threads,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 | float16 by autocast.")] = _DEFAULTS.dtype,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = _DEFAULTS.device,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = _DEFAULTS.seed,
+    threads: Annotated[
+        int, typer.Option(help="Threads of torch on the CPU; 0: one for each core.")
+    ] = _DEFAULTS.threads,
     policy: Annotated[list[str] | None, typer.Option(help="One more row, NAME=TEXT; may be repeated.")] = None,
     rows: Annotated[str, typer.Option(help="Only these rows, by name, between semicolons; or: all.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Run every row so often, each time in a new order.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every row, each time in a new order.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory against time into this file.")] = None,
     plot_memory: Annotated[str, typer.Option(help="What the picture shows: held, or peak of the process.")] = "held",
@@ -133,7 +137,7 @@ def bench(
 
 
 def _refuse_options(given: typer.Context) -> None:
-    """Options of the main benchmark do nothing to another one."""
+    """Refuse options of the main benchmark before a subcommand, which ignores them."""
     for name in given.params:
         source = given.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -174,12 +178,12 @@ def _show(result: Result) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(result))
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user is one line and exit code 2; a failed row is exit code 1."""
+    """Run the command line. A user's mistake is one line and exit code 2; a failed row is exit code 1."""
     try:
         app()
     except ActstoreError as error:

@@ -13,16 +13,16 @@ from actstore.bench.files import check_writable
 from actstore.cli.machine.machine import machine
 from actstore.cli.machine.table import render
 
-WIDTH = 100  # of the tables, where there is no terminal
+TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
 
 
 def doctor(
     folder: Annotated[
-        Path | None, typer.Option(help="Of the disk tier.", show_default="the system's temporary folder")
+        Path | None, typer.Option(help="Folder of the disk tier.", show_default="the system's temporary folder")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the facts to this file.")] = None,
 ) -> None:
-    """Say what actstore finds on this machine: versions, kernels and caches, allocator, disk, memory, GPU.
+    """Report what actstore finds on this machine: versions, kernels and caches, allocator, disk, memory, GPU.
 
     For each feature that is not installed it prints the command that installs it. Exit code 1: something is installed
     and does not work, or the folder cannot be written.
@@ -31,7 +31,7 @@ def doctor(
     found = machine(folder)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(found))
     if json is not None:
         json.write_text(json_format.dumps(found.to_dict(), indent=2) + "\n")

@@ -27,7 +27,8 @@ def plan(
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="For the script, in sys.argv; options after --.", metavar="[ARGS]")
+        list[str] | None,
+        typer.Argument(help="Arguments of the script, in sys.argv; options after --.", metavar="[ARGS]"),
     ] = None,
     budget: Annotated[
         str, typer.Option(help="Most bytes of activations on the compute device, such as 20GiB.", show_default=False)
@@ -43,7 +44,7 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
     profile: Annotated[Path | None, typer.Option(help="Write what was measured to this file (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
-    against: Annotated[Path | None, typer.Option(help="A plan from before; say what is different.")] = None,
+    against: Annotated[Path | None, typer.Option(help="An earlier plan; print the differences.")] = None,
 ) -> None:
     """Run a training step until it is measured, and find the fastest policy under a budget.
 

@@ -23,8 +23,8 @@ from actstore.trace import Lane, Summary, Trace
 from actstore.trace.ndjson import is_trace
 from actstore.trace.summary import format_percent
 
-WIDTH = 100  # of the tables, where there is no terminal
-MOST_STEPS = 12  # in the table of steps: the last ones
+TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
+LISTED_STEPS = 12  # the last steps, in the table of steps
 _LANE_COLUMNS = ("\nevents", "\nbytes", "busy\nms", "busy\n%", "\nGB/s", "beside\ncompute", "in stalls\nms")
 _STEP_COLUMNS = ("ms", "compute ms", "stall ms", "stalls", "hidden", "offloaded", "fetched", "kept")
 
@@ -35,7 +35,7 @@ def show(
     ],
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write the trace for ui.perfetto.dev into this file.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of the trace; the last whole one by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the trace; by default the last complete one.")] = None,
 ) -> None:
     """Show a trace, a result of `actstore bench`, a plan or a profile, as tables and pictures."""
     for path, option in ((plot, "--plot"), (chrome, "--chrome")):
@@ -59,7 +59,7 @@ def show(
 
 
 def _read_planned(file: Path) -> Plan | Profile | None:
-    """A plan or a profile, which say so in the field "format"; None for another file."""
+    """Read a plan or a profile, by the field "format"; return None for another file."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def _show_trace(trace: Trace, plot: Path | None, chrome: Path | None, step: int 
 
 
 def render(trace: Trace, step: int | None) -> RenderableType:
-    """A table of the lanes of one step, and one of the last steps; readable in 100 columns."""
+    """Return a table of one step's lanes, and one of the last steps; readable in 100 columns."""
     if step is None:
         return Text("The trace has no events.")
     summary = trace.summary(step)
@@ -150,7 +150,7 @@ def _lane_cells(lane: Lane, span_ns: int) -> list[str]:
 
 
 def _steps(trace: Trace, steps: list[int]) -> Table:
-    shown = steps[-MOST_STEPS:]
+    shown = steps[-LISTED_STEPS:]
     first = f" of {len(steps)}, the last {len(shown)}" if len(shown) < len(steps) else ""
     table = _table(f"steps{first}", "step", _STEP_COLUMNS)
     for step in shown:
@@ -218,5 +218,5 @@ def _show_result(result: Result | CodecResult, plot: Path | None) -> None:
 def _print(what: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(what)

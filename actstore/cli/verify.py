@@ -24,9 +24,12 @@ def verify(
         typer.Argument(help="path.py:make_step or my_module:make_step; it returns (model, step).", metavar="SCRIPT"),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="For the script, in sys.argv; options after --.", metavar="[ARGS]")
+        list[str] | None,
+        typer.Argument(help="Arguments of the script, in sys.argv; options after --.", metavar="[ARGS]"),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Of the store, as in ActivationStore(model, POLICY).")] = "raw @ host",
+    policy: Annotated[
+        str, typer.Option(help="Policy of the store, as in ActivationStore(model, POLICY).")
+    ] = "raw @ host",
     tolerance: Annotated[float, typer.Option(help="Relative error of a gradient that passes; 0: bit for bit.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Runs with the store, each from the same state.")] = 2,
     lossy: Annotated[bool, typer.Option("--lossy", help="Measure bias and variance of the gradients instead.")] = False,

@@ -1,4 +1,4 @@
-"""The store around the loss of a framework's training step, and what cannot work there."""
+"""Context of the store around the loss of a framework's training step, with checks of what cannot work there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actstore.session.entries import is_active
 
 @contextmanager
 def around_loss(store: ActivationStore) -> Iterator[None]:
-    """The context of `store`, where gradients are computed: evaluation is not stored.
+    """Enter `store` where gradients are computed; evaluation is not stored.
 
     Raises
     ------
@@ -33,8 +33,8 @@ def around_loss(store: ActivationStore) -> Iterator[None]:
             "the training step runs inside the context of another ActivationStore, which the framework's store would "
             "shut off; leave out that `with store:`, or the callback"
         )
-    hooks: Any = _top_saved_tensors_default_hooks(False)  # None where there are none
-    if hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":  # of that the store itself knows
+    hooks: Any = _top_saved_tensors_default_hooks(False)  # None without hooks
+    if hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":  # the store itself handles checkpoint's
         raise StateError(
             f"other saved-tensor hooks are entered around the loss: {_name(hooks[0])}. Of nested hooks only the "
             "innermost ones see tensors, and so these would do nothing. Switch them off (TRL: "
@@ -46,7 +46,7 @@ def around_loss(store: ActivationStore) -> Iterator[None]:
 
 
 def refuse_checkpointing(model: Module) -> None:
-    """Refuse gradient checkpointing of Transformers in the forms that a store cannot see through.
+    """Refuse gradient checkpointing of Transformers in the forms whose saved tensors a store cannot see.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The figures of a report as a logger takes them: one number for each name."""
+"""Figures of a report for a logger: one number for each name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actstore.session.report import Report
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The totals of `report` by the names that loggers show, sizes in MiB and times in ms.
+    """Return the totals of `report` by the names that loggers show, sizes in MiB and times in ms.
 
     ``actstore/saved_MiB``, ``stored_MiB``, ``held_MiB`` and ``peak_MiB`` always; for tiers that have been in use their
     high-water (``actstore/host_MiB``), and then also ``actstore/offload_ms``, ``fetch_ms``, ``stall_ms``, ``late`` and

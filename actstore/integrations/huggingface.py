@@ -1,4 +1,4 @@
-"""The store in the Trainer of Transformers, and in those of TRL: one callback."""
+"""Callback that uses the store in the Trainer of Transformers, and in those of TRL."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ActivationStoreCallback(TrainerCallback):
-    """Trains with a store: ``Trainer(..., callbacks=[ActivationStoreCallback("recompute")])``.
+    """Callback that trains with a store: ``Trainer(..., callbacks=[ActivationStoreCallback("recompute")])``.
 
     The store is entered around the loss of each training step, gradient accumulation included; evaluation is not
-    stored. Its figures join the rows that the Trainer logs (`actstore/held_MiB` and others; TensorBoard has them as
+    stored. Its figures, such as `actstore/held_MiB`, join the rows that the Trainer logs (TensorBoard has them as
     ``train/actstore/held_MiB``), and its report is logged when training ends.
 
     Parameters
@@ -52,10 +52,10 @@ class ActivationStoreCallback(TrainerCallback):
 
     Notes
     -----
-    The store is entered by the context in which the Trainer computes losses (`compute_loss_context_manager`). Nothing
-    is attached to the model, so that checkpoints, copies and pickles of it are what they are without a store, also
-    after training that failed. Callbacks are not told their Trainer: this one finds it among the callers of
-    `on_train_begin`, as the object whose callbacks it is one of.
+    The Trainer enters the store in its context for losses (`compute_loss_context_manager`). The callback attaches
+    nothing to the model, so that checkpoints, copies and pickles of it are what they are without a store, also after
+    training that failed. The Trainer does not pass itself to callbacks: this callback finds it among the callers of
+    `on_train_begin`, as the object whose callbacks include this one.
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
@@ -66,7 +66,7 @@ class ActivationStoreCallback(TrainerCallback):
         self.store: ActivationStore | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
-        """Make the store for the model, which is in its final form here, and have the Trainer enter it."""
+        """Build the store for the model, which is in its final form here, and make the Trainer enter it."""
         self._detach()
         trainer = self._find_trainer()
         other = getattr(trainer.compute_loss_context_manager, "callback", None)
@@ -90,13 +90,13 @@ class ActivationStoreCallback(TrainerCallback):
         _logger.info("activations of %s go by this policy: %s", type(model).__name__, self._policy)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Log the report and give everything back."""
+        """Log the report, restore the Trainer and close the store."""
         if self.store is not None:
             _logger.info("activations in the last step:\n%s", self.store.report())
         self._detach()
 
     def _detach(self) -> None:
-        """Leave a Trainer as it was, and close its store. After training that failed, the next one does this."""
+        """Restore the Trainer and close its store. After training that failed, the next training does this."""
         if self._trainer is not None:
             del self._trainer.compute_loss_context_manager, self._trainer.log
             self._trainer = None
@@ -118,7 +118,7 @@ class ActivationStoreCallback(TrainerCallback):
 
 
 class _Context:
-    """What a Trainer computes losses in: its own context, and the store inside."""
+    """Context in which a Trainer computes losses: its own context, and the store inside."""
 
     def __init__(self, callback: ActivationStoreCallback, original: Any, store: ActivationStore) -> None:
         self.callback = callback
@@ -132,7 +132,7 @@ class _Context:
 
 
 class _Log:
-    """A Trainer's `log`, whose rows of training have the store's figures, too."""
+    """A Trainer's `log`, which adds the store's figures to rows of training."""
 
     def __init__(self, original: Any, store: ActivationStore) -> None:
         self._original = original

@@ -1,4 +1,4 @@
-"""The store in Lightning's Trainer: one callback."""
+"""Callback that uses the store in Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     if error.name is None or not error.name.startswith("lightning"):
         raise
     try:
-        from pytorch_lightning import Callback  # the same under its older name
+        from pytorch_lightning import Callback  # the package's older name
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "actstore.integrations.lightning is for Lightning, which is not installed: "
@@ -29,10 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ActivationStoreCallback(Callback):
-    """Trains with a store: ``Trainer(callbacks=[ActivationStoreCallback("recompute")])``.
+    """Callback that trains with a store: ``Trainer(callbacks=[ActivationStoreCallback("recompute")])``.
 
     The store is entered around each `training_step`; validation and test are not stored. Its figures go to the loggers
-    (`actstore/held_MiB` and others) every `log_every_n_steps`, and its report is logged when training ends.
+    (such as `actstore/held_MiB`) every `log_every_n_steps`, and its report is logged when training ends.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class ActivationStoreCallback(Callback):
         self.store: ActivationStore | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the store for the model, which is in its final form here, and have the strategy enter it."""
+        """Build the store for the model, which is in its final form here, and make the strategy enter it."""
         self._detach()
         other = getattr(trainer.strategy.training_step, "callback", None)
         if other is not None:
@@ -92,13 +92,13 @@ class ActivationStoreCallback(Callback):
                 logger.log_metrics(figures(self.store.report()), step=step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the report and give everything back."""
+        """Log the report, restore the strategy and close the store."""
         if self.store is not None:
             _logger.info("activations in the last step:\n%s", self.store.report())
         self._detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give everything back."""
+        """Restore the strategy and close the store."""
         self._detach()
 
     def _detach(self) -> None:

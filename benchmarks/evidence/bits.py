@@ -1,4 +1,4 @@
-"""Automatic bits against GACT's: bytes at equal variance of the gradients, variance at equal bytes.
+"""Automatic bits beside GACT's: bytes at equal variance of the gradients, variance at equal bytes.
 
     python -m benchmarks.evidence.bits        # about 15 minutes on one core
 
@@ -48,30 +48,30 @@ FORMATS = {
     4: "int4(group=256, round=stochastic)",
     2: "int2(group=256, round=stochastic)",
 }
-BUDGETS = (4.0, 6.0, 5.0, 3.0)  # average bits that GACT is given
-PROBED = 4  # bits at which it looks at the layers
-BACKWARDS = 3  # for each layer
-TRIES = 6  # of a variance that gives GACT's, measured
+AVERAGE_BITS = (4.0, 6.0, 5.0, 3.0)  # average bits of GACT
+PROBE_BITS = 4  # bits at which GACT measures the layers
+BACKWARDS_PER_LAYER = 3  # of each layer
+SEARCH_STEPS = 6  # steps of the search for GACT's measured variance
 
 Per = Literal["module", "site"]
 
 
 def gact_variances(subject: Subject, probe: Probe, loss: torch.Tensor, sites: Sequence[Site]) -> dict[Site, float]:
-    """Variance of the gradient from each site's rounding at 4 bits, by three backwards for each."""
-    decision = parse_decision(FORMATS[PROBED])
+    """Return the variance of the gradient from each site's rounding at 4 bits, by three backwards for each."""
+    decision = parse_decision(FORMATS[PROBE_BITS])
     assert isinstance(decision, Encode)
     fixed = {site: (decision.codec, key) for key, site in enumerate(sites)}
     found = {}
     for number, site in enumerate(sites):
-        keys = [len(sites) * (1 + draw) + number for draw in range(BACKWARDS)]
+        keys = [len(sites) * (1 + draw) + number for draw in range(BACKWARDS_PER_LAYER)]
         found[site] = spread([subject.gradients(loss, probe, {**fixed, site: (decision.codec, key)}) for key in keys])
     return found
 
 
 def gact_bits(variances: Mapping[Site, float], numels: Mapping[Site, int], average: float) -> dict[Site, int]:
-    """GACT's greedy choice: from 8 bits down, always what adds the least variance for each bit saved."""
+    """Return GACT's greedy choice: from 8 bits down, each time the step of least variance for each bit saved."""
     ladder = sorted(FORMATS, reverse=True)
-    share = {site: variance / _s(PROBED) for site, variance in variances.items()}
+    share = {site: variance / _s(PROBE_BITS) for site, variance in variances.items()}
     bits = dict.fromkeys(variances, ladder[0])
     while sum(bits[site] * numels[site] for site in bits) > average * sum(numels.values()):
         steps = []
@@ -91,7 +91,7 @@ def _s(bits: int) -> float:
 
 
 def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Choice:
-    """A choice that somebody else made, with our prediction."""
+    """Return given decisions as a Choice, with actstore's prediction."""
     rows = {p.site: next(c for c in p.candidates if c.decision == decisions[p.site]) for p in payloads}
     every = {site: decisions[p.site] for p in payloads for site in (p.site, *p.readers)}
     nbytes = sum(row.nbytes for row in rows.values())
@@ -100,7 +100,7 @@ def chosen(payloads: Sequence[SitePayload], decisions: Mapping[Site, str]) -> Ch
 
 
 def ours(subject: Subject) -> dict[str, Sensitivity]:
-    """The sensitivities that one lossy step shows, for the variance of all weights together, as GACT has it."""
+    """Return the sensitivities from one lossy step, for the variance of all weights together, as GACT defines it."""
     store = ActivationStore(subject.model, Encode(INITIAL_CODEC), min_bytes=MIN_NBYTES, observe=[SampleErrors(every=0)])
     influence = store._influence
     assert influence is not None
@@ -122,7 +122,7 @@ def ours(subject: Subject) -> dict[str, Sensitivity]:
 
 
 def among(payloads: Sequence[SitePayload], decisions: Sequence[str]) -> list[SitePayload]:
-    """The payloads with fewer candidates."""
+    """Return the payloads with the candidates of these decisions only."""
     return [
         replace(payload, candidates=tuple(c for c in payload.candidates if c.decision in decisions))
         for payload in payloads
@@ -130,13 +130,13 @@ def among(payloads: Sequence[SitePayload], decisions: Sequence[str]) -> list[Sit
 
 
 class Comparison:
-    """Choices, and what a store with them does to the gradients."""
+    """Choices, and the gradient errors of a store with them."""
 
     def __init__(self, subject: Subject, draws: int) -> None:
         self.subject, self.draws = subject, draws
 
     def row(self, name: str, choice: Choice) -> dict[str, Any]:
-        """The measured figures of a choice."""
+        """Measure the figures of a choice."""
         variance, error, stored = self.subject.deviation(choice.policy, self.draws)
         return {
             "name": name,
@@ -157,7 +157,7 @@ class Comparison:
         measured: Sequence[SitePayload],
         variances: Mapping[Site, float],
     ) -> dict[str, Any]:
-        """GACT at some average bits, and ours beside it: `payloads` with our sensitivities, `measured` with GACT's."""
+        """Compare actstore with GACT at some average bits: `payloads` have our sensitivities, `measured` GACT's."""
         mine, theirs = among(payloads, CANDIDATES), among(payloads, list(FORMATS.values()))
         bits = gact_bits(variances, {payload.site: payload.numel for payload in payloads}, average)
         gact = self.row("GACT", chosen(payloads, {site: FORMATS[b] for site, b in bits.items()}))
@@ -178,17 +178,17 @@ class Comparison:
         }
 
     def equal_bytes(self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per) -> dict[str, Any]:
-        """Ours in GACT's bytes."""
+        """Measure actstore's choice with GACT's bytes."""
         row = self.row(name, least_variance(payloads, nbytes=gact["nbytes"], per=per))
         return row | {"times_gact": row["variance"] / gact["variance"]}
 
     def equal_variance(
         self, name: str, payloads: Sequence[SitePayload], gact: dict[str, Any], per: Per
     ) -> dict[str, Any]:
-        """Ours with GACT's measured variance, which a search for the variance to ask for comes near to."""
+        """Search for the requested variance at which actstore's choice has GACT's measured variance."""
         low, high, asked = 0.0, None, gact["variance"]
         best = None
-        for _ in range(TRIES):
+        for _ in range(SEARCH_STEPS):
             row = self.row(name, least_bytes(payloads, variance=asked * self.subject.square, per=per))
             row["asked"] = asked
             if row["variance"] <= gact["variance"]:
@@ -199,12 +199,12 @@ class Comparison:
             mended = asked * gact["variance"] / row["variance"]
             asked = mended if high is None or (not low and mended < high) else (max(low, high / 4) * high) ** 0.5
         if best is None:
-            return {"name": name, "failed": f"no choice of {TRIES} had GACT's variance"}
+            return {"name": name, "failed": f"no choice of {SEARCH_STEPS} had GACT's variance"}
         return best | {"times_gact": best["nbytes"] / gact["nbytes"]}
 
 
 def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All figures; `done` is given those so far after each of GACT's budgets."""
+    """Return all figures; `done` receives the figures so far after each of GACT's budgets."""
     subject = Subject(WORK, steps)
     probe = Probe([*CANDIDATES, *(text for text in FORMATS.values() if text not in CANDIDATES)])
     begin = perf_counter()
@@ -216,7 +216,7 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
     variances = gact_variances(subject, probe, loss, sites)
     end = perf_counter()
     errors = {
-        p.site: next(c.error for c in p.candidates if c.decision == FORMATS[PROBED]) for p in probe.payloads(known)
+        p.site: next(c.error for c in p.candidates if c.decision == FORMATS[PROBE_BITS]) for p in probe.payloads(known)
     }
     measured = {str(site): Sensitivity(((errors[site], variances[site]),)) for site in sites}
     groups: list[dict[str, Any]] = []
@@ -226,13 +226,13 @@ def measure(steps: int, draws: int, done: Callable[[dict[str, Any]], None]) -> d
         "draws": draws,
         "sites": len(sites),
         "minibatch_noise": subject.minibatch_noise() / subject.square,
-        "extra_backwards": {"gact": BACKWARDS * len(sites), "ours": 0},
+        "extra_backwards": {"gact": BACKWARDS_PER_LAYER * len(sites), "ours": 0},
         "sampled_steps": {"gact": 0, "ours": 2},
         "seconds": {"trials": trials - begin, "ours": predicted - trials, "gact": end - predicted},
         "groups": groups,
     }
     compare = Comparison(subject, draws)
-    for average in BUDGETS:
+    for average in AVERAGE_BITS:
         groups.append(compare.group(average, probe.payloads(known), probe.payloads(measured), variances))
         done(found)
     return found

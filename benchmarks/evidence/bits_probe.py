@@ -1,4 +1,4 @@
-"""A trained GPT whose payloads are exact but for what a probe adds to them: for `benchmarks/evidence/bits.py`."""
+"""Trained GPT whose payloads are exact except for the errors that a probe adds: for `benchmarks/evidence/bits.py`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from actstore.policy.encoded import encode
 
 MIN_NBYTES = 4096  # the benchmark's tensors are small
 WORK = Workload(layers=4, width=128, heads=4, context=64, batch=8)
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 
 Gradients = list[Tensor]
 
 
 @dataclass(frozen=True, init=False)
 class _Disturbed(Trial):
-    """Stored exactly, and read as the probe wants it."""
+    """A payload that is stored exactly, and read as the probe wants it."""
 
     def decode(self, buf: Tensor, out: Tensor, key: int = 0) -> None:
         super().decode(buf, out, key)
@@ -42,7 +42,7 @@ class Probe(Trials):
 
     Attributes
     ----------
-    lossy : codec and key of the sites that are not read exactly
+    lossy : codec and key of each site that is read with loss
     """
 
     def __init__(self, candidates: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class Subject:
 
     Attributes
     ----------
-    backwards : how many a probe has run
+    backwards : how many backwards the probes have run
     """
 
     def __init__(self, work: Workload, steps: int) -> None:
@@ -67,7 +67,7 @@ class Subject:
         self.model = job.model
         self.parameters = list(self.model.parameters())
         self.backwards = 0
-        optimizer = torch.optim.AdamW(self.parameters, RATE)
+        optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE)
         for step in range(steps):
             optimizer.zero_grad()
             self.model(*job.batch(step)).backward()
@@ -78,24 +78,24 @@ class Subject:
         self.square = sum(float(g.square().sum()) for g in self.exact)
 
     def minibatch_noise(self) -> float:
-        """Variance of the gradient from batch to batch: |g|^2 about the mean of 8 batches, summed over all weights."""
+        """Return the gradient's variance between batches: |g|^2 about the mean of 8 batches, over all weights."""
         found = [self._plain(i) for i in range(1, len(self.batches))]
         return spread(found)
 
     def probed(self, probe: Probe) -> Tensor:
-        """The loss of one forward with the probe, whose graph can be run backward again and again."""
+        """Return the loss of one forward with the probe; its graph serves any number of backwards."""
         with ActivationStore(self.model, probe, min_bytes=MIN_NBYTES), probe.watching():
             loss: Tensor = self.model(*self.batches[0])
         return loss
 
     def gradients(self, loss: Tensor, probe: Probe, lossy: Mapping[Site, tuple[Codec, int]]) -> Gradients:
-        """The gradients where these sites are read with loss."""
+        """Return the gradients where these sites are read with loss."""
         self.backwards += 1
         probe.lossy = dict(lossy)
         return list(torch.autograd.grad(loss, self.parameters, retain_graph=True))
 
     def deviation(self, policy: Policy, draws: int) -> tuple[float, float, int]:
-        """Mean squared distance of a store's gradients from the exact ones over `draws` seeds of the store.
+        """Return the mean squared distance of a store's gradients from the exact ones over `draws` seeds of the store.
 
         Returns
         -------
@@ -119,11 +119,11 @@ class Subject:
 
 
 def distance(found: Gradients, wanted: Gradients) -> float:
-    """|found - wanted|^2 over all weights."""
+    """Return |found - wanted|^2 over all weights."""
     return float(sum((a - b).square().sum(dtype=torch.float64) for a, b in zip(found, wanted, strict=True)))
 
 
 def spread(found: Sequence[Gradients]) -> float:
-    """Unbiased sample variance of gradients, summed over all weights."""
+    """Return the unbiased sample variance of gradients, summed over all weights."""
     mean = [torch.stack(parts).mean(0) for parts in zip(*found, strict=True)]
     return sum(distance(one, mean) for one in found) / (len(found) - 1)

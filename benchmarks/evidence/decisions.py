@@ -1,8 +1,8 @@
-"""Gradient errors where backward decides by saved floats, and what keeping decisions costs: three minutes on one core.
+"""Gradient errors where saved floats decide in backward, and the cost of kept decisions: three minutes on one core.
 
 ``python -m benchmarks.evidence.decisions`` prints Markdown tables. Gradients are those of the first weights in float32.
 
-1. The relative error of all gradients, and the bytes held, of networks whose activations decide (ReLU and its kin) or
+1. The relative error of all gradients, and the bytes held, of networks whose activations decide (such as ReLU) or
    do not (GELU): eight 3x3 convolutions with BatchNorm and one activation, batch 32 of 32 x 32, and the benchmark's
    ResNet; under policies as they are and with ``signs=round``, which lets small values fall to zero.
 2. The same networks with every block recomputed from lossy inputs: decisions made anew, and repeated.
@@ -37,13 +37,13 @@ ACTIVATIONS = (
     nn.Softshrink,
 )  # fmt: skip
 CODECS = ("int8", "int8(affine)", "fp8", "int6", "int4", "nf4")
-SPEED = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")
-INPUTS = ("int8", "int4")  # of recomputed blocks
-STEPS = 2  # the second follows what the first has learned of each site
+TIMED_CODECS = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")
+INPUT_CODECS = ("int8", "int4")  # of recomputed blocks
+STEPS = 2  # the second uses what the first learned of each site
 
 
 class Convolutions(nn.Module):
-    """Eight of them, each with BatchNorm and an activation."""
+    """Eight convolutions, each with BatchNorm and an activation."""
 
     def __init__(self, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Convolutions(nn.Module):
 
 
 def subjects() -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Tensor]]]:
-    """Name, model, and the loss of it."""
+    """Yield the name, the model, and its loss function."""
     torch.manual_seed(1)
     x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     for activation in ACTIVATIONS:
@@ -75,7 +75,7 @@ def subjects() -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Tensor]]]
 def gradients(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], policy: str, min_bytes: int = MIN_NBYTES
 ) -> tuple[list[Tensor], int]:
-    """Those of all parameters, and the bytes that the store held for them."""
+    """Return the gradients of all parameters, and the bytes that the store held for them."""
     store = ActivationStore(model, policy, min_bytes=min_bytes)
     for _ in range(STEPS):
         model.zero_grad()
@@ -88,7 +88,7 @@ def gradients(
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    """Relative, of all together."""
+    """Return the relative error over all gradients."""
     off = sum(float((a - b).pow(2).sum()) for a, b in zip(found, exact, strict=True))
     return (off / sum(float(b.pow(2).sum()) for b in exact)) ** 0.5
 
@@ -111,17 +111,17 @@ def recomputed() -> str:
     for name, model, loss in subjects():
         exact, _ = gradients(model, loss, "keep")
         row = [name]
-        for codec in INPUTS:
+        for codec in INPUT_CODECS:
             (anew, less), (kept, held) = (
                 gradients(model, loss, f"recompute({codec}{rule})") for rule in (", decisions=anew", "")
             )
             row.append(f"{error(anew, exact):.2%} -> {error(kept, exact):.2%}, bytes {held / less:.3f}")
         rows.append(row)
-    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUTS)], rows))
+    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUT_CODECS)], rows))
 
 
 class Mixture:
-    """A mixture of experts with one batch, which remembers the experts of each token in each run."""
+    """A mixture of experts with one batch, which records the experts of each token in each run."""
 
     def __init__(self, every: bool) -> None:
         task = TASKS["moe"]
@@ -142,7 +142,7 @@ class Mixture:
         return gradients(self.model, lambda model: model(*self.batch), policy, min_bytes=0)[0]
 
     def under(self, policy: str) -> str:
-        """The error, and where blocks ran twice in the last step the tokens that took other experts then."""
+        """Return the error, and the tokens that took other experts where the last step ran blocks a second time."""
         try:
             said = f"{error(self.gradients(policy), self.exact):.2%}"
         except StateError:
@@ -156,7 +156,7 @@ def routed() -> str:
     rows = []
     for name, every in (("the tokens that chose it", False), ("all tokens", True)):
         mixture = Mixture(every)
-        for codec in INPUTS:
+        for codec in INPUT_CODECS:
             policies = codec, f"recompute({codec}, decisions=anew)", f"recompute({codec})"
             rows.append([name, codec, *map(mixture.under, policies)])
     return "\n".join(table(["each expert computes", "codec", "not recomputed", "anew", "repeated"], rows))
@@ -165,7 +165,7 @@ def routed() -> str:
 def speed(pairs: int) -> str:
     x = torch.randn(2 << 20).relu().view(1024, 2048)
     rows = []
-    for text in SPEED:
+    for text in TIMED_CODECS:
         decision = parse_decision(text)
         assert isinstance(decision, Encode)
         plain, kept = decision.codec, decision.codec.keeping_signs

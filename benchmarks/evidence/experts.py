@@ -1,4 +1,4 @@
-"""A small GPT whose feed-forward networks are mixtures of experts."""
+"""Small GPT whose feed-forward networks are mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import Tensor, nn
 from actstore.bench.workloads.gpt import GPT
 from actstore.bench.workloads.workload import Workload
 
-EXPERTS, CHOSEN = 8, 2  # of each block; of them for each token
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # experts in each block, and for each token
 
 
 class Router(nn.Module):
-    """The weights and the numbers of the experts that each token likes best, both of shape (tokens, CHOSEN)."""
+    """Router: returns the weights and indices of each token's experts, both of shape (tokens, EXPERTS_PER_TOKEN)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.likes = nn.Linear(width, EXPERTS, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = self.likes(tokens).softmax(-1).topk(CHOSEN)
+        weights, chosen = self.likes(tokens).softmax(-1).topk(EXPERTS_PER_TOKEN)
         return weights / weights.sum(-1, keepdim=True), chosen
 
 
 class Experts(nn.Module):
-    """Small networks, of which each token goes through those that a router chooses, weighed by it.
+    """Small networks, of which each token goes through those that a router chooses, weighted by the router.
 
     Parameters
     ----------
-    every : whether each token goes through all of them, weighed with 0 where it has not chosen them: then no shape
+    every : whether each token goes through all experts, weighted with 0 where it has not chosen them: then no shape
         depends on a choice
     """
 
@@ -48,13 +48,13 @@ class Experts(nn.Module):
             if self.every:
                 out = out + expert(tokens) * (weights * (chosen == number)).sum(-1, keepdim=True)
             else:
-                token, place = (chosen == number).nonzero(as_tuple=True)  # as many as have chosen it
+                token, place = (chosen == number).nonzero(as_tuple=True)  # one entry for each token that chose it
                 out = out.index_add(0, token, expert(tokens[token]) * weights[token, place].unsqueeze(-1))
         return out.view_as(x)
 
 
 class MixtureGPT(GPT):
-    """``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
+    """A GPT of experts: ``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
 
     def __init__(self, work: Workload, every: bool = False) -> None:
         super().__init__(work)

@@ -1,4 +1,4 @@
-"""What the cells of `benchmarks.evidence.run` say: intervals, verdicts, and the page ``evidence.md`` beside them."""
+"""Page ``evidence.md`` of the cells of `benchmarks.evidence.run`: intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ changed what they do with the row."""
 
 
 class Interval(NamedTuple):
-    """A mean over two seeds or more, and the half of its confidence interval by Student's t."""
+    """A mean over two seeds or more, and half of its confidence interval by Student's t."""
 
     mean: float
     half: float
@@ -47,15 +47,15 @@ class Interval(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A row beside plain, seed by seed.
+    """Comparison of a row with plain, seed by seed.
 
     Attributes
     ----------
-    off : mean difference to plain, of pairs with one seed
-    plain : the mean of plain over the same seeds, whose interval shows how far seeds alone move it
-    seeds : pairs
+    off : mean difference to plain, over pairs with one seed
+    plain : the mean of plain over the same seeds, whose interval shows the effect of the seed alone
+    seeds : number of pairs
     verdict : within | unclear | lower | worse | diverged
-    old : whether stores have changed what they do with the row since some of its cells were run
+    old : whether stores have changed their treatment of the row since some of its cells ran
     """
 
     off: Interval
@@ -66,7 +66,7 @@ class Judged(NamedTuple):
 
 
 def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") -> Judged | None:
-    """Compare a row with plain; None where fewer than two seeds have both.
+    """Compare a row with plain; return None where fewer than two seeds have both.
 
     "diverged": in some seed a loss is not finite, or the final training loss is not below the first point of the curve,
     which is a mean over some steps, since the first batch alone may be an easy one. "within": the row's mean lies in
@@ -93,12 +93,12 @@ def judge(found: dict[str, Any], task: str, row: str, measure: str = "final") ->
 
 
 def _trained(found: dict[str, Any], task: str, row: str) -> list[dict[str, Any]]:
-    """The cells of a task and a row that did not fail."""
+    """Return the cells of a task and a row that did not fail."""
     return [cell for cell in found["cells"] if (cell["task"], cell["row"]) == (task, row) and "failed" not in cell]
 
 
 def write(folder: Path) -> Path:
-    """Make ``evidence.md`` and ``evidence.png`` from ``evidence.json`` in `folder`; the path of the page."""
+    """Write ``evidence.md`` and ``evidence.png`` from ``evidence.json`` in `folder`; return the path of the page."""
     found = machine.read(folder / "evidence.json")
     verdicts = {(task, row): judge(found, task, row) for task in found["tasks"] for row in found["rows"]}
     offs = {names: (judged.off, judged.plain.half) for names, judged in verdicts.items() if judged}
@@ -109,7 +109,7 @@ def write(folder: Path) -> Path:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The page."""
+    """Return the lines of the page."""
     said = ["# Training under lossy stores", "", "Made by `python -m benchmarks.evidence.run`.", ""]
     said += ["## Tasks", "", *_tasks(found), "", "## Results", ""]
     said += ["![loss curves, and how far final losses are from plain's](evidence.png)", ""]
@@ -132,7 +132,7 @@ def _tasks(found: dict[str, Any]) -> list[str]:
 
 
 def _dates(found: dict[str, Any], task: str) -> str:
-    """The first and the last day on which a cell of the task was run."""
+    """Return the first and the last day on which a cell of the task ran."""
     days = sorted({cell["date"] for cell in found["cells"] if cell["task"] == task})
     return " to ".join(sorted({days[0], days[-1]})) if days else "-"
 
@@ -143,7 +143,7 @@ def _verdicts(found: dict[str, Any]) -> list[str]:
 
 
 def _counted(found: dict[str, Any], row: str) -> list[str]:
-    """The row's verdicts over the tasks that have it."""
+    """Count the row's verdicts over the tasks that have it."""
     tasks = [task for task in found["tasks"] if judge(found, task, row)]
     held = [100 * cell["held"] for task in tasks for cell in _trained(found, task, row) if cell["held"]]
     (_, codec), *options = found["rows"][row].items()
@@ -169,7 +169,7 @@ def _differences(found: dict[str, Any], measure: str) -> list[str]:
 
 
 def _cell(judged: Judged | None, row: str, seeds: int) -> str:
-    """The row's words in a task, a mark where it is old, and the number of its seeds where other cells have more."""
+    """Describe the row in a task, marked where it is old, with the number of seeds where other cells have more."""
     if judged is None:
         return "-"
     said = _said(judged, row) + ("‡" if judged.old else "")
@@ -196,7 +196,7 @@ def _accuracy(found: dict[str, Any]) -> list[str]:
 
 
 def _runs(found: dict[str, Any]) -> list[str]:
-    """How many, of which seeds, on what; and what failed."""
+    """Describe the runs: their number, seeds and machine; and the failures."""
     env = found["environment"]
     seeds = sorted({cell["seed"] for cell in found["cells"]})
     said = [

@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.evidence.run`: for each task loss curves, and final losses less plain's."""
+"""Picture of `benchmarks.evidence.run`: for each task loss curves, and final losses less plain's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CURVES = {  # rows whose losses are drawn
     "recompute(int4)": look.VERMILION,
     "topk, a quarter": look.PURPLE,
 }
-HEADING, LINE = 0.75, 0.15  # inches, of a task, and of each of its rows
+HEADING_INCHES, LINE_INCHES = 0.75, 0.15  # inches, of a task, and of each of its rows
 
 Offs = Mapping[tuple[str, str], tuple[tuple[float, float], float]]
 
@@ -31,10 +31,10 @@ def draw(found: dict[str, Any], offs: Offs) -> Figure:
 
     Parameters
     ----------
-    offs : by task and row, mean and half interval of its difference to plain, and the half interval of plain itself
+    offs : by task and row: mean and half interval of its difference to plain, and the half interval of plain itself
     """
     tasks = [task for task in found["tasks"] if (task, PLAIN) in offs]
-    figure = look.figure((HEADING + LINE * len(found["rows"])) * max(1, len(tasks)) + 0.4)
+    figure = look.figure((HEADING_INCHES + LINE_INCHES * len(found["rows"])) * max(1, len(tasks)) + 0.4)
     if not tasks:
         return figure
     for task, (left, right) in zip(tasks, figure.subplots(len(tasks), 2, squeeze=False), strict=True):
@@ -49,7 +49,7 @@ def draw(found: dict[str, Any], offs: Offs) -> Figure:
 
 
 def _curves(axes: Axes, found: dict[str, Any], task: str) -> None:
-    """Means over seeds; of plain also from the lowest to the highest."""
+    """Draw means over seeds; for plain also the range from the lowest to the highest seed."""
     for row, color in {**CURVES, PLAIN: look.BLACK}.items():
         curves = [
             cell["curve"] for cell in found["cells"] if (cell["task"], cell["row"]) == (task, row) and cell.get("curve")
@@ -73,7 +73,7 @@ def _curves(axes: Axes, found: dict[str, Any], task: str) -> None:
 
 
 def _differences(axes: Axes, rows: list[str], task: str, offs: Offs) -> None:
-    """A mark for each row, and its interval; what diverged has a word instead."""
+    """Draw a mark for each row, and its interval; a diverged row has a word instead."""
     band = offs[task, PLAIN][1]
     axes.axvspan(-band, band, color=look.GRID)
     axes.axvline(0, color=look.BLACK, linewidth=1.1, linestyle=(0, (4, 2)))
@@ -85,7 +85,7 @@ def _differences(axes: Axes, rows: list[str], task: str, offs: Offs) -> None:
         else:
             axes.errorbar(mean, place, xerr=half, color=color, marker="o", markersize=4, linewidth=1.3, capsize=2)
     axes.set_xscale("symlog", linthresh=band / 10)
-    decades = [10.0**power for power in range(ceil(log10(band / 5)), 2)]  # those nearer to 0 have no room for figures
+    decades = [10.0**power for power in range(ceil(log10(band / 5)), 2)]  # decades nearer to 0 have no room for labels
     axes.set_xticks([*(-size for size in decades), 0, *decades], minor=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()

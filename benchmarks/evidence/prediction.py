@@ -1,4 +1,4 @@
-"""How good is the prediction of payload errors' effect on gradients? ``python -m benchmarks.evidence.prediction``.
+"""Quality of the predicted effect of payload errors on gradients: ``python -m benchmarks.evidence.prediction``.
 
 Small GPTs are trained for some steps. Then each site alone is made lossy, and the variance of all gradients over some
 draws of the random rounding is compared with what one sampled step predicts: rank correlation over the sites, the least

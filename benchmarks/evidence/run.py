@@ -1,4 +1,4 @@
-"""Do models learn as well under lossy stores? ``python -m benchmarks.evidence.run``; by estimate two hours on 2 cores.
+"""Learning under lossy stores: ``python -m benchmarks.evidence.run``; by estimate two hours on 2 cores.
 
 Small models (`benchmarks.evidence.tasks.TASKS`) are trained through each store (`ROWS`) from the same seeds, which give
 the weights, the order of batches and the random bits of the store. So each row is compared with plain training seed by
@@ -29,8 +29,8 @@ from benchmarks.evidence import page as evidence_page
 from benchmarks.evidence.tasks import CHANGED, ROWS, TASKS, Task, train
 from benchmarks.suite.convergence import smooth
 
-END = 0.1  # share of the steps at the end whose mean loss is the final one
-SAME = ("processor", "python", "torch", "text_sha256")  # what all cells of a file have to share
+FINAL_SHARE = 0.1  # share of the steps, at the end, whose mean loss is the final loss
+SHARED_FIELDS = ("processor", "python", "torch", "text_sha256")  # equal for all cells of a file
 
 
 class Cell(NamedTuple):
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 
 def name_of(cell: Mapping[str, Any]) -> Cell:
-    """The name of a result."""
+    """Return the name of a result."""
     return Cell(cell["task"], cell["row"], cell["seed"])
 
 
@@ -56,11 +56,11 @@ def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any
     """
     try:
         found = train(task, kwargs, cell.seed)
-    except Exception as error:  # other cells go on; the page and the exit code say so
+    except Exception as error:  # the remaining cells run; the page and the exit code report the failure
         return {**cell._asdict(), "failed": f"{type(error).__name__}: {error}"}
     losses = found.pop("losses")
     whole = len(losses) == task.work.steps and isfinite(losses[-1])
-    last = losses[-max(1, int(END * task.work.steps)) :]
+    last = losses[-max(1, int(FINAL_SHARE * task.work.steps)) :]
     return {
         **cell._asdict(),
         "first": losses[0],
@@ -71,17 +71,17 @@ def run_cell(cell: Cell, task: Task, kwargs: Mapping[str, Any]) -> dict[str, Any
 
 
 def opened(path: Path, tasks: Mapping[str, Task], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The results so far, without failed cells and those of tasks and rows that are not the same any more.
+    """Read the results so far, without failed cells and those whose task or row has changed.
 
     Raises
     ------
-    SystemExit : they come from another machine, torch or text
+    SystemExit : the results come from another machine, torch or text
     """
     now = environment()
     found = machine.read(path) or {"environment": now, "cells": []}
-    others = {name for name in SAME if found["environment"][name] != now[name]}
-    if others:
-        raise SystemExit(f"{path} was measured with another {', '.join(sorted(others))}; give another --folder")
+    unlike = {name for name in SHARED_FIELDS if found["environment"][name] != now[name]}
+    if unlike:
+        raise SystemExit(f"{path} was measured with another {', '.join(sorted(unlike))}. Give another --folder.")
     sizes = {name: task.sizes() for name, task in tasks.items()}
     valid = [
         cell
@@ -102,7 +102,7 @@ def run(
     done: Callable[[dict[str, Any]], object] = lambda cell: None,
     some: Callable[[Cell], bool] = lambda cell: True,
 ) -> dict[str, Any]:
-    """Run the cells that `path` does not have yet, seed by seed, and write it after each.
+    """Run the cells that `path` lacks, seed by seed, and write it after each.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def run(
 def _trained(
     cells: Sequence[Cell], workers: int, tasks: Mapping[str, Task], rows: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The results as they end; without workers in this process."""
+    """Yield the results as they end; without workers the cells run in this process."""
     jobs = [partial(run_cell, cell, tasks[cell.task], rows[cell.row]) for cell in cells]
     if not workers:
         yield from (job() for job in jobs)
@@ -142,7 +142,7 @@ def _trained(
 
 
 def main() -> int:
-    """Run what is missing, and make the page. Exit code 1 where a cell failed."""
+    """Run the missing cells, and write the page. Exit code 1 where a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ... up to so many")
     parser.add_argument("--tasks", type=_names(TASKS), default=set(TASKS), help="only these; names with ; between them")
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def _names(known: Mapping[str, object]) -> Callable[[str], set[str]]:
-    """A reader of names with ; between them."""
+    """Return a reader of names separated by ";"."""
 
     def read(given: str) -> set[str]:
         names = {name.strip() for name in given.split(";")}

@@ -1,8 +1,8 @@
-"""What the sampling of errors costs in training: `python -m benchmarks.evidence.sampling`.
+"""Cost of sampling errors in training: `python -m benchmarks.evidence.sampling`.
 
-The GPT of `make bench` in int8: a step that is sampled, the one after it, which gives the noise from batch to batch,
-one to calm down, and one that is not sampled take turns on one model in one process. Processor time on one thread, so
-that other work on the machine counts little; medians over the rounds. Further steps do what those without sampling do.
+The GPT of `make bench` in int8: a sampled step, the one after it, which gives the noise from batch to batch,
+one to settle, and one without sampling take turns on one model in one process. Processor time on one thread, so
+that other work on the machine counts little; medians over the rounds. Further steps are like those without sampling.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from actstore.bench.trainer import fix_numerics
 from actstore.bench.workloads.job import Job, fix_seed
 from actstore.bench.workloads.workload import Workload
 
-EVERY = 200  # steps, as the default is
+SAMPLE_PERIOD_STEPS = 200  # steps, as the default is
 WARMUP = 2
 
 
 def measure(work: Workload, rounds: int) -> dict[str, float]:
-    """Milliseconds of forward and backward of each kind of step."""
+    """Return milliseconds of forward and backward of each kind of step."""
     fix_numerics(work)
     job = workloads.make(work)
     store = ActivationStore(job.model, "int8", observe=[SampleErrors(every=0)])
@@ -57,7 +57,9 @@ def main() -> None:
     for name, ms in found.items():
         print(f"{name:>8} {ms:8.1f} ms  {ms / found['plain']:.3f}")
     extra = found["sampled"] + found["after"] - 2 * found["plain"]
-    print(f"with one sampled step in {EVERY}: {extra / EVERY / found['plain']:+.2%} of a step")
+    print(
+        f"with one sampled step in {SAMPLE_PERIOD_STEPS}: {extra / SAMPLE_PERIOD_STEPS / found['plain']:+.2%} of a step"
+    )
 
 
 if __name__ == "__main__":

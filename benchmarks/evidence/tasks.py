@@ -1,4 +1,4 @@
-"""What `benchmarks.evidence.run` trains, on data that come with Python and scikit-learn, and through which stores."""
+"""Tasks and stores of `benchmarks.evidence.run`, on data that come with Python and scikit-learn."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from actstore.bench.workloads.vit import ViT
 from actstore.bench.workloads.workload import Workload
 from benchmarks.evidence.experts import MixtureGPT
 
-HELD_OUT = 0.1  # share of a text, at its end, that is never trained on
-FOLDS = 5  # of the scans, every fifth
-EVALUATED = 8  # batches of held-out text
-BASE_STEPS = 200  # of the model that adapters are put on
+HELD_OUT_SHARE = 0.1  # share of a text, at its end, that training never sees
+FOLDS = 5  # every fifth scan is held out
+EVALUATED_BATCHES = 8  # batches of held-out text
+BASE_STEPS = 200  # training steps of the model that adapters are added to
 
 PLAIN = "plain"
-ROWS: dict[str, dict[str, Any]] = {  # arguments of ActivationStore; "keep" has the bits of plain training
+ROWS: dict[str, dict[str, Any]] = {  # arguments of ActivationStore; "keep" is bit-identical to plain training
     PLAIN: {"policy": "keep"},
     "int8": {"policy": "int8"},
     "int8(affine)": {"policy": "int8(affine)"},
@@ -53,7 +53,7 @@ ROWS: dict[str, dict[str, Any]] = {  # arguments of ActivationStore; "keep" has 
     "recompute(int8)": {"policy": "recompute(int8)"},  # every block
     "recompute(int4)": {"policy": "recompute(int4)"},
 }
-# The day since which stores do something else with a row: older cells are marked until they are run again.
+# The day since which stores treat a row otherwise: older cells are marked until they run again.
 CHANGED = {
     "bits, noise 0.1": "2026-11-25",
     "bits, as many as int4": "2026-11-25",
@@ -64,7 +64,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Data:
-    """``draw(step, seed)`` is a batch to train on; `held_out` are those that are never trained on."""
+    """Data of a task: ``draw(step, seed)`` is a batch to train on; training never sees those of `held_out`."""
 
     draw: Callable[[int, int], Batch]
     held_out: list[Batch]
@@ -76,13 +76,13 @@ class Task:
 
     Attributes
     ----------
-    title : what is trained on what, for people
-    build : the model, from generators as `fix_seed` left them; called with a batch it returns the loss
+    title : model and data, for people
+    build : builds the model, from generators in the state of `fix_seed`; the model returns the loss of a batch
     data : of these sizes
     work : sizes and steps
-    rate : AdamW's learning rate at first; it falls to 0 in a straight line
+    rate : initial learning rate of AdamW; it decays linearly to 0
     classes : whether the head gives classes, whose accuracy is then reported
-    stores : goes up where stores have changed what a lossy row does to this task, whose cells are then run again
+    stores : version of what stores do to this task's lossy rows; a new one makes their cells run again
     """
 
     title: str
@@ -94,14 +94,14 @@ class Task:
     stores: int = 1
 
     def sizes(self) -> dict[str, Any]:
-        """All that its losses follow from, but for the seed."""
+        """Return everything that determines the losses, except the seed."""
         return asdict(self.work) | {"rate": self.rate, "stores": self.stores}
 
 
 def _windows(characters: str, work: Workload) -> Data:
     codes = {character: code for code, character in enumerate(text.vocabulary())}
     data = torch.tensor([codes[character] for character in characters if character in codes])
-    cut = len(data) - int(HELD_OUT * len(data))
+    cut = len(data) - int(HELD_OUT_SHARE * len(data))
 
     def batch(part: Tensor, starts: Tensor) -> Batch:
         index = starts.unsqueeze(1) + torch.arange(work.context)
@@ -111,7 +111,7 @@ def _windows(characters: str, work: Workload) -> Data:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         return batch(data[:cut], torch.randint(cut - work.context, (work.batch,), generator=generator))
 
-    count = EVALUATED * work.batch
+    count = EVALUATED_BATCHES * work.batch
     starts = torch.linspace(0, len(data) - cut - work.context - 1, count).long()
     return Data(draw, [batch(data[cut:], some) for some in starts.split(work.batch)])
 
@@ -144,7 +144,7 @@ def _digits(work: Workload) -> Data:
 
 @lru_cache(maxsize=1)
 def _base(work: Workload) -> dict[str, Tensor]:
-    """The weights of a Llama that was trained on help topics, without a store."""
+    """Return the weights of a Llama that was trained on help topics, without a store."""
     fix_seed(work.seed)
     model, data = Llama(work), _help(work)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -259,17 +259,17 @@ def train(task: Task, kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _held(task: Task, work: Workload, data: Data, options: dict[str, Any]) -> int:
-    """Bytes at the end of the first forward."""
+    """Return the bytes held at the end of the first forward."""
     fix_seed(work.seed)
     model = task.build(work)
     store = ActivationStore(model, **options)
     with store:
-        _loss = model(*data.draw(0, work.seed))  # which holds the graph
+        _loss = model(*data.draw(0, work.seed))  # holds the graph
     return store.report().held_bytes
 
 
 def _evaluate(model: nn.Module, held_out: list[Batch], classes: bool) -> dict[str, float | None]:
-    """Mean loss, and share of right answers, on data that was never trained on."""
+    """Return mean loss, and share of right answers, on data that training never saw."""
     model.eval()
     right: list[float] = []
 

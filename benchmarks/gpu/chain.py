@@ -1,4 +1,4 @@
-"""A step whose compute and transfer are known: a chain of layers of matrix products, each of which saves its input.
+"""Step with known compute and transfer: a chain of layers of matrix products, each of which saves its input.
 
 Times are of the host's clock around a step that begins and ends with an idle device, medians over pairs of steps with
 and without a store. Gradients are compared bit for bit.
@@ -17,13 +17,13 @@ import torch
 from actstore import ActivationStore
 from actstore.trace import Event, Trace
 
-LAYERS, TOKENS, WIDTH = 32, 16384, 2048  # 64 MiB in bfloat16: four fill the engine's window
-WARMUP = 3  # steps; the first allocates, the second knows the order
+LAYERS, TOKENS, WIDTH = 32, 16384, 2048  # 64 MiB of input a layer in bfloat16: four fill the engine's window
+WARMUP = 3  # steps; the first allocates, the second knows the fetch order
 REPEATS = 10
 
 
 class _Layer(torch.autograd.Function):
-    """The same number of products forward and backward. The gradient depends on every byte of the saved input."""
+    """Layer with the same number of products in forward and backward; the gradient depends on every saved byte."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: int) -> torch.Tensor:
@@ -42,11 +42,11 @@ class _Layer(torch.autograd.Function):
 
 
 class Chain:
-    """The job. `products` of each layer may be changed between steps.
+    """Chain of layers; `products`, the number of each layer, may change between steps.
 
     Attributes
     ----------
-    nbytes : that each layer saves
+    nbytes : bytes that each layer saves
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Chain:
         self.nbytes = self.x.nbytes
 
     def step(self, store: ActivationStore | None = None) -> torch.Tensor:
-        """Forward and backward; the gradient of the input."""
+        """Run forward and backward; return the gradient of the input."""
         self.x.grad = None
         with nullcontext() if store is None else store:
-            x = self.x * 1  # nobody but the graph holds what a layer saves
+            x = self.x * 1  # only the graph holds what a layer saves
             for _ in range(self.layers):
                 x = _Layer.apply(x, self.weight, self.products)  # type: ignore[no-untyped-call]  # torch's
             loss = x.sum()
@@ -73,14 +73,14 @@ class Chain:
         return grad
 
     def balance(self, factor: float, transfer_ms: float) -> None:
-        """Have a layer compute for about `factor` times `transfer_ms`."""
+        """Set `products` so that a layer computes for about `factor` times `transfer_ms`."""
         x, count = self.x.detach(), 20
         times = [elapsed_ms(self.device, lambda: [x @ self.weight for _ in range(count)]) / count for _ in range(3)]
         self.products = max(1, round(factor * transfer_ms / min(times)))
 
 
 def elapsed_ms(device: str, run: Callable[[], Any]) -> float:
-    """Milliseconds of one call, to the end of what it queues on the device."""
+    """Return milliseconds of one call, to the end of the work that it queues on the device."""
     synchronize(device)
     begin = perf_counter_ns()
     run()
@@ -94,7 +94,7 @@ def synchronize(device: str) -> None:
 
 
 def measure(chain: Chain, policy: str, repeats: int = REPEATS, **options: Any) -> dict[str, Any]:
-    """Steps with a store beside plain ones: times, and the figures of the store's own report, as medians."""
+    """Run steps with a store beside plain ones; return times and the figures of the store's report, as medians."""
     store = ActivationStore(policy=policy, min_bytes=0, **options)
     try:
         for _ in range(WARMUP):
@@ -129,7 +129,7 @@ def _reported(store: ActivationStore) -> dict[str, float]:
 
 
 def traced(chain: Chain, policy: str, **options: Any) -> Trace:
-    """The trace of one step, and of nothing else."""
+    """Return the trace of one step alone."""
     store = ActivationStore(policy=policy, min_bytes=0, observe=[Trace()], **options)
     try:
         for _ in range(WARMUP):
@@ -145,7 +145,7 @@ def traced(chain: Chain, policy: str, **options: Any) -> Trace:
 
 
 def rate(events: list[Event], *kinds: str) -> dict[str, float] | None:
-    """Bytes that copies of some kinds moved, from the begin of the first to the end of the last; None for no copy."""
+    """Return the rate of copies of `kinds`, from the start of the first to the end of the last; None without copies."""
     mine = [event for event in events if event.kind in kinds]
     if not mine:
         return None
@@ -157,18 +157,18 @@ def rate(events: list[Event], *kinds: str) -> dict[str, float] | None:
 def theoretical_stall_ms(
     layers: int, ahead: int, fetched: int, compute_ms: float, out_ms: float, back_ms: float
 ) -> float:
-    """How long compute must wait in a step, whatever the order of work.
+    """Return how long compute must wait in a step, whatever the order of work.
 
-    Forward: layer i is saved at i * compute_ms, and may be once the copy of layer i - ahead has ended; copies run one
-    after the other. Backward: the payloads that are no longer on the device come back one after the other from its
-    begin on; the first is needed after the compute of the layers that are on the device, the last after that of all
-    layers but one.
+    Forward: the step saves layer i at i * compute_ms, but not before the copy of layer i - ahead has ended; copies run
+    one after the other. Backward: the payloads that have left the device come back one after the other, from its start.
+    Backward reads the first of them after the compute of the layers on the device, the last after that of all layers
+    but one.
 
     Parameters
     ----------
     layers : of the chain
     ahead : payloads that the window holds
-    fetched : payloads that came back from the tier; the others were still on the device
+    fetched : payloads that came back from the tier; the remaining ones were still on the device
     compute_ms : of one layer, each way
     out_ms, back_ms : of the copy of one payload
     """
@@ -179,12 +179,12 @@ def theoretical_stall_ms(
 
 
 def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[str, Any]:
-    """What `steps` steps allocate after some that are alike."""
+    """Return what `steps` equal steps allocate after the first ones."""
     store = ActivationStore(policy=policy, min_bytes=0, **options)
     try:
         for _ in range(2 * WARMUP):
             chain.step(store)
-            synchronize(chain.device)  # the host runs ahead in each step alike
+            synchronize(chain.device)  # so that the host runs ahead equally in each step
         before = dict(_counters(store, chain.device))
         for _ in range(steps):
             chain.step(store)
@@ -209,7 +209,7 @@ def _counters(store: ActivationStore, device: str) -> Iterator[tuple[str, int]]:
 
 
 def _arenas(store: ActivationStore) -> list[list[int]]:
-    """Sizes of the pinned segments of each host tier."""
+    """Return the sizes of the pinned segments of each host tier."""
     tiers = [tier for place in store._store._places.values() for tier in place._open.values()]
     arenas = [tier._arena for tier in tiers if hasattr(tier, "_arena")]
     return [[segment.nbytes for segment in arena._segments if segment.pinned] for arena in arenas]

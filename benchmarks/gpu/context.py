@@ -1,9 +1,9 @@
-"""The largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
+"""Largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
 
-The Llama blocks of `gpu_llama.py` with one sequence, under a limit of device memory, by default that of a card of
+The blocks of `benchmarks.gpu.llama` with one sequence, under a limit of device memory, by default that of a card of
 24 GiB: on all of an H200 host memory would be full first, and attention over so many tokens takes minutes. Two sizes
-are measured, a line through their peaks says what should fit, and that is tried: running out of memory is rare. What
-is called the largest did run.
+are measured; a line through their peaks predicts the size that fits, which is then tried: running out of memory is
+rare. The size that is called the largest did run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.gpu.place import Place
 
 GIB = 2**30
 LIMIT_GIB = 24.0
-TRIES = 5  # after the two that are measured
-CLOSE = 0.03  # a context is the largest when one that is longer by so much does not fit
-STEPS = 2  # of each attempt: the second has the memory that the first left
+MAX_ATTEMPTS = 5  # after the first two
+LENGTH_TOLERANCE = 0.03  # a context is the largest when one longer by this fraction does not fit
+STEPS_PER_ATTEMPT = 2  # of each attempt: the second reuses the memory of the first
 NAMES = (PLAIN.name, "recompute", "raw @ host", "recompute(raw @ host)", "int8 @ host")
 
 Found = dict[str, Any]
@@ -39,7 +39,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One length of context; `peak_bytes` and `step_ms` are None where it did not fit."""
+    """Attempt with one length of context; `peak_bytes` and `step_ms` are None where it did not fit."""
 
     tokens: int
     peak_bytes: int | None = None
@@ -51,7 +51,7 @@ class Attempt:
 
 
 def largest(attempt: Callable[[int], Attempt], first: int, limit: int, granule: int) -> list[Attempt]:
-    """Attempts, in order, to find the most tokens whose peak is at most `limit` bytes.
+    """Find the most tokens whose peak is at most `limit` bytes; return all attempts in order.
 
     Parameters
     ----------
@@ -62,23 +62,23 @@ def largest(attempt: Callable[[int], Attempt], first: int, limit: int, granule: 
     if not made[0].fits:
         return made
     made.append(attempt(2 * first))
-    for _ in range(TRIES):
+    for _ in range(MAX_ATTEMPTS):
         good = sorted((one for one in made if one.fits), key=lambda one: one.tokens)
         low, high = good[-1].tokens, min((one.tokens for one in made if not one.fits), default=None)
         tokens = (low + high) // 2 if high else low
         if len(good) > 1:
             tokens = _guess(good[-2], good[-1], limit)
-            if high and tokens >= high:  # the line was too hopeful
+            if high and tokens >= high:  # the line predicted too much
                 tokens = (low + high) // 2
         tokens -= tokens % granule
-        if tokens <= low * (1 + CLOSE):
+        if tokens <= low * (1 + LENGTH_TOLERANCE):
             break
         made.append(attempt(tokens))
     return made
 
 
 def _guess(a: Attempt, b: Attempt, limit: int) -> int:
-    """Where a line through two peaks meets the limit, a little below."""
+    """Return the tokens at which a line through two peaks meets the limit, slightly below."""
     assert a.peak_bytes is not None
     assert b.peak_bytes is not None
     slope = max(1.0, (b.peak_bytes - a.peak_bytes) / (b.tokens - a.tokens))
@@ -86,7 +86,7 @@ def _guess(a: Attempt, b: Attempt, limit: int) -> int:
 
 
 class Search:
-    """Attempts with one job. On a GPU the allocator refuses what is over the limit; elsewhere the store's own count is
+    """Attempts with one job. On a GPU the allocator enforces the limit; elsewhere the store's own count is
     compared with it.
     """
 
@@ -96,24 +96,24 @@ class Search:
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
 
     def run(self, row: Row, first: int, granule: int) -> list[Attempt]:
-        """All attempts of a row, with one store: what it has pinned stays pinned."""
+        """Run all attempts of a row with one store: its pinned memory stays pinned."""
         counted = row if self._job.place.on_gpu or row != PLAIN else KEEP
         with entered(counted, self._job) as (enter, store):
             return largest(lambda tokens: self._attempt(enter, store, tokens), first, self._limit, granule)
 
     def _attempt(self, enter: Enter, store: ActivationStore | None, tokens: int) -> Attempt:
-        """Train some steps; whether they fit."""
+        """Train some steps and report whether they fit."""
         place, job = self._job.place, self._job
         job.resize(tokens)
         place.reset_peak()
         try:
-            step_ms = [place.elapsed_ms(lambda: job.step(enter())) for _ in range(STEPS)][-1]
+            step_ms = [place.elapsed_ms(lambda: job.step(enter())) for _ in range(STEPS_PER_ATTEMPT)][-1]
             peak = place.peak() if store is None or place.on_gpu else store.report().peak_held_bytes
             found = Attempt(tokens, peak, step_ms) if peak <= self._limit else Attempt(tokens)
         except torch.OutOfMemoryError:
             found = Attempt(tokens)
         job.model.zero_grad(set_to_none=True)
-        gc.collect()  # what the error's traceback held
+        gc.collect()  # frees what the error's traceback held
         place.empty_cache()
         return found
 
@@ -131,7 +131,7 @@ def run_all(place: Place, limit: int, save: Callable[[Found], None]) -> Found:
             best = max((one for one in made if one.fits), key=lambda one: one.tokens, default=Attempt(0))
             figures |= {**asdict(best), "attempts": [asdict(one) for one in made]}
             print(f"{row.name}: {best.tokens} tokens after {len(made)} attempts", flush=True)
-        except Exception as error:  # the other rows go on
+        except Exception as error:  # the remaining rows run
             figures["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
         found["rows"].append(figures)
         save(found)

@@ -1,6 +1,6 @@
-"""What a GPU can move and what the codecs reach of it: ``python -m benchmarks.gpu.device``.
+"""Bandwidth of a GPU, and the part of it that the codecs reach: ``python -m benchmarks.gpu.device``.
 
-Times are taken with CUDA events around each call, after a warm-up; the figures are medians. Each call works on other
+Times are taken with CUDA events around each call, after a warm-up; the figures are medians. Each call uses other
 buffers than the one before, far larger together than the cache. GB/s is 10^9 bytes a second, bytes read plus written.
 """
 
@@ -30,12 +30,12 @@ NBYTES = 512 * MIB  # of one source buffer
 REPEATS = 40
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 4096
-CHECKED_ROWS = 256  # a multiple of the tokens that share a scale
-FEW = ("int8", "expack")  # codecs of a dry run
+CHECKED_ROWS = 256  # a multiple of the number of tokens that share a scale
+DRY_CODECS = ("int8", "expack")  # codecs of a dry run
 
 
 def ceilings(place: Place) -> dict[str, Any]:
-    """Device copy, and pinned copies over the link, each way alone and both at once."""
+    """Measure the device copy, and pinned copies over the link, each way alone and both at once."""
     nbytes, repeats = place.sized((NBYTES, REPEATS), (4 * MIB, 5))
     device = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
     found: dict[str, Any] = {"nbytes": nbytes}
@@ -71,7 +71,7 @@ def ceilings(place: Place) -> dict[str, Any]:
 
 
 def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether the first rows of what came back are those that PyTorch operations make of these rows, bit for bit.
+    """Return whether the first rows that came back are bit-identical to the result of PyTorch operations on these rows.
 
     Groups and tiles do not cross the end of these rows.
     """
@@ -87,15 +87,15 @@ def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def poison(trip: Trip) -> None:
-    """Fill what a trip of ours writes with NaN, so that what is left out shows."""
+    """Fill the buffers of a trip of actstore with NaN, so that bytes that a kernel omits are visible."""
     if isinstance(trip, OurTrip):
         trip.payload.fill_(0xA5)
         trip.out.view(torch.uint8).fill_(0xFF)
 
 
 def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy measured beside them."""
-    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(FEW)))
+    """Measure encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy beside them."""
+    nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(DRY_CODECS)))
     copies = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
     copy = rate(place.times_ms(lambda i: copies[i].copy_(copies[ROTATION + i]), REPEATS), 2 * nbytes)
     copies.clear()
@@ -105,9 +105,9 @@ def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, A
             row: dict[str, Any] = {"codec": contender.name, "dtype": str(dtype).removeprefix("torch."), "data": name}
             try:
                 row |= kernel_row(contender, dtype, name, copy["gbps"], place, nbytes)
-            except (SpecError, KernelUnavailable) as error:  # runs on the CPU only, or a package is missing
+            except (SpecError, KernelUnavailable) as error:  # a codec for the CPU only, or a missing package
                 row["left_out"] = str(error).splitlines()[0]
-            except Exception as error:  # the other rows go on; the part fails
+            except Exception as error:  # the remaining rows run; the part fails
                 row |= {"correct": False, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
             found["rows"].append(row)
             save(found)
@@ -118,7 +118,7 @@ def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, A
 def kernel_row(
     contender: Contender, dtype: torch.dtype, name: str, copy_gbps: float, place: Place, nbytes: int
 ) -> dict[str, Any]:
-    """One codec on one dtype: the error of a trip, the ratio, and the rates both ways."""
+    """Measure one codec on one dtype: the error of a trip, the ratio, and the rates both ways."""
     shape = (nbytes // dtype.itemsize // COLUMNS, COLUMNS)
     sources = [data.make(name, shape, dtype, seed, place.device) for seed in range(ROTATION)]
     trips = [contender.trip(source) for source in sources]

@@ -1,4 +1,4 @@
-"""Are lossless rows of ``actstore bench`` exact on a GPU? ``python -m benchmarks.gpu.exact --json FILE``.
+"""Exactness of the lossless rows of ``actstore bench`` on a GPU: ``python -m benchmarks.gpu.exact --json FILE``.
 
 A GPT in float32, each row in a process of its own: gradients of the first batch, and the loss after all steps, must be
 those of plain training, bit for bit.
@@ -26,19 +26,19 @@ LOSSLESS = (
     "expack",
     "recompute(raw @ disk)",
 )
-FEW = ("plain", "recompute")  # of a dry run
+DRY_ROWS = ("plain", "recompute")  # of a dry run
 
 
 def job(place: Place) -> tuple[Workload, list[Row]]:
-    """The workload and its rows, plain first."""
+    """Return the workload and its rows, plain first."""
     full = Workload(layers=6, width=512, heads=8, context=512, batch=8, steps=4, warmup=1, device=place.device)
     small = Workload(layers=2, width=32, heads=2, context=32, batch=2, steps=2, warmup=1, device=place.device)
-    names = place.sized(LOSSLESS, FEW)
+    names = place.sized(LOSSLESS, DRY_ROWS)
     return place.sized(full, small), [row for row in ROWS if row.name in names]
 
 
 def inexact(result: Result) -> list[str]:
-    """Rows that do not have plain's numbers."""
+    """Return the rows whose gradients or loss differ from plain's."""
     plain = result.rows[0]
     return [
         row.name for row in result.rows if not row.failed and not (row.bit_equal and row.loss_hex == plain.loss_hex)

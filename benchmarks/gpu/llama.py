@@ -2,7 +2,7 @@
 
 Width 4096, 32 heads, 8 key-value heads, SwiGLU of 14336, one sequence of 8,192 tokens, weights and activations in
 bfloat16. A step is forward and backward; each has a plain step right before or after it, in turn. All rows run in one
-process on one model; figures are medians. What is there is written after each row.
+process on one model; figures are medians. The results so far are written after each row.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from benchmarks.gpu.place import Place
 
 WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
 SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
-LONG = (
+SKIPPED_IN_DRY_RUN = (
     "auto 50 %",
     "save_on_cpu",
     "raw @ host",
     "int8",
     "recompute(raw @ host)",
-)  # left out of a dry run, which has rows like them
-LEAST = 1.01  # times the least budget that is possible, where a share is refused
-REPORTED = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
+)  # left out of a dry run, which has similar rows
+LEAST_BUDGET_FACTOR = 1.01  # times the least possible budget, where a share is refused
+REPORT_FIELDS = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
 
 Found = dict[str, Any]
 
 
 class Bench:
-    """One job, its plain gradients, and what was found.
+    """One job, its plain gradients, and the figures found.
 
     Attributes
     ----------
@@ -65,19 +65,19 @@ class Bench:
         self._plain: list[Found] = []
 
     def run(self, row: Row) -> Found:
-        """The figures of a row; `failed` is the reason where it has none."""
+        """Return the figures of a row; `failed` is the reason where it has none."""
         figures: Found = {"name": row.name, "kind": row.kind, "exact": row.exact}
         try:
             figures |= self._planned(row) if row.share else self._trained(row, 0)
-        except Exception as error:  # the other rows go on
+        except Exception as error:  # the remaining rows run
             figures["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
         self.job.model.zero_grad(set_to_none=True)
-        gc.collect()  # what an error's traceback held
+        gc.collect()  # frees what an error's traceback held
         self.place.empty_cache()
         return figures
 
     def plain(self) -> Found:
-        """The row of the plain steps that ran beside the others."""
+        """Return the row of the plain steps that ran beside the other rows."""
         figures: Found = {"name": PLAIN.name, "kind": PLAIN.kind, "exact": True, "grad_error": 0.0, "equal": True}
         figures |= _medians(self._plain) | {"ratio": 1.0} if self._plain else {"failed": "no step ran"}
         figures["saved_bytes"] = self._kept().get("saved_bytes")
@@ -89,14 +89,14 @@ class Bench:
         return next((row for row in self.found["rows"] if row["name"] == KEEP.name), {})
 
     def _planned(self, row: Row) -> Found:
-        """Under the row's share of what `keep` holds at its peak, or under the least that is possible."""
+        """Run under the row's share of `keep`'s peak, or under the least possible budget."""
         if "peak_held_bytes" not in self._kept():
             raise RuntimeError("a share of what keep holds at its peak, and keep did not run")
         budget = int(row.share * self._kept()["peak_held_bytes"])
         try:
             return {"budget": budget, **self._trained(row, budget)}
         except CapacityError as error:
-            least = int(LEAST * error.facts["least"])
+            least = int(LEAST_BUDGET_FACTOR * error.facts["least"])
         return {"budget": least, "refused": budget, **self._trained(row, least)}
 
     def _trained(self, row: Row, budget: int) -> Found:
@@ -105,7 +105,7 @@ class Bench:
             return settled | self._measured(enter, store)
 
     def _settled(self, store: ActivationStore) -> Found:
-        """Train until the plan is there and has been measured."""
+        """Train until the plan exists and has been measured."""
         end, steps = monotonic() + SETTLE_S, 0
         while (plan := store.plan) is None or plan.measured is None:
             if steps == SETTLE_STEPS or monotonic() > end:
@@ -135,7 +135,7 @@ class Bench:
         return figures
 
     def _sample(self, enter: Enter, store: ActivationStore | None) -> Found:
-        """One step: milliseconds, bytes, and what the store says of it."""
+        """Run one step; return milliseconds, bytes, and the store's figures."""
         place, job, held = self.place, self.job, 0
         job.model.zero_grad(set_to_none=True)
         gc.collect()
@@ -155,7 +155,7 @@ class Bench:
             figures |= {"held_bytes": held, "peak_bytes": place.peak() - reference}
         if store is not None:
             report = store.report()
-            figures |= {name: getattr(report, name) for name in REPORTED}
+            figures |= {name: getattr(report, name) for name in REPORT_FIELDS}
             figures["host_bytes"] = sum(medium.peak_bytes for medium in report.media if medium.tier == "host")
             if not place.on_gpu:
                 figures["held_bytes"] = report.held_bytes
@@ -186,7 +186,7 @@ def _said(figures: Found) -> str:
 
 
 def wrong(found: Found) -> list[str]:
-    """What failed, and which exact rows have other gradients than plain."""
+    """Return the failures, and the exact rows whose gradients differ from plain's."""
     rows = found["rows"]
     said = [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
     return said + [
@@ -210,7 +210,7 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
     bench = Bench(place, Sizes.at(place))
-    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in LONG)), save)
+    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN)), save)
     if options.plot is not None:
         try:
             from benchmarks.gpu import llama_plot as gpu_llama_plot

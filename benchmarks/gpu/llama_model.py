@@ -16,7 +16,7 @@ from benchmarks.gpu.place import Place
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, and of a step: one sequence of `tokens`."""
+    """Sizes of the model, and of a step: one sequence of `tokens`."""
 
     layers: int = 8
     width: int = 4096
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: the two halves of a head are real and imaginary parts."""
+    """Apply rotary positions: the two halves of a head are real and imaginary parts."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat((-b, a), -1) * sin
 
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``model(codes)`` is the mean cross entropy of predicting each character after those before it."""
+    """A Llama: ``model(codes)`` is the mean cross entropy of predicting each character from those before it."""
 
     def __init__(self, sizes: Sizes, characters: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Job:
 
     Attributes
     ----------
-    parameter_nbytes : of the weights; gradients take as much
+    parameter_nbytes : bytes of the weights; gradients take as much
     """
 
     def __init__(self, place: Place, sizes: Sizes) -> None:
@@ -122,29 +122,29 @@ class Job:
         self.resize(sizes.tokens)
 
     def resize(self, tokens: int) -> None:
-        """Take another length of context."""
+        """Change the length of context."""
         self.tokens = tokens
         self.batch = self._codes[: tokens + 1].clone().unsqueeze(0)
 
     def forward(self) -> Tensor:
-        """The loss. On a GPU by flash attention, whose backward repeats its bits when told to be deterministic."""
+        """Return the loss. A GPU uses flash attention, whose backward can be told to be deterministic."""
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.place.on_gpu else nullcontext()
         with flash:
             loss: Tensor = self.model(self.batch)
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Backward; recomputed blocks attend as forward did."""
+        """Run backward; recomputed blocks use the attention of forward."""
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.place.on_gpu else nullcontext()
         with flash:
             torch.autograd.backward(loss)
 
     def gradients(self) -> list[Tensor]:
-        """Of all weights, after a backward."""
+        """Return the gradients of all weights, after a backward."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def step(self, context: AbstractContextManager[object]) -> None:
-        """Forward within `context`, and backward outside of it."""
+        """Run forward within `context`, and backward outside of it."""
         self.model.zero_grad(set_to_none=True)
         with context:
             loss = self.forward()
@@ -152,7 +152,7 @@ class Job:
 
 
 def deterministic() -> None:
-    """Two runs of a step give the same bits."""
+    """Make two runs of a step bit-identical."""
     torch.use_deterministic_algorithms(True)
-    # or else every fresh buffer is written twice
+    # otherwise PyTorch fills each fresh buffer, and the store writes it again
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

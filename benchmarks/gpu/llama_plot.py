@@ -1,4 +1,4 @@
-"""Pictures of the Llama blocks: memory against time of every row, and what happens when in a planned step."""
+"""Pictures of the Llama blocks: memory against time of every row, and the timeline of a planned step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3  # the last is drawn
 
 
 def memory(row: dict[str, Any]) -> int | None:
-    """Bytes at the peak of a step; without a GPU what was held at the end of forward, if anybody counted."""
+    """Return bytes at the peak of a step; without a GPU those held at the end of forward, where they were counted."""
     found: int | None = row.get("peak_bytes", row.get("held_bytes"))
     return found
 

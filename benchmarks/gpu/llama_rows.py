@@ -1,4 +1,4 @@
-"""The ways to train the Llama blocks: PyTorch's own, those of other packages, and ours."""
+"""Rows of the Llama blocks: PyTorch's own, those of other packages, and actstore's."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Enter = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Row:
-    """One way.
+    """One way to train.
 
     Attributes
     ----------
     kind : plain | peer | ours
-    policy : text for ActivationStore; rows of ours only
-    share : of what `keep` holds at its peak, as the budget of "auto"; 0 for a policy
-    package : that must be installed
-    exact : whether gradients are promised to be plain's, bit for bit
+    policy : text for ActivationStore; kind ours only
+    share : budget of "auto", as a fraction of `keep`'s peak; 0 for a policy
+    package : package that must be installed
+    exact : whether the gradients must be bit-identical to plain's
     """
 
     name: str
@@ -41,7 +41,7 @@ class Row:
     exact: bool = True
 
     def missing(self, on_gpu: bool) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Return the reason why the row cannot run here; empty where it can."""
         if self.package and find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return "it needs a GPU" if self.package in OFFLOADS and not on_gpu else ""
@@ -71,7 +71,7 @@ OFFLOADS = {"trl": "trl.models.activation_offloading", "torchtune": "torchtune.t
 
 @contextmanager
 def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tuple[Enter, ActivationStore | None]]:
-    """What to enter around each forward, and the store where it is one of ours.
+    """Yield the context to enter around each forward, and the store of an actstore row.
 
     Parameters
     ----------

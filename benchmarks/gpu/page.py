@@ -1,4 +1,4 @@
-"""The figures of a GPU as a page of Markdown. It shows what was measured and nothing else."""
+"""Page of Markdown with the figures of a GPU. It shows measured figures only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MIB = 2**20
 
 
 def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
-    """The page of one GPU; each part says when and with what it was measured.
+    """Return the page of one GPU; each part has its date and versions.
 
     Parameters
     ----------
-    pictures : files beside the page, by what their part calls them
+    pictures : files beside the page, by their title in the part
     """
     dry = "**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**"
     lines = [dry, ""] if found["dry_run"] else []
@@ -53,7 +53,7 @@ def _verdicts(parts: dict[str, Any]) -> list[str]:
 
 
 def _tests(figures: dict[str, Any]) -> list[str]:
-    """Counts, what failed, and why tests were skipped."""
+    """Return the counts, the failures, and the reasons of skipped tests."""
     counts = ", ".join(f"{len(figures[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
     lines = [counts + ("." if figures["finished"] else "; not finished."), ""]
     lines += [f"- `{test}` **failed**: {cell(reason)}" for test, reason in figures["failed"].items()]

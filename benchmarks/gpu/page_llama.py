@@ -1,4 +1,4 @@
-"""The figures of the Llama blocks and of the largest context, as Markdown."""
+"""Figures of the Llama blocks and of the largest context, as Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.markdown import cell, table
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
-    """The rows, what each did on the link, and what plans foretold."""
+    """Return the rows, the transfers of each, and the predictions of plans."""
     sizes, plain = figures["sizes"], figures.get("plain", {})
     rows = [row for row in (plain, *figures["rows"]) if "step_ms" in row]
     ceiling = figures["link"]["device_to_host"]
@@ -81,7 +81,7 @@ def _plans(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def context(figures: dict[str, Any]) -> list[str]:
-    """The largest context of each row, and how it was found."""
+    """Return the largest context of each row, and the attempts behind it."""
     sizes, rows = figures["sizes"], [row for row in figures["rows"] if row.get("step_ms")]
     first = rows[0]["tokens"] if rows else 1
     cells = [

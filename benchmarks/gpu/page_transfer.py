@@ -1,4 +1,4 @@
-"""The figures of the transfer engine as Markdown."""
+"""Figures of the transfer engine as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
-    """What was measured, beside the goals; what misses its goal is bold."""
+    """Return the figures beside the goals; a figure that misses its goal is bold."""
     goals = figures["goals"]
     found = _link(figures["link"], figures["policy"], goals["of_ceiling"]) if figures.get("link") else []
     for name, title in (("hidden", "Compute longer than the transfer"), ("exposed", "Compute shorter")):

@@ -1,4 +1,4 @@
-"""The parts of the GPU suite, in their order, with their time limits."""
+"""Parts of the GPU suite, in their order, with their time limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.place import Place
 
-TOTAL_S = 525.0  # of nine minutes; the rest is for starting and writing
+TOTAL_S = 525.0  # of nine minutes; the rest is for the start and the writing of figures
 DRY_TOTAL_S = 600.0  # for a busy machine; about a minute of one core is needed
 
 CODECS = "tests/codecs/test_cuda.py"
@@ -19,7 +19,7 @@ TESTS = (
     "tests/system/test_cuda_store.py",
     "tests/system/test_cuda_transfer.py",
 )
-# What is kept beside the figures, as its part calls it.
+# Files kept beside the figures, by the part's name for them.
 PICTURES = (
     "llama.png",
     "llama-timeline.png",
@@ -38,11 +38,11 @@ class Part:
 
     Attributes
     ----------
-    command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder, the others
-        what they say
-    limit_s : after this long it is stopped
-    alone : whether nothing may run beside it: it takes times. Others run side by side where they are neighbours
-    small : more arguments of a dry run
+    command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder, the rest stays
+        as it is
+    limit_s : seconds after which the run stops it
+    alone : whether it takes times, so that nothing may run beside it. Neighbours without it run side by side
+    small : additional arguments of a dry run
     """
 
     name: str
@@ -52,13 +52,13 @@ class Part:
     small: tuple[str, ...] = ()
 
     def arguments(self, place: Place) -> list[str]:
-        """The command, for a device and a scale."""
+        """Return the command, for a device and a scale."""
         words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("6", "1")}
         command = [*self.command, *(self.small if place.small else ())]
         return [words.get(argument, argument) for argument in command]
 
 
-# What is right comes first, then figures by their worth. The limits follow from what a part must do on an H200 (500
+# Correctness comes first, then figures by their value. The limits follow from a part's work on an H200 (500
 # TFLOP/s, 55 GB/s each way, 4 TB/s) and 10 s for a process to start:
 # codecs    580 tests against oracles in NumPy take 150 s on one core, so 25 s on six; 15 sources to compile, 10 s
 # tests     165 tests of a second or less; four of them start a process

@@ -1,4 +1,4 @@
-"""Where a part of the GPU suite runs, and how large: on a GPU in full, or small on a CPU to see that it all runs."""
+"""Device and scale of a part of the GPU suite: in full on a GPU, or small on a CPU as a check that everything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 T = TypeVar("T")
 MIB = 2**20
-ROTATION = 4  # buffers of each kind, in turn, so that none is in the cache
+ROTATION = 4  # buffers of each kind, used in turn, so that none is in the cache
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Place:
     Attributes
     ----------
     device : cuda or cpu
-    small : sizes that a CPU bears; full ones otherwise
+    small : whether sizes are small enough for a CPU
     """
 
     device: str = "cuda"
@@ -36,7 +36,7 @@ class Place:
         return self.device != "cpu"
 
     def sized(self, full: T, small: T) -> T:
-        """One of two sizes."""
+        """Return the size for this scale."""
         return small if self.small else full
 
     def synchronize(self) -> None:
@@ -45,31 +45,31 @@ class Place:
             torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Give memory that nobody uses back to the device."""
+        """Return unused memory of the allocator to the device."""
         if self.on_gpu:
             torch.cuda.empty_cache()
 
     def allocated(self) -> int:
-        """Bytes that the GPU's allocator has given out; 0 on a CPU."""
+        """Return the bytes that the GPU's allocator has given out; 0 on a CPU."""
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def reset_peak(self) -> None:
-        """Forget the high-water of `allocated` so far."""
+        """Reset the high-water mark of `allocated`."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """The high-water of `allocated`."""
+        """Return the high-water mark of `allocated`."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
     def elapsed_ms(self, run: Callable[[], Any]) -> float:
-        """Milliseconds of one call that begins and ends with an idle device."""
+        """Return milliseconds of one call that begins and ends with an idle device."""
         return self.times_ms(lambda _: run(), 1, rotation=0)[0]
 
     def times_ms(self, run: Callable[[int], Any], repeats: int, rotation: int = ROTATION) -> list[float]:
-        """Milliseconds of each of `repeats` calls of ``run(i)``, i below `rotation` in turn, after one turn unmeasured.
+        """Return milliseconds of `repeats` calls of ``run(i)``, i below `rotation` in turn, after one turn unmeasured.
 
-        On a GPU the calls are queued without a wait between them, and the times are those of the current stream.
+        On a GPU no call waits for the one before, and the times are those of the current stream.
         """
         for index in range(rotation):
             run(index)
@@ -90,7 +90,7 @@ class Place:
 
 
 def rate(times_ms: list[float], nbytes: int) -> dict[str, float]:
-    """Median and quartiles in milliseconds, and the rate of `nbytes` at the median in 10^9 bytes a second."""
+    """Return median and quartiles in milliseconds, and the rate of `nbytes` at the median in 10^9 bytes a second."""
     low, _, high = quantiles(times_ms, n=4)
     middle = median(times_ms)
     return {"ms": middle, "low_ms": low, "high_ms": high, "gbps": nbytes / middle / 1e6}
@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """The place that was asked for; without its device the program ends with exit code 2."""
+    """Return the requested place; without its device the program ends with exit code 2."""
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing to measure", file=sys.stderr)
         sys.exit(2)

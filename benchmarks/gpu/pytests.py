@@ -1,8 +1,8 @@
-"""Runs tests and writes what became of each: ``python -m benchmarks.gpu.pytests --json FILE -- PYTEST ARGUMENTS``.
+"""Test runner that writes each outcome: ``python -m benchmarks.gpu.pytests --json FILE -- PYTEST ARGUMENTS``.
 
 The file is written every few seconds, so that it is there when the time ends. The options of pyproject.toml are left
 out: the machine with the GPU may lack the plugins behind them, and its packages are other versions than the pinned
-ones, whose warnings are no failures.
+ones, whose warnings do not count as failures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-EVERY_S = 2.0
+WRITE_INTERVAL_S = 2.0
 PYTEST = (
     "-q", "-rfE", "--continue-on-collection-errors", "-o", "addopts=", "-W", "default",
     "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider",
@@ -25,11 +25,11 @@ PYTEST = (
 
 
 class Record:
-    """A pytest plugin that counts.
+    """A pytest plugin that counts outcomes.
 
     Attributes
     ----------
-    found : counts, and of those that did not pass the name and the last line of what was said
+    found : counts, and for each test that did not pass its name and the last line of its message
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class Record:
             self.found["skipped"][report.nodeid] = reason.removeprefix("Skipped: ")
         elif report.when == "call":
             self.found["passed"].append(report.nodeid)
-        if monotonic() - self._written > EVERY_S:
+        if monotonic() - self._written > WRITE_INTERVAL_S:
             self.write()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -1,11 +1,11 @@
-"""All that needs a GPU, in one run of at most nine minutes: ``make gpu``.
+"""Everything that needs a GPU, in one run of at most nine minutes: ``make gpu``.
 
-Each part is a process of its own with a time limit; what is there when the time ends is kept. The figures go to
-``benchmarks/results/<gpu>.json`` and ``<gpu>.md`` beside it after each part, with pictures. A part that was run before
+Each part is a process of its own with a time limit; its figures up to the limit are kept. The figures go to
+``benchmarks/results/<gpu>.json`` and ``<gpu>.md`` beside it after each part, with pictures. A part that ran before
 and not now keeps its older figures, with their time and versions. Nothing is installed.
 
-``make gpu DEVICE=cpu SCALE=small RESULTS=DIR`` runs every part on the CPU, to see that all of it works: the same files,
-in which no figure is of a GPU.
+``make gpu DEVICE=cpu SCALE=small RESULTS=DIR`` runs every part on the CPU, as a check that all of it works: the same
+files, in which no figure is of a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_part(part: Part, limit_s: float, work: Path, place: Place) -> dict[str, 
     Returns
     -------
     dict : ``status`` (ok, failed, stopped, or left out where a package is missing), ``seconds``, ``said`` (its last
-        line), and ``figures``, what it wrote as JSON, complete or not; None where it wrote none. Its whole output is in
+        line), and ``figures``, its JSON, complete or not; None without JSON. Its whole output is in
         ``<part>.log`` in the work folder.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,12 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):  # not written, or stopped while writing
+    except (OSError, ValueError):  # not written, or stopped during the write
         return None
 
 
 def slug(gpu: str) -> str:
-    """A file name for a GPU: ``NVIDIA H200`` becomes ``nvidia-h200``."""
+    """Return the file name of a GPU: ``NVIDIA H200`` becomes ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
@@ -111,7 +111,7 @@ def write(found: dict[str, Any], name: str, results: Path, work: Path) -> None:
 
 
 def run_all(parts: Iterable[Part], results: Path, work: Path, place: Place, total_s: float) -> int:
-    """Run the parts in order, those side by side that stand so, writing after each; the exit code."""
+    """Run the parts in order, neighbours that may side by side; write after each; return the exit code."""
     end = monotonic() + total_s
     env = environment()
     name = slug(env["gpu"]) if place.on_gpu else "dry-run"

@@ -1,4 +1,4 @@
-"""Runs each kernel of each codec once under compute-sanitizer: ``python -m benchmarks.gpu.sanitizer``.
+"""Run of each kernel of each codec under compute-sanitizer: ``python -m benchmarks.gpu.sanitizer``.
 
 Outside of it (``--trips``) this is a small program: every codec with every option that its oracle lists encodes and
 decodes tensors of odd sizes. PyTorch's allocator is switched off, so that a byte past a buffer is past its memory.
@@ -27,11 +27,11 @@ from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SHAPES = ((1,), (33, 65), (2, 1025))
 KEY = 0x1234_5678_9ABC_DEF0
-FAILED = 9  # exit code of the sanitizer when it found something
+FINDING_EXIT_CODE = 9  # exit code of the sanitizer for a finding
 
 
 def trips(place: Place) -> int:
-    """Encode and decode on the device; how many trips that were."""
+    """Encode and decode on the device; return the number of trips."""
     done, device = 0, place.device
     for codec in find.variants()[:: place.sized(1, 12)]:
         if not isinstance(codec, KernelCodec):
@@ -48,14 +48,14 @@ def trips(place: Place) -> int:
 
 
 def sanitizer() -> str | None:
-    """The program; None where CUDA's tools are not installed."""
+    """Return the program; None where CUDA's tools are not installed."""
     roots = [root for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     places = [os.environ.get("PATH", ""), *(f"{root}/bin" for root in roots)]
     return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
 def run(program: str, path: Path | None = None) -> int:
-    """Each tool in turn; the exit code, and a line that says what they found."""
+    """Run each tool in turn; return the exit code, and a line with the findings."""
     environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     said: dict[str, str] = {}
     failed = False
@@ -65,7 +65,7 @@ def run(program: str, path: Path | None = None) -> int:
             "--tool",
             tool,
             "--error-exitcode",
-            str(FAILED),
+            str(FINDING_EXIT_CODE),
             sys.executable,
             "-m",
             "benchmarks.gpu.sanitizer",
@@ -92,7 +92,7 @@ def main() -> int:
     if options.trips or not place.on_gpu:
         done = trips(place)
         place.synchronize()
-        print(f"{done} trips{'' if options.trips else ' on a CPU, where there is no sanitizer'}")
+        print(f"{done} trips{'' if options.trips else ' on a CPU, without the sanitizer'}")
         return 0
     program = sanitizer()
     if program is None:

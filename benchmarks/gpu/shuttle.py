@@ -1,4 +1,4 @@
-"""Payloads back and forth between a device and a tier, through the transfer engine."""
+"""Shuttle of payloads between a device and a tier, through the transfer engine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Shuttle:
         self._step = 0
 
     def run(self, *, out: bool, back: bool) -> Found:
-        """Move all payloads one way or both ways. `host_us` is what one turn of the loop takes the host."""
+        """Move all payloads one way or both ways. `host_us` is the host's time for one turn of the loop."""
         self._step += 1
         self._account = self._ledger.account(
             Site("payloads", self._step)
-        )  # a new one: nothing stays as known to be first
+        )  # a new site: the engine keeps no payload as the first of backward
         self._engine.start(self._step)
         run, new = self._engine.begin(), []
         begin = perf_counter()
@@ -57,7 +57,7 @@ class Shuttle:
         return {**moved, "host_us": host_us}
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all payloads and close the engine."""
         for berth in self._away:
             self._engine.drop(berth)
         self._engine.close()
@@ -75,7 +75,7 @@ class Shuttle:
         self._engine.drop(berth)
 
     def _finish(self, new: list[Berth]) -> None:
-        """Make the host wait, and have the engine tell the trace."""
+        """Make the host wait, and let the engine write the trace."""
         for berth in new:
             motion = berth.parcel.motion
             assert motion is not None
@@ -87,11 +87,11 @@ class Shuttle:
 def shuttle_row(
     device: Device, tier: Tier, nbytes: int, count: int, window_nbytes: int | None = None, samples: int = SAMPLES
 ) -> Found:
-    """One size: the rates each way alone, and of both at once, as medians."""
+    """Measure one size: the rates each way alone, and of both at once, as medians."""
     shuttle = Shuttle(device, tier, nbytes, count, window_nbytes)
     found: dict[str, list[Found]] = {"out": [], "back": [], "both": []}
     try:
-        for sample in range(samples + 1):  # the first pins and allocates
+        for sample in range(samples + 1):  # the first sample pins and allocates
             moved = {
                 "out": shuttle.run(out=True, back=False),
                 "both": shuttle.run(out=True, back=True),

@@ -1,4 +1,4 @@
-"""What the transfer engine reaches on a GPU: ``python -m benchmarks.gpu.transfer --json FILE``.
+"""Rates of the transfer engine on a GPU: ``python -m benchmarks.gpu.transfer --json FILE``.
 
 link      payloads through the engine, each way alone and both at once, beside what plain pinned copies reach
 hidden    a step whose compute takes 1.5 times as long as its transfer: compute should hardly wait
@@ -8,7 +8,7 @@ price     raw copied into a buffer of the store and from there to the host, agai
 pinning   registering pages, against torch's pinned allocator
 
 The device copy and the pinned copies that it is compared with come first. GB/s is 10^9 bytes a second; on the link each
-byte counts once. The file is written after each measurement; one that fails is named in it, and the others go on.
+byte counts once. The file is written after each measurement; it names one that fails, and the remaining ones run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.gpu.place import MIB, ROTATION, Place, rate
 from benchmarks.gpu.shuttle import Found, shuttle_row
 
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-LEAST_NBYTES, LEAST_COUNT = 1024 * MIB, 16  # that cross the link in one sample
+MIN_SAMPLE_NBYTES, MIN_SAMPLE_COUNT = 1024 * MIB, 16  # bytes and payloads that cross the link in one sample, at least
 PRICE_SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 PINNED_SIZES = (64 * MIB, 1024 * MIB, 4096 * MIB)
 SMALL_SIZES = (MIB // 4, MIB)
@@ -49,13 +49,13 @@ Measurement = Callable[[Place, Found, Save], Any]
 
 
 def policy(place: Place) -> str:
-    """What moves payloads away; on a CPU host memory is the device, and the disk is away."""
+    """Return the policy that moves payloads away; on a CPU host memory is the device, so payloads go to disk."""
     return "raw @ host" if place.on_gpu else "raw @ disk"
 
 
 @contextmanager
 def opened(place: Place) -> Iterator[tuple[Device, Tier]]:
-    """A device, and a tier away from it."""
+    """Yield a device, and a tier away from it."""
     device = open_device(torch.device("cuda", torch.cuda.current_device()) if place.on_gpu else torch.device("cpu"))
     with TemporaryDirectory() as folder:
         tier = HostTier(device) if place.on_gpu else DiskTier(Path(folder), device)
@@ -66,14 +66,14 @@ def opened(place: Place) -> Iterator[tuple[Device, Tier]]:
 
 
 def link(place: Place, found: Found, save: Save) -> list[Found]:
-    """A row for each size of payload, with its part of the ceiling; the largest with a larger window too."""
+    """Return a row for each size of payload, with its part of the ceiling; the largest with a larger window too."""
     names = {"out": "device_to_host", "back": "host_to_device", "both": "both_ways"}
-    sizes, least = place.sized((SIZES, LEAST_NBYTES), (SMALL_SIZES, MIB))
+    sizes, least = place.sized((SIZES, MIN_SAMPLE_NBYTES), (SMALL_SIZES, MIB))
     rows: list[Found] = []
     found["link"] = rows
     for nbytes, window_nbytes in [*((size, None) for size in sizes), (sizes[-1], 4 * sizes[-1])]:
         with opened(place) as (device, tier):
-            row = shuttle_row(device, tier, nbytes, max(LEAST_COUNT, least // nbytes), window_nbytes)
+            row = shuttle_row(device, tier, nbytes, max(MIN_SAMPLE_COUNT, least // nbytes), window_nbytes)
         for name, ceiling in names.items():
             row[name]["of_ceiling"] = row[name]["gbps"] / found["ceilings"][ceiling]["gbps"]
         rows.append(row)
@@ -83,7 +83,7 @@ def link(place: Place, found: Found, save: Save) -> list[Found]:
 
 
 def job(place: Place, found: Found, factor: float) -> Chain:
-    """The chain whose compute takes `factor` times as long as its transfer."""
+    """Return the chain whose compute takes `factor` times as long as its transfer."""
     chain = Chain(place.device, layers=4, tokens=512, width=128) if place.small else Chain(place.device)
     chain.balance(factor, chain.nbytes / found["ceilings"]["device_to_host"]["gbps"] / 1e6)
     return chain
@@ -94,7 +94,7 @@ def hidden(place: Place, found: Found, save: Save) -> Found:
 
 
 def exposed(place: Place, found: Found, save: Save) -> Found:
-    """With the stall that theory gives for the payloads that a traced step fetched."""
+    """Measure the exposed step, with the stall that theory gives for the payloads that a traced step fetched."""
     chain = job(place, found, 0.5)
     figures = gpu_chain.measure(chain, policy(place), place.sized(REPEATS, 2))
     events = gpu_chain.traced(chain, policy(place)).events()
@@ -106,7 +106,7 @@ def exposed(place: Place, found: Found, save: Save) -> Found:
 
 
 def with_theory(figures: Found, ahead: int, fetched: int, out_ms: float, back_ms: float) -> Found:
-    """The stall that must be, and how the measured one compares."""
+    """Add the theoretical stall, and the measured one as a multiple of it."""
     compute_ms = figures["plain_ms"] / 2 / figures["layers"]
     theory_ms = gpu_chain.theoretical_stall_ms(figures["layers"], ahead, fetched, compute_ms, out_ms, back_ms)
     over = figures["stall_ms"] / theory_ms if theory_ms else None
@@ -118,7 +118,7 @@ def steady(place: Place, found: Found, save: Save) -> Found:
 
 
 def price(place: Place, found: Found, save: Save) -> list[Found]:
-    """What it costs that copy streams never touch a user's tensor."""
+    """Measure the cost of the rule that copy streams never touch a user's tensor."""
     rows = []
     for nbytes in place.sized(PRICE_SIZES, SMALL_SIZES):
         sources = [torch.rand(nbytes // 4, device=place.device) for _ in range(ROTATION)]
@@ -144,7 +144,7 @@ def price(place: Place, found: Found, save: Save) -> list[Found]:
 
 
 def pinning(place: Place, found: Found, save: Save) -> list[Found]:
-    """Milliseconds to get memory pinned and to give it back."""
+    """Return milliseconds to pin memory and to unpin it."""
     rows = []
     for nbytes in place.sized(PINNED_SIZES, SMALL_SIZES):
         row: Found = {"nbytes": nbytes}
@@ -166,7 +166,7 @@ def pinning(place: Place, found: Found, save: Save) -> list[Found]:
 
 
 def picture(trace: Trace, ndjson: Path | None, plot: Path | None) -> str | None:
-    """Write a trace as NDJSON, beside it for Perfetto, and as a picture; what could not be written."""
+    """Write a trace as NDJSON, beside it for Perfetto, and as a picture; return the error of what failed."""
     if ndjson is not None:
         trace.write(ndjson)
         trace.to_chrome(ndjson.with_suffix(".chrome.json"))
@@ -191,7 +191,7 @@ MEASUREMENTS: dict[str, Measurement] = {
 
 
 def run_all(measurements: dict[str, Measurement], path: Path, place: Place) -> Found:
-    """Run each and write after each; `failed` names those that raised."""
+    """Run each measurement and write after each; `failed` names those that raised."""
     found: Found = {"goals": GOALS, "failed": {}, "policy": policy(place)}
 
     def save() -> None:
@@ -200,7 +200,7 @@ def run_all(measurements: dict[str, Measurement], path: Path, place: Place) -> F
     for name, run in measurements.items():
         try:
             found[name] = run(place, found, save)
-        except Exception as error:  # the others go on; the part fails
+        except Exception as error:  # the remaining measurements run; the part fails
             found["failed"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
         save()
         place.empty_cache()

@@ -1,4 +1,4 @@
-"""What the store promises on a GPU, each promise with what was measured and a verdict."""
+"""Promises of the store on a GPU, each with its measured figure and a verdict."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
-LARGE_NBYTES = 16 * MIB  # payloads from which on the link is to be full
-SANITIZED = "test_the_cuda_sanitizer_has_no_complaint"
-PREDICTED = 0.1  # of the measured step
+LARGE_NBYTES = 16 * MIB  # payloads from which on the link must be full
+SANITIZER_TEST = "test_the_cuda_sanitizer_has_no_complaint"
+PREDICTION_TOLERANCE = 0.1  # allowed error of a prediction, as a fraction of the measured step
 
 Figures = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """One promise. `good` is None where it was not measured, and `found` then says why."""
+    """One promise. `good` is None where it was not measured; `found` then has the reason."""
 
     promise: str
     found: str
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(parts: dict[str, Any]) -> list[Verdict]:
-    """All promises, whatever was run."""
+    """Return the verdicts on all promises, whichever parts ran."""
     found: list[Verdict] = []
     for name, judge in _JUDGES:
         figures = parts.get(name, {}).get("figures")
@@ -42,7 +42,7 @@ def _codecs(figures: Figures) -> _Judged:
 
 def _tests(figures: Figures) -> _Judged:
     yield "tests on the device pass", _counted(figures)
-    checked = {name for kind in ("passed", "failed") for name in figures.get(kind, ()) if SANITIZED in name}
+    checked = {name for kind in ("passed", "failed") for name in figures.get(kind, ()) if SANITIZER_TEST in name}
     bad = len(checked & set(figures.get("failed", ())))
     yield (
         "torch.cuda._sanitizer finds no race in the engine, and finds planted ones",
@@ -51,7 +51,7 @@ def _tests(figures: Figures) -> _Judged:
 
 
 def _counted(figures: Figures) -> tuple[str, bool] | None:
-    """Of a run of tests; one that was stopped is good for nothing."""
+    """Judge a run of tests; a run that was stopped does not pass."""
     if not figures:
         return None
     passed, failed, skipped = (len(figures[kind]) for kind in ("passed", "failed", "skipped"))
@@ -133,15 +133,17 @@ def _llama(figures: Figures) -> _Judged:
     yield "plans hold their budget", (words, max(peaks) <= 1) if plans else None
     off = [row["predicted_ms"] / row["step_ms"] - 1 for row in plans]
     yield (
-        f"plans take what was predicted, within {PREDICTED:.0%}",
-        (", ".join(f"{share:+.1%}" for share in off), all(abs(share) <= PREDICTED for share in off)) if off else None,
+        f"plans take what was predicted, within {PREDICTION_TOLERANCE:.0%}",
+        (", ".join(f"{share:+.1%}" for share in off), all(abs(share) <= PREDICTION_TOLERANCE for share in off))
+        if off
+        else None,
     )
     for peer in [row for row in rows if row["kind"] == "peer"]:
         yield f"faster than {peer['name']} with no more memory, gradients exact", _against(peer, exact)
 
 
 def _against(peer: Figures, ours: list[Figures]) -> tuple[str, bool] | None:
-    """The fastest row of ours whose peak is no higher; None without a GPU, where there is no such peak."""
+    """Compare with the fastest row of actstore whose peak is not higher; None without a GPU, which has the peak."""
     if "peak_bytes" not in peer:
         return None
     fit = [row for row in ours if row.get("peak_bytes", GIB**2) <= peer["peak_bytes"]]

@@ -1,1 +1,1 @@
-"""The Python cost of one saved tensor."""
+"""Python cost of one saved tensor."""

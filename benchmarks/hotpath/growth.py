@@ -1,13 +1,13 @@
-"""Measures how a store's overhead grows with tensors, modules and steps: ``python -m benchmarks.hotpath.growth``.
+"""Growth of a store's overhead with tensors, modules and steps: ``python -m benchmarks.hotpath.growth``.
 
 tensors, modules   microseconds that a store adds to forward and backward, for each tensor or each call of a module that
                    saves one: least of several steps, less the least of the same steps without a store
-steps              milliseconds of a step, and how many more blocks of memory Python holds after each, over windows of
-                   more and more steps of one store
+steps              milliseconds of a step, and the growth of Python's memory blocks after each, over longer and longer
+                   windows of steps of one store
 
-The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat, 1 would be a cost for each
-tensor that doubles when their number does. Times are the training thread's on the CPU, without Python's collector: that
-visits the handles of all saved tensors now and then, and so takes longer where there are more of them at once.
+The slope is that of the logarithm of the figure over the logarithm of the number: 0 is flat; 1 is a cost for each
+tensor that doubles when their number does. Times are processor time of the training thread, without Python's garbage
+collector, whose visits to all live handles take longer the more handles there are.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from actstore import ActivationStore
 from actstore.bench.environment import environment
 
-FLAT = 0.15  # the largest slope that counts as flat: what there is more of, caches hold less of
+FLAT_SLOPE = 0.15  # the largest slope that counts as flat: caches hold a smaller part of a larger number
 BLOCKS = "blocks left"
-LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
+MAX_BLOCKS_LEFT = 0.5  # blocks that a step may leave in the last window: one each would be a leak
 POLICIES = ("keep", "int8", "recompute")
 SIZES = {"tensors": (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000), "modules": (10, 30, 100, 300, 1_000, 3_000)}
 STEPS = (10, 30, 100, 300, 1_000)
@@ -68,7 +68,7 @@ MODELS = {"tensors": tensors_of, "modules": modules_of}
 
 
 def step(model: nn.Module, x: Tensor, context: AbstractContextManager[Any]) -> float:
-    """Seconds of forward and backward."""
+    """Return seconds of forward and backward."""
     start = thread_time()
     with context:
         loss = model(x).sum()
@@ -77,7 +77,7 @@ def step(model: nn.Module, x: Tensor, context: AbstractContextManager[Any]) -> f
 
 
 def added_us(kind: str, count: int, policy: str) -> float:
-    """What a store adds for each of `count` tensors or modules."""
+    """Return the microseconds that a store adds for each of `count` tensors or modules."""
     model, x = MODELS[kind](count), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -94,7 +94,7 @@ def added_us(kind: str, count: int, policy: str) -> float:
 
 
 def over_steps(policy: str, most: int) -> dict[str, list[float]]:
-    """Milliseconds of a step and blocks of Python's memory that it leaves, in the windows between `STEPS`."""
+    """Return milliseconds of a step and blocks of Python's memory that it leaves, in the windows between `STEPS`."""
     model, x = modules_of(10), torch.ones(8, requires_grad=True)
     store = ActivationStore(model, policy, min_bytes=0)
     found: dict[str, list[float]] = {"steps": [], "ms": [], "blocks": []}
@@ -109,17 +109,17 @@ def over_steps(policy: str, most: int) -> dict[str, list[float]]:
         found["blocks"].append((now - before) / (end - done))
         before = now
     store.close()
-    found["blocks"][0] = 0.0  # what the first steps learn is kept
+    found["blocks"][0] = 0.0  # the first steps learn, and keep what they learned
     return found
 
 
 def slope(counts: list[float], figures: list[float]) -> float:
-    """The exponent by which a figure grows."""
+    """Return the exponent by which a figure grows."""
     return linear_regression([log(c) for c in counts], [log(max(f, 1e-3)) for f in figures]).slope
 
 
 def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One row for each kind and policy; counts above `most` are left out."""
+    """Return one row for each kind and policy; counts above `most` are left out."""
     rows = []
     for kind, sizes in SIZES.items():
         for policy in POLICIES:
@@ -140,7 +140,7 @@ def measure(most: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def _row(kind: str, policy: str, unit: str, counts: list[float], figures: list[float]) -> dict[str, Any]:
     exponent = None if unit == BLOCKS else slope(counts, figures)
-    flat = figures[-1] < LEFT if exponent is None else exponent <= FLAT
+    flat = figures[-1] < MAX_BLOCKS_LEFT if exponent is None else exponent <= FLAT_SLOPE
     return {
         "of": kind, "policy": policy, "unit": unit, "counts": counts, "figures": figures, "slope": exponent,
         "flat": flat,
@@ -148,7 +148,7 @@ def _row(kind: str, policy: str, unit: str, counts: list[float], figures: list[f
 
 
 def render(rows: list[dict[str, Any]]) -> Table:
-    """The figures as a table: least and largest number, slope and verdict."""
+    """Return the figures as a table: least and largest number, slope and verdict."""
     table = Table(title="Growth: the figure at the least and at the largest number", title_justify="left")
     for column in ("of", "policy", "unit"):
         table.add_column(column)
@@ -172,7 +172,7 @@ def _short(figure: float) -> str:
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """A panel for each kind of number; a flat line is a cost that does not grow."""
+    """Draw a panel for each kind of number; a flat line is a cost that does not grow."""
     panels = [("tensors", "us each"), ("modules", "us each"), ("steps", "ms"), ("steps", BLOCKS)]
     figure = Figure(figsize=(12, 3.2), dpi=100, layout="constrained")
     for axes, (kind, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):

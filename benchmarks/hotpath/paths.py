@@ -1,4 +1,4 @@
-"""Microseconds that the training thread spends on one saved tensor, by the path it takes: a part of `hotpath`."""
+"""Microseconds that the training thread spends on one saved tensor, by path: a part of `hotpath`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore
 
-SIDE = 32
-STEPS = 5  # before the first one that counts: pools fill, orders are learned
-PATHS = {  # policy and the least size that it is for
+TENSOR_SIDE = 32
+WARMUP_STEPS = 5  # warm-up: pools fill, and stores learn orders
+PATHS = {  # policy, and the least size that it encodes
     "kept": ("keep", 0),
     "kept, below min_bytes": ("int8", 2**20),
     "raw": ("raw", 0),
@@ -33,7 +33,7 @@ PATHS = {  # policy and the least size that it is for
 
 
 class Block(nn.Module):
-    """One operator, which saves one tensor: what a region around it costs is nearly all of its time."""
+    """One operator, which saves one tensor: a region around it adds nearly all of its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Blocks(nn.Module):
 
 
 def clock(device: str) -> float:
-    """As `hotpath.Clock`."""
+    """Return the time of `hotpath.Clock`."""
     if torch.device(device).type == "cpu":
         return thread_time()
     torch.accelerator.synchronize()
@@ -63,11 +63,11 @@ def clock(device: str) -> float:
 
 
 def measure(device: str, length: int, rounds: int) -> dict[str, dict[str, float]]:
-    """`pack_us` and `unpack_us` of each path; of regions, `both_us` beyond plain. Medians over the rounds."""
-    x = torch.randn(SIDE, SIDE, device=device, requires_grad=True)
+    """Return `pack_us` and `unpack_us` of each path; for regions `both_us` beyond plain. Medians over the rounds."""
+    x = torch.randn(TENSOR_SIDE, TENSOR_SIDE, device=device, requires_grad=True)
     activations = [(x + i).sin() for i in range(length)]
-    frozen = [nn.Parameter(torch.rand(SIDE, SIDE, device=device)).t() for _ in range(length)]
-    masks = [torch.rand(SIDE, SIDE, device=device) > 0.5 for _ in range(length)]
+    frozen = [nn.Parameter(torch.rand(TENSOR_SIDE, TENSOR_SIDE, device=device)).t() for _ in range(length)]
+    masks = [torch.rand(TENSOR_SIDE, TENSOR_SIDE, device=device) > 0.5 for _ in range(length)]
     jobs = {name: (ActivationStore(policy=p, min_bytes=least), activations) for name, (p, least) in PATHS.items()}
     model = nn.ParameterList([view._base for view in frozen])
     jobs["a parameter"] = ActivationStore(model, "int8", min_bytes=0), frozen
@@ -77,7 +77,7 @@ def measure(device: str, length: int, rounds: int) -> dict[str, dict[str, float]
     gc.disable()
     try:
         for name, (store, tensors) in jobs.items():
-            times = [_direct(store, tensors, device) for _ in range(STEPS + rounds)][STEPS:]
+            times = [_direct(store, tensors, device) for _ in range(WARMUP_STEPS + rounds)][WARMUP_STEPS:]
             pack_us, unpack_us = (median(column) for column in zip(*times, strict=True))
             found[name] = {"pack_us": pack_us, "unpack_us": unpack_us}
             store.close()
@@ -103,7 +103,7 @@ def _direct(store: ActivationStore, tensors: list[Tensor], device: str) -> tuple
 
 def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]]:
     model = Blocks(count).to(device)
-    x = torch.randn(SIDE, SIDE, device=device, requires_grad=True)
+    x = torch.randn(TENSOR_SIDE, TENSOR_SIDE, device=device, requires_grad=True)
     store = ActivationStore(model, "recompute", min_bytes=0)
 
     def step(context: Any, *run: Any) -> float:
@@ -117,8 +117,8 @@ def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]
         return checkpoint(block, x, use_reentrant=False)
 
     times = [
-        (step(nullcontext()), step(nullcontext(), checkpointed), step(store)) for _ in range(STEPS + rounds)
-    ][STEPS:]  # fmt: skip
+        (step(nullcontext()), step(nullcontext(), checkpointed), step(store)) for _ in range(WARMUP_STEPS + rounds)
+    ][WARMUP_STEPS:]  # fmt: skip
     return {
         "torch checkpoint, a block": {"both_us": median(c - plain for plain, c, _ in times)},
         "recompute, a block": {"both_us": median(r - plain for plain, _, r in times)},
@@ -126,7 +126,7 @@ def _regions(device: str, count: int, rounds: int) -> dict[str, dict[str, float]
 
 
 def render(found: dict[str, Any]) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     table = Table(title=f"Microseconds for one tensor of 4 KB on {found['device']}, by path", title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("pack", "unpack", "both"):

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of others, for `hotpath`: as their documentation shows them."""
+"""Saved-tensor hooks of other libraries, for `hotpath`, as their documentation shows them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GROUP = 128
 
 
 def find(device: str) -> tuple[dict[str, Hooks], dict[str, str]]:
-    """What makes the hooks of each peer that works here, and why the others do not."""
+    """Return the hooks of each peer that works here, and the reason for each that does not."""
     found: dict[str, Hooks] = {}
     left_out: dict[str, str] = {}
     for name, make in PEERS.items():
         try:
             hooks = make(device)
             _try(hooks, device)
-        except Exception as error:  # a peer may fail in any way, and the figures of all others stand
+        except Exception as error:  # a peer may fail in any way; the figures of the rest stand
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
             found[name] = hooks
@@ -68,7 +68,7 @@ def _trl(device: str) -> Hooks:
 
 
 def _naive_int8(device: str) -> Hooks:
-    """Int8 in groups as one would first write it, in PyTorch operations."""
+    """Return hooks that encode to int8 in groups, in plain PyTorch operations, as a first attempt would."""
 
     def pack(t: Tensor) -> Any:
         groups = t.detach().reshape(-1, GROUP)

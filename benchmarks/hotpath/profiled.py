@@ -1,8 +1,8 @@
-"""Where the time of a saved tensor goes: ``python -m benchmarks.hotpath.profiled``, which needs py-spy.
+"""Profile of the time of a saved tensor: ``python -m benchmarks.hotpath.profiled``, which needs py-spy.
 
-py-spy samples this process from outside while it packs and unpacks int8 tensors of 4 KB, and so sees what a profiler
-that runs inside would hide: calls cost the same with and without it. Samples are given to the innermost Python
-function; what runs in C is its caller's.
+py-spy samples this process from outside while it packs and unpacks int8 tensors of 4 KB. So calls cost the same with
+and without it, unlike under a profiler inside the process. Samples count for the innermost Python function; C code
+counts for its caller.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from actstore import ActivationStore
 from benchmarks.hotpath.run import Clock, time_direct
 from benchmarks.markdown import table
 
-RATE = 500  # samples a second
+SAMPLES_PER_S = 500  # samples a second
 
 
 def work(policy: str, seconds: float) -> float:
-    """Pack and unpack for so long; microseconds for one tensor."""
+    """Pack and unpack for `seconds`; return microseconds for one tensor."""
     torch.set_num_threads(1)
     x = torch.randn(32, 32, requires_grad=True)
     tensors = [(x + i).sin() for i in range(100)]
@@ -40,7 +40,7 @@ def work(policy: str, seconds: float) -> float:
 
 
 def fold(samples: str) -> list[tuple[str, int]]:
-    """Samples by innermost function, of stacks that are at work on a tensor; most first."""
+    """Count samples by innermost function, over stacks that work on a tensor; most first."""
     found: Counter[str] = Counter()
     for line in samples.splitlines():
         stack, _, count = line.rpartition(" ")
@@ -80,7 +80,7 @@ def main() -> int:
     ]
     alone_us = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
-        spying = [spy, "record", "--rate", str(RATE), "--format", "raw", "--output", file.name, "--", *command]
+        spying = [spy, "record", "--rate", str(SAMPLES_PER_S), "--format", "raw", "--output", file.name, "--", *command]
         subprocess.run(spying, capture_output=True, check=True)
         found = fold(Path(file.name).read_text())
     total = sum(count for _, count in found)

@@ -1,15 +1,15 @@
-"""What a saved tensor costs in Python: ``python -m benchmarks.hotpath.run``.
+"""Python cost of a saved tensor: ``python -m benchmarks.hotpath.run``.
 
 The unit is what a pair of identity hooks, written in Python, adds to one saved tensor. Each store is given as a
 multiple of it, twice:
 
-chain   a chain of cheap operators, each saving one tensor of 4 KB, forward and backward; the time without hooks is
-        taken away. In each round all variants run once, in a new order; the figures are medians over the rounds.
-direct  the same hooks called from Python without operators around them: 1 + what they take beyond identity hooks over
-        the unit. Quieter, because the operators' own noise is not in it; this is what is limited.
+chain   a chain of cheap operators, each saving one tensor of 4 KB, forward and backward, less the time without hooks.
+        In each round all variants run once, in a new order; the figures are medians over the rounds.
+direct  the same hooks called from Python without operators around them: 1 + the time beyond identity hooks over the
+        unit. It has less noise, because it excludes the operators'; `LIMITS` apply to it.
 
-A second table has microseconds for each path a tensor can take, and for a region that is recomputed. On a CPU all is
-time of the training thread, in which neither other processes nor our worker threads are.
+A second table has microseconds for each path a tensor can take, and for a region that is recomputed. On a CPU all times
+are processor time of the training thread, without other processes and the store's worker threads.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from benchmarks.hotpath import paths as hotpath_paths
 from benchmarks.hotpath import peers as hotpath_peers
 from benchmarks.hotpath.peers import Hooks
 
-SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
+TENSOR_SIDE = 32  # a 32 x 32 float32 tensor has 4 KB
 IDENTITY = "identity hooks"
 LIMITS = {"kept": 2.5, "int8": 12.0}
-OFTEN = 5  # how often the unit's own times are taken in a round: all else is divided by them
-REPEATS = 5  # of each variant in a round, of which the least counts: what disturbs it only adds
+UNIT_REPEATS = 5  # samples of identity hooks in a round, which divide all other figures
+REPEATS = 5  # of each variant in a round; the least counts, because disturbances only add
 
 
 class Chain(nn.Module):
-    """`length` operators that each save one 4 KB tensor: what flows through them, or a frozen parameter each."""
+    """`length` operators that each save one 4 KB tensor: the intermediate result, or a frozen parameter each."""
 
     def __init__(self, length: int, of_parameters: bool, device: str) -> None:
         super().__init__()
         self.length = length
-        shape = (SIDE, SIDE)
+        shape = (TENSOR_SIDE, TENSOR_SIDE)
         self.x = torch.randn(shape, device=device).requires_grad_()
         frozen = [nn.Parameter(torch.rand(shape, device=device), requires_grad=False) for _ in range(length)]
         self.weights = nn.ParameterList(frozen if of_parameters else [])
@@ -71,7 +71,7 @@ class Chain(nn.Module):
 
 
 def variants(model: nn.Module | None, peers: dict[str, Hooks]) -> dict[str, Hooks]:
-    """Context managers by name; the stores are made once and entered for each forward."""
+    """Return context managers by name; each store is built once and entered for each forward."""
     stores = {name: ActivationStore(model, text, min_bytes=0) for name, text in OURS.items()}
     return {
         "no hooks": nullcontext,
@@ -90,7 +90,7 @@ def _itself(store: ActivationStore) -> ActivationStore:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds: on a CPU those that the calling thread computes, elsewhere those that pass until the device is done."""
+    """Clock in seconds: on a CPU the calling thread's processor time, elsewhere the time until the device is done."""
 
     device: str
 
@@ -102,7 +102,7 @@ class Clock:
 
 
 def time_chain(chain: Chain, hooks: Hooks, clock: Clock) -> float:
-    """Microseconds for one operator of the chain, forward and backward."""
+    """Return microseconds for one operator of the chain, forward and backward."""
     least = inf
     for _ in range(REPEATS):
         start = clock.now()
@@ -114,7 +114,7 @@ def time_chain(chain: Chain, hooks: Hooks, clock: Clock) -> float:
 
 
 def time_direct(tensors: list[Tensor], hooks: Hooks, clock: Clock) -> float:
-    """Microseconds to pack and unpack one tensor and to let go of what was packed."""
+    """Return microseconds to pack and unpack one tensor and to free what was packed."""
     least = inf
     for _ in range(REPEATS):
         with hooks():
@@ -131,10 +131,10 @@ def time_direct(tensors: list[Tensor], hooks: Hooks, clock: Clock) -> float:
 def sample(jobs: dict[str, Callable[[], float]], rounds: int, often: Sequence[str] = ()) -> dict[str, list[float]]:
     """Run all jobs `rounds` times, in a new order each time, after two rounds that do not count.
 
-    Those of `often` run OFTEN times in each round. All that is compared is measured in one run: machines change their
+    Those of `often` run UNIT_REPEATS times in each round. Figures to compare come from one run: machines change their
     speed from one second to the next.
     """
-    order = [*jobs, *((OFTEN - 1) * list(often))]
+    order = [*jobs, *((UNIT_REPEATS - 1) * list(often))]
     found: dict[str, list[float]] = {name: [] for name in jobs}
     shuffle = random.Random(0).shuffle
     gc.collect()
@@ -154,12 +154,12 @@ def sample(jobs: dict[str, Callable[[], float]], rounds: int, often: Sequence[st
 
 
 def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
-    """All figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
+    """Return all figures: `unit_us`, and for each variant `added_us`, its quartiles, `chain` and `direct` multiples."""
     clock = Clock(device)
     activations, parameters = Chain(length, False, device), Chain(length, True, device)
     peers, left_out = hotpath_peers.find(device)
     tensors = [(activations.x + i).sin() for i in range(length)]
-    packing = variants(None, peers)  # no forward of a model runs around a direct call
+    packing = variants(None, peers)  # a direct call runs without a forward of a model
     del packing["no hooks"]
     found = _sample_both(activations, variants(activations, peers), tensors, packing, clock, rounds)
     rows = {name: _row(name, found) for name in packing}
@@ -177,20 +177,20 @@ def measure(device: str, length: int, rounds: int) -> dict[str, Any]:
 def _sample_both(
     chain: Chain, hooks: dict[str, Hooks], tensors: list[Tensor], packing: dict[str, Hooks], clock: Clock, rounds: int
 ) -> dict[str, list[float]]:
-    """Times of the chain and of direct calls, by "chain " and "direct " with the name of a variant."""
+    """Return times of the chain and of direct calls, by "chain " and "direct " with the name of a variant."""
     jobs = {f"chain {name}": partial(time_chain, chain, one, clock) for name, one in hooks.items()}
     direct = {f"direct {name}": partial(time_direct, tensors, one, clock) for name, one in packing.items()}
     return sample(jobs | direct, rounds, [f"chain {name}" for name in ("no hooks", IDENTITY)])
 
 
 def _unit_us(found: dict[str, list[float]]) -> float:
-    """What identity hooks add to one operator of a chain."""
+    """Return the microseconds that identity hooks add to one operator of a chain."""
     pairs = zip(found[f"chain {IDENTITY}"], found["chain no hooks"], strict=True)
     return median(with_hooks - without for with_hooks, without in pairs)
 
 
 def _row(name: str, found: dict[str, list[float]]) -> dict[str, Any]:
-    """A variant's figures. Both are in the unit of the same run."""
+    """Return a variant's figures. Both are in the unit of the same run."""
     unit_us, plain = _unit_us(found), found["chain no hooks"]
     times = found[f"chain {name}"]
     added_us = [time - base for time, base in zip(times, plain[:: len(plain) // len(times)], strict=True)]
@@ -204,7 +204,7 @@ def _row(name: str, found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     title = f"What a saved tensor of 4 KB costs on {found['device']}; one unit is {found['unit_us']:.2f} us"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)

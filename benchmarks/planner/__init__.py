@@ -1,1 +1,1 @@
-"""The planner: quality and speed of its plans."""
+"""Planner: quality and speed of its plans."""

@@ -1,11 +1,11 @@
-"""Trains a GPT and an LSTM cell by "auto" under five budgets each: ``python -m benchmarks.planner.budgets``.
+"""Training of a GPT and an LSTM cell by "auto" under five budgets each: ``python -m benchmarks.planner.budgets``.
 
 For each budget a fresh store measures and plans while the model trains, and runs its plan. Then, on the same model,
 steps of the plan take turns with steps of every policy written by hand that is as exact and holds no more: "its time"
 is that of the fastest of them, as a multiple of the plan's. "predicted" is the plan's own figure, against steps that
 ran after it was made; "times plain" is against plain steps that took turns with those. Times are medians; "peak" is the
-most that a step held, over the budget. A share that is too small is refused, with the least budget that is possible,
-which is then what is run.
+most that a step held, over the budget. The store refuses a share that is too small and names the least possible
+budget, which then runs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import CapacityError
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
-MOST = 80  # steps until a plan has to be there
-SETTLED = 6  # steps with a plan before it is timed: time to notice that it is wrong
+PLAN_LIMIT_STEPS = 80  # steps in which a plan must appear
+SETTLED_STEPS = 6  # steps with a plan before the timing starts: the store may notice a wrong plan and plan again
 
 Step = Callable[[AbstractContextManager[object]], None]
 
 
 class Recurrent(nn.Module):
-    """Predicts characters with an LSTM cell, one call a character: ``model(x, y)`` is the mean cross entropy."""
+    """Prediction of characters with an LSTM cell, one call a character: ``model(x, y)`` is the mean cross entropy."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class Row:
 
     Attributes
     ----------
-    share : of what plain training holds at its peak
-    refused : whether the share was less than the least that is possible, which then is the budget
-    plain : of the plan's prediction
-    plain_measured : of plain steps that took turns with those of the plan
+    share : budget as a fraction of plain training's peak
+    refused : whether the share was less than the least possible budget, which is then the budget
+    plain : the plan's prediction of plain's time
+    plain_measured : time of plain steps that took turns with those of the plan
     best, best_ratio : the fastest policy by hand within the budget, and its time over that of the plan's step before it
     """
 
@@ -133,7 +133,7 @@ def _case(
 
 
 def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
-    """Milliseconds of a step, and what it held at most."""
+    """Return milliseconds of a step, and its peak of held bytes."""
     begin = perf_counter()
     case.step(store)
     ms = (perf_counter() - begin) * 1e3
@@ -141,15 +141,15 @@ def timed(case: Case, store: ActivationStore) -> tuple[float, int]:
 
 
 def planned(case: Case, budget: int) -> tuple[ActivationStore, int]:
-    """A store that runs its plan, and how many steps that took."""
+    """Return a store that runs its plan, and the number of steps until the plan."""
     store = ActivationStore(case.model, Auto(budget), min_bytes=0)
-    for steps in range(1, MOST):
+    for steps in range(1, PLAN_LIMIT_STEPS):
         case.step(store)
         if store.plan is not None:
-            for _ in range(SETTLED):
+            for _ in range(SETTLED_STEPS):
                 case.step(store)
             return store, steps
-    raise SystemExit(f"no plan after {MOST} steps")
+    raise SystemExit(f"no plan after {PLAN_LIMIT_STEPS} steps")
 
 
 def run(case: Case, share: float, plain_peak: int, hand: dict[str, tuple[ActivationStore, int]]) -> Row:

@@ -1,9 +1,9 @@
-"""How long a plan takes to find, and how near to the best it is proven to be: ``python -m benchmarks.planner.search``.
+"""Time to find a plan, and the proven distance from the best plan: ``python -m benchmarks.planner.search``.
 
 Blocks as a transformer has them, of unequal size, each with the choice to keep, recompute (with its input on the device
 or in host memory), encode to half the bytes, offload, and encode and offload. Budgets are a share of what all
-activations take, and two blocks more. "equal" chains have 32 to 64 blocks of one size. Nothing here is measured of a
-model: times and sizes are made up. "noisy" chains are equal but for 2 %, as measured ones are.
+activations take, and two blocks more. "equal" chains have 32 to 64 blocks of one size. "noisy" chains are equal up to
+2 %, as measured ones are. Times and sizes are synthetic; none is measured of a model.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from actstore.plan.solver.tables import Tables
 SIZES = (32, 128, 1024)
 EQUAL = (32, 48, 64)
 BUDGETS = (0.5, 0.25, 0.1)
-SIZE = 800e6  # bytes that a block saves
-INPUT = 1 / 17  # of them, that its input takes
-CODEC = 1.25e9  # bytes/ms
-LINK = 25e6  # bytes/ms, each way
+BLOCK_NBYTES = 800e6  # bytes that a block saves
+INPUT_SHARE = 1 / 17  # fraction of them that its input takes
+CODEC_BYTES_PER_MS = 1.25e9  # bytes/ms
+LINK_BYTES_PER_MS = 25e6  # bytes/ms, each way
 
 
 def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
-    """Blocks whose sizes and times differ by the factor `1 + spread` either way."""
+    """Return blocks whose sizes and times differ by the factor `1 + spread` either way."""
     rng = random.Random(seed)
 
     def some(value: float) -> float:
@@ -46,11 +46,11 @@ def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
     blocks = []
     for i in range(layers):
         width = some(1.0)
-        size, forward, backward = some(SIZE * width), some(10 * width), some(20 * width)
-        codec = {"forward": size / CODEC, "backward": size / CODEC, "error": 1.0}
+        size, forward, backward = some(BLOCK_NBYTES * width), some(10 * width), some(20 * width)
+        codec = {"forward": size / CODEC_BYTES_PER_MS, "backward": size / CODEC_BYTES_PER_MS, "error": 1.0}
         plain = {"forward_peak": size, "backward_peak": size}
         wide = {"forward_peak": 1.5 * size, "backward_peak": 1.5 * size}
-        small, half = INPUT * size, size / 2
+        small, half = INPUT_SHARE * size, size / 2
         options = (
             LayerOption("keep", size, **plain),
             LayerOption("recompute", small, backward=forward, **plain),
@@ -60,11 +60,11 @@ def chain_of(layers: int, spread: float, seed: int = 0) -> LayerChain:
             LayerOption("int8 @ host", 0, half, half, **codec, **wide),
         )
         blocks.append(Layer(f"blocks.{i}", forward, backward, options))
-    return LayerChain(tuple(blocks), Links(LINK, LINK), rest=30.0)
+    return LayerChain(tuple(blocks), Links(LINK_BYTES_PER_MS, LINK_BYTES_PER_MS), rest=30.0)
 
 
 def row_of(name: str, chain: LayerChain, budget: float, time_limit: float) -> dict[str, Any]:
-    """One plan, with the times that its parts took in s."""
+    """Return one plan, with the seconds of its parts."""
     sizes = [layer.options[0].held for layer in chain.layers]
     limits = Limits(budget * sum(sizes) + 2 * max(sizes))
     begin = perf_counter()
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for search and solver of one plan")
     options = parser.parse_args()
 
-    optimizer()  # its import takes a second
+    optimizer()  # the import takes a second
     cases = [("mixed", chain_of(n, 0.4)) for n in SIZES] + [("equal", chain_of(n, 0.0)) for n in EQUAL]
     cases += [("noisy", chain_of(n, 0.02)) for n in EQUAL]
     rows = [row_of(name, chain, budget, options.time_limit) for name, chain in cases for budget in BUDGETS]

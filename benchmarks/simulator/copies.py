@@ -1,4 +1,4 @@
-"""What one simulated device copies: out to host memory or to the disk, and back, in chunks."""
+"""Copies of one simulated device: out to host memory or to the disk, and back, in chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import inf
 from actstore.plan.solver.chain import Links
 from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane, Pool
-from benchmarks.simulator.passes import TINY, Gates, Pass
+from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Gates, Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -19,12 +19,12 @@ class Chunk:
 
     Attributes
     ----------
-    nbytes : on the device
-    host : in host memory from when it leaves until its backward has run
-    disk : in host memory on the way to the disk and back from it, and on the disk until its backward has run
-    wanted : the pass that needs it
-    microbatch : whose it is
-    gate : the pass that has to be over before it may come back; -1 for none
+    nbytes : bytes on the device
+    host : bytes in host memory from when it leaves until its backward has run
+    disk : bytes in host memory on the way to the disk and back from it, and on the disk until its backward has run
+    wanted : the backward that reads it
+    microbatch : of that backward
+    gate : the pass that must have ended before the chunk may come back; -1 for none
     written : whether it is on the disk
     ready : whether the last copy, to the device, may begin
     """
@@ -40,7 +40,7 @@ class Chunk:
 
 
 class Node:
-    """What the ranks of one stage share: rates, and memory whose peak is noted."""
+    """Node of one pipeline stage, shared by its ranks: rates, and memory with its peak."""
 
     def __init__(self, links: Links) -> None:
         self.out, self.back = Pool(links.out), Pool(links.back)
@@ -49,7 +49,7 @@ class Node:
         self.disk = self.disk_peak = 0.0
 
     def use(self, host: float, disk: float) -> None:
-        """Take so many bytes, or give them back."""
+        """Take bytes; negative numbers free them."""
         self.host += host
         self.disk += disk
         self.host_peak, self.disk_peak = max(self.host_peak, self.host), max(self.disk_peak, self.disk)
@@ -63,15 +63,15 @@ class Copies:
     limit, host_limit : bytes of the device, and of its share of host memory
     count : chunks of a payload
     window : most bytes fetched ahead, or read ahead into host memory
-    ended : called after each copy
+    ended : callback after each copy
 
     Attributes
     ----------
     backlog : bytes on the device that have to leave
-    ahead : bytes that are back, or coming, for passes that have not begun
+    ahead : bytes that are back, or in transit, for passes that have not begun
     host : bytes in host memory
-    outgoing : what has to leave; the one that is copied stays in front
-    missing : by pass, how many of its chunks are not back
+    outgoing : chunks that have to leave; the one in transit stays in front
+    missing : for each pass, the number of its chunks that are not back
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Copies:
         nbytes, disk = step.payload / count, step.option.disk / count
         host = 0.0 if self._on_host else step.option.host / count
         made = [Chunk(nbytes, host, disk, index, step.microbatch, gate) for gate in gates.payload([nbytes] * count)]
-        self._chunks[step.microbatch, step.layer] = made[::-1]  # what left last comes back first
+        self._chunks[step.microbatch, step.layer] = made[::-1]  # the chunk that left last comes back first
         self.missing[index] = count
         self._to_fetch.extend(made)
         if disk and not self._on_host:
@@ -122,17 +122,17 @@ class Copies:
 
     @property
     def settled(self) -> bool:
-        """Whether all that has to leave is where it goes."""
+        """True where everything that has to leave has arrived at its tier."""
         return not self.outgoing and not self._to_write
 
     def leave(self, step: Pass) -> None:
-        """A forward has run: its payload has to leave."""
+        """Queue the payload of a forward that has run."""
         if step.payload:
             self.backlog += step.payload
             self.outgoing.extend(self._chunks[step.microbatch, step.layer])
 
     def used(self, step: Pass) -> None:
-        """A backward has run: nobody needs its payload any more."""
+        """Free the payload of a backward that has run."""
         self._take(0.0 if self._on_host else -step.option.host, -step.option.disk)
 
     def begin(self, cursor: int, backward: int | None, base: float, early: float) -> None:
@@ -141,7 +141,7 @@ class Copies:
         Parameters
         ----------
         cursor : the pass that runs, or the next one
-        backward : its microbatch, if it is a backward: nothing of others comes back before
+        backward : microbatch of the pass `cursor` if it is a backward: only its chunks may come back; None for none
         base : bytes on the device that are not counted here
         early : the same for what a later pass wants: if none runs, with what the next one needs, so that what comes
             early never takes the room of a pass that waits for copies to leave
@@ -218,13 +218,13 @@ class Copies:
         self._ended()
 
     def _admits(self, nbytes: float, more: float, wanted: bool) -> bool:
-        """Whether the window has room; for what compute waits for, and for what is alone, it always has."""
-        return wanted or nbytes + more <= self._window or nbytes < more * TINY
+        """Return whether the window has room; it always has for a chunk that compute waits for, or that is alone."""
+        return wanted or nbytes + more <= self._window or nbytes < more * ROUNDING_TOLERANCE
 
     def _take(self, host: float, disk: float) -> None:
         self.host += host
         self._node.use(host, disk)
 
     def _copy(self, lane: Lane, nbytes: float, done: Callable[[], None]) -> None:
-        start = self._latency * lane.rate if lane.rate < inf else 0.0  # as bytes
+        start = self._latency * lane.rate if lane.rate < inf else 0.0  # expressed in bytes
         self._clock.start(lane, nbytes + start, done)

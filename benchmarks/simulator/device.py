@@ -1,4 +1,4 @@
-"""One simulated device: its passes in order, and what it holds at every event."""
+"""Simulated device: its passes in order, and its bytes at every event."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from actstore.plan.solver.chain import Limits
 from benchmarks.simulator.copies import Copies, Node
 from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane
-from benchmarks.simulator.passes import TINY, Pass
+from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Pass
 
 
 class Device:
-    """Runs its passes in order; after each event it begins whatever can begin.
+    """Device that runs its passes in order; after each event it begins whatever can begin.
 
     Attributes
     ----------
-    before, behind : the neighbours in the pipeline
+    before, behind : neighbours in the pipeline
     cursor : the pass that runs, or the next one
-    over, ended : whether all have run, and when
-    peak, peak_at : most bytes on the device, and the pass then
-    stalls : ms of waiting by reason; `waits` is the present one
+    over, ended : whether all passes have run, and when
+    peak, peak_at : most bytes on the device, and the pass at that moment
+    stalls : ms of waiting by reason; `waits` is the current reason
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Device:
         self.behind: Device | None = None
         self.compute = Lane(clock)
         self._clock = clock
-        self._limit = limits.device * (1 + TINY)
-        self._window, self._drain = window * (1 + TINY), drain
+        self._limit = limits.device * (1 + ROUNDING_TOLERANCE)
+        self._window, self._drain = window * (1 + ROUNDING_TOLERANCE), drain
         self.copies = Copies(
             clock,
             node,
             hardware,
             passes,
             self._limit,
-            limits.host * (1 + TINY),
+            limits.host * (1 + ROUNDING_TOLERANCE),
             chunks,
             self._window,
             self.advance,
         )
         self.compute.slowed_by((self.copies.out, self.copies.back), hardware.beside_copies)
         self.cursor, self.over, self.ended = 0, False, 0.0
-        self._base = 0.0  # bytes on the device without what is on its way
+        self._base = 0.0  # bytes on the device, without those in transit
         self.peak, self.peak_at = 0.0, 0
         self.stalls: defaultdict[str, float] = defaultdict(float)
         self.waits, self._waits_since = "", 0.0
@@ -66,7 +66,7 @@ class Device:
         self._clock.start(self.compute, after, self._begun)
 
     def _begun(self) -> None:
-        self.compute.busy_ms = 0.0  # waiting was not compute
+        self.compute.busy_ms = 0.0  # waiting does not count as compute
         self.advance()
 
     def advance(self) -> None:
@@ -93,7 +93,7 @@ class Device:
             self._clock.start(self.compute, step.ms, self._ran)
 
     def _obstacle(self, step: Pass) -> str:
-        """What the next pass waits for; empty for nothing."""
+        """Return what the next pass waits for; empty for nothing."""
         copies = self.copies
         source = self.behind if step.backward else self.before
         if step.first and source is not None and (step.backward, step.microbatch) not in source._through:
@@ -107,7 +107,7 @@ class Device:
         return "memory" if self._need(step) + copies.backlog + copies.ahead > self._limit else ""
 
     def _need(self, step: Pass) -> float:
-        """Bytes that the next pass takes beyond those that are on their way; its payload is one of these."""
+        """Return the bytes that the next pass takes beyond those in transit; its payload is one of these."""
         return step.others + step.peak - (step.payload if step.backward else 0.0)
 
     def _ran(self) -> None:

@@ -1,6 +1,6 @@
-"""Machines for the simulator: what compute and copies can reach, from data sheets and reports. None was measured here.
+"""Machines for the simulator: compute and copy rates from data sheets and reports. None was measured here.
 
-Rates of links are what copies of pinned memory are commonly seen to reach, not those of the bus: 12 of 15.75 GB/s on
+Rates of links are commonly seen rates of pinned copies, not those of the bus: 12 of 15.75 GB/s on
 PCIe 3.0 x16, 25 of 31.5 on PCIe 4.0, 55 of 63 on PCIe 5.0. `flops` are dense, of bfloat16 (float16 on Volta). Disks,
 `latency` and `both_ways` are assumptions: a common NVMe drive, 10 µs a copy, a tenth lost when both ways run.
 """
@@ -22,11 +22,11 @@ class Hardware:
 
     Attributes
     ----------
-    links : of one device alone
-    node : what all devices of a node have together: host memory, switches, the disk. Those that copy at the same
-        time share it evenly
+    links : rates of one device alone
+    node : rates that all devices of a node share: host memory, switches, the disk. Devices that copy at the same
+        time share them evenly
     latency : ms that a link needs for each copy beyond its bytes
-    both_ways : part of its rate that each direction of a link keeps while the other one runs, too
+    both_ways : part of its rate that each direction of a link keeps while the other direction runs
     beside_copies : part of its speed that compute keeps while a copy runs
     flops : operations in a millisecond, at best
     memory_rate : bytes in a millisecond that the device reads or writes in its own memory, at best

@@ -1,4 +1,4 @@
-"""Discrete events: what runs one at a time on a lane, at a rate that depends on which other lanes are busy."""
+"""Discrete events on lanes: a lane does one thing at a time, at a rate that depends on which other lanes are busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import inf
 
 @dataclass(eq=False)
 class Pool:
-    """A rate that several lanes have together: those that are busy share it evenly."""
+    """Rate that several lanes share: the busy ones have equal parts."""
 
     rate: float = inf
     busy: int = 0
@@ -18,13 +18,13 @@ class Pool:
 
 
 class Lane:
-    """Does one amount of work at a time, in milliseconds of compute or in bytes.
+    """Lane that does one amount of work at a time, in milliseconds of compute or in bytes.
 
     Parameters
     ----------
-    clock : whose time passes here
-    rate : amount done in a millisecond, alone
-    pool : what it shares with other lanes
+    clock : its time
+    rate : amount per millisecond, alone
+    pool : rate that it shares with other lanes
     """
 
     def __init__(self, clock: Clock, rate: float = 1.0, pool: Pool | None = None) -> None:
@@ -34,14 +34,14 @@ class Lane:
         self.busy = False
         self.busy_ms = 0.0
         self.done: Callable[[], None] | None = None
-        self.left = 0.0  # of the amount, at `since`
+        self.left = 0.0  # remaining amount, at `since`
         self.since = 0.0
         self.speed = 0.0  # from `since` on
         self.began = 0.0
-        self.version = 0  # of the end that was foreseen last
+        self.version = 0  # number of the last predicted end
         self._rivals: tuple[Lane, ...] = ()
         self._factor = 1.0
-        self._dependents: list[Lane] = []  # whose speed changes when this lane begins or ends
+        self._dependents: list[Lane] = []  # lanes whose speed changes when this lane begins or ends
         if pool is not None:
             pool.lanes.append(self)
 
@@ -53,7 +53,7 @@ class Lane:
                 rival._dependents.append(self)
 
     def allowed(self) -> float:
-        """The speed that the busy lanes leave to this one now."""
+        """Return the speed that the busy lanes leave to this one now."""
         speed = self.rate
         if self.pool is not None:
             speed = min(speed, self.pool.rate / self.pool.busy)
@@ -62,18 +62,18 @@ class Lane:
         return speed
 
     def affected(self) -> list[Lane]:
-        """The lanes whose speed may change when this one begins or ends."""
+        """Return the lanes whose speed may change when this one begins or ends."""
         shared = self.pool.lanes if self.pool is not None and self.pool.rate < inf else [self]
         return [*shared, *self._dependents]
 
 
 class Clock:
-    """The time, and what ends when. Deterministic: of what ends at the same time, what was foreseen first ends first.
+    """Time, and the ends of work. Deterministic: of simultaneous ends, the one that was predicted first comes first.
 
     Attributes
     ----------
     now : ms
-    events : how many pieces of work have ended
+    events : number of pieces of work that have ended
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Clock:
         self._changed: list[Lane] = []
 
     def start(self, lane: Lane, amount: float, done: Callable[[], None]) -> None:
-        """Begin work on an idle lane; `done` is called when it has ended, and may start other work."""
+        """Begin work on an idle lane; call `done` when it has ended, which may start other work."""
         lane.busy, lane.left, lane.done = True, amount, done
         lane.since = lane.began = self.now
         lane.speed = 0.0
@@ -93,12 +93,12 @@ class Clock:
         self._changed.append(lane)
 
     def run(self) -> None:
-        """Let time pass until nothing is under way."""
+        """Let time pass until all work has ended."""
         self._adjust()
         while self._heap:
             time, _, version, lane = heappop(self._heap)
             if version != lane.version or not lane.busy:
-                continue  # its speed has changed since
+                continue  # a prediction from before a change of speed
             self.now = time
             self.events += 1
             lane.busy = False
@@ -111,7 +111,7 @@ class Clock:
             self._adjust()
 
     def _adjust(self) -> None:
-        """Foresee again the ends of all work whose speed has changed."""
+        """Predict the ends of all work whose speed has changed again."""
         for lane in {lane: None for changed in self._changed for lane in (changed, *changed.affected())}:
             if not lane.busy:
                 continue

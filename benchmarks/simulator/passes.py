@@ -1,4 +1,4 @@
-"""What one device of a pipeline does in a step, in order, and when bytes may come back without being in the way."""
+"""Passes of one pipeline device in a step, in order, with the moment from which payloads may come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
 from actstore.plan.solver.chain import LayerChain, LayerOption
 
-TINY = 1e-9  # of a limit: what sums of floats may exceed it by
+ROUNDING_TOLERANCE = 1e-9  # of a limit: tolerance for sums of floats
 
 
 @dataclass(slots=True)
@@ -20,12 +20,12 @@ class Pass:
     Attributes
     ----------
     layer : index in the chain
-    ms : compute alone
+    ms : time of compute alone
     payload : bytes that leave the device after a forward and are back before its backward
-    others : what other layers hold on the device meanwhile
-    peak : what this layer needs while it runs, with what it holds and its payload
-    after : what all layers hold once it has run
-    first, last : of the passes of this stage for this microbatch, in this direction
+    others : bytes that the remaining layers hold on the device meanwhile
+    peak : bytes that this layer needs while it runs, with those that it holds and its payload
+    after : bytes that all layers hold once it has run
+    first, last : whether it is the first or last pass of this stage for this microbatch, in this direction
     """
 
     layer: int
@@ -42,7 +42,7 @@ class Pass:
 
 
 def order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
-    """The work of a pipeline stage as (backward, microbatch): 1F1B.
+    """Return the work of a pipeline stage as (backward, microbatch): 1F1B.
 
     That is, as many microbatches under way as keep the stages behind busy, and from then on one backward for each
     forward.
@@ -53,7 +53,7 @@ def order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
 
 
 def passes_of(chain: LayerChain, choice: Sequence[int], stage: int, stages: int, microbatches: int) -> list[Pass]:
-    """The passes of a stage over its part of the layers."""
+    """Return the passes of a stage over its part of the layers."""
     count = len(chain.layers)
     part = range(stage * count // stages, (stage + 1) * count // stages)
     passes: list[Pass] = []
@@ -75,7 +75,7 @@ def passes_of(chain: LayerChain, choice: Sequence[int], stage: int, stages: int,
 
 
 def check(chain: LayerChain, passes: Sequence[Pass], limit: float) -> None:
-    """Refuse what cannot run even when nothing is on its way.
+    """Refuse passes that cannot run even when nothing is in transit.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def check(chain: LayerChain, passes: Sequence[Pass], limit: float) -> None:
     """
     worst = max(passes, key=lambda step: step.others + step.peak)
     needed = worst.others + worst.peak
-    if needed > limit * (1 + TINY):
+    if needed > limit * (1 + ROUNDING_TOLERANCE):
         where = f"{'backward' if worst.backward else 'forward'} of {chain.layers[worst.layer].name}"
         raise CapacityError(
             f"{where} needs {format_nbytes(round(needed))} of device memory, where {format_nbytes(round(limit))} are "
@@ -94,21 +94,22 @@ def check(chain: LayerChain, passes: Sequence[Pass], limit: float) -> None:
 
 
 class Gates:
-    """Which pass has to be over before bytes that are fetched in order may come to the device.
+    """Gates of fetches: the pass that must have ended before bytes, fetched in order, may come to the device.
 
     Bytes that came early cannot leave again, so they must fit beside every pass before the one that needs them. With X
     the sum of all payloads up to these bytes, and U(p) that up to pass p (its own included), they fit beside p if
-    X <= limit - others(p) - peak(p) + U(p). They wait for the last p before theirs where this does not hold.
+    X <= limit - o(p) - peak(p) + U(p), where o(p) is what the remaining layers hold. They wait for the last p before
+    theirs that breaks this.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._fetched = 0.0
-        self._rooms: list[float] = []  # rising: of the passes so far, those that no later one is stricter than
+        self._rooms: list[float] = []  # rising: rooms of the passes that no later pass is stricter than
         self._passes: list[int] = []
 
     def payload(self, parts: Sequence[float]) -> list[int]:
-        """The pass that each part of the next payload waits for; -1 for none."""
+        """Return the pass that each part of the next payload waits for; -1 for none."""
         found = []
         for nbytes in parts:
             self._fetched += nbytes
@@ -117,7 +118,7 @@ class Gates:
         return found
 
     def ran(self, index: int, step: Pass) -> None:
-        """The next pass, after its payload."""
+        """Add the next pass, after its payload."""
         room = self._limit - step.others - step.peak + self._fetched
         while self._rooms and self._rooms[-1] >= room:
             self._rooms.pop()

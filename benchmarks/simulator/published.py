@@ -1,7 +1,7 @@
-"""Published figures beside what the planner and the simulator say of the same job.
+"""Published figures beside those of the planner and the simulator for the same job.
 
-A row is `fitted` where an input was chosen so that the figure comes out: it shows that the model can say it, not that
-it would have. Where a paper leaves out times or bytes that are needed, there is no row; see `MISSING`.
+A row is `fitted` where an input was chosen so that the figure comes out: the model can give it, and does not
+predict it. A paper without the needed times or bytes has no row; see `MISSING`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROTOTYPE = "the planner's prototype"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published figure and ours, in the same unit; `assumed` says what ours rests on."""
+    """A published figure and the simulated one, in the same unit; `assumed` names the assumptions."""
 
     source: str
     what: str
@@ -48,7 +48,7 @@ MISSING = {
 
 
 def rows() -> list[Row]:
-    """All figures that can be compared."""
+    """Return all figures that can be compared."""
     return [*_transformer_bytes(), *_transformer_times(), *_offloaded_inputs(), *_long_context(), *_prototype()]
 
 
@@ -63,7 +63,7 @@ def _transformer_bytes() -> list[Row]:
 
 
 def _transformer_times() -> list[Row]:
-    """22B: 48 layers of hidden 6144, 64 heads, 2048 tokens, batch 4, on 8 A100; ms of one layer."""
+    """Compare 22B: 48 layers of hidden 6144, 64 heads, 2048 tokens, batch 4, on 8 A100; ms of one layer."""
     block = Block(6144, 64, 2048, 4, 8)
     core = block.core_ms(A100_SXM, 0.5)
     rule = (
@@ -90,25 +90,25 @@ def _transformer_times() -> list[Row]:
     ]
 
 
-INPUT = 32768 * 1024 * 2.0  # bytes of a layer's input: 24 of them are the 1.61 GB of the report
-SAVED = (79.03e9 - 13.71e9) / 24 + INPUT  # bytes of a layer, from the report's bytes after forward
-BASE = 13.71e9 - 24 * INPUT  # all else after forward
-PEAK = 24.73e9
+INPUT_NBYTES = 32768 * 1024 * 2.0  # bytes of a layer's input: 24 of them are the 1.61 GB of the report
+SAVED_NBYTES = (79.03e9 - 13.71e9) / 24 + INPUT_NBYTES  # bytes of a layer, from the report's bytes after forward
+BASE_NBYTES = 13.71e9 - 24 * INPUT_NBYTES  # all else after forward
+PEAK_NBYTES = 24.73e9
 
 
 @cache
 def short_context(decision: str) -> Simulated:
-    """24 layers of 32,768 tokens; the peak is in the recomputation of the first layer, where no other input waits."""
+    """Simulate 24 layers of 32,768 tokens; at the peak the first layer is recomputed, and no other input waits."""
     forward = 1080 / 24 / 3
-    chain = equal(24, forward, 2 * forward, options(SAVED, INPUT, forward), H100_SXM)
+    chain = equal(24, forward, 2 * forward, options(SAVED_NBYTES, INPUT_NBYTES, forward), H100_SXM)
     first, *others = chain.layers
     spike = tuple(
-        replace(option, backward_peak=PEAK - BASE) if "recompute" in option.decision else option
+        replace(option, backward_peak=PEAK_NBYTES - BASE_NBYTES) if "recompute" in option.decision else option
         for option in first.options
     )
     chain = LayerChain((replace(first, options=spike), *others), chain.links)
-    last = "keep" if decision == "keep" else "recompute"  # its input is wanted at once
-    return simulate(chain, chosen(chain, [decision] * 23 + [last]), H100_SXM, window=2 * INPUT)
+    last = "keep" if decision == "keep" else "recompute"  # backward reads its input first
+    return simulate(chain, chosen(chain, [decision] * 23 + [last]), H100_SXM, window=2 * INPUT_NBYTES)
 
 
 def _offloaded_inputs() -> list[Row]:
@@ -121,12 +121,12 @@ def _offloaded_inputs() -> list[Row]:
             "all of the step is layers, backward twice as long as forward",
         ),
         Row(
-            ACCELERATE, "inputs offloaded, after forward", "GB", 12.17, (BASE + INPUT) / 1e9,
+            ACCELERATE, "inputs offloaded, after forward", "GB", 12.17, (BASE_NBYTES + INPUT_NBYTES) / 1e9,
             f"{bytes_of}; the last input stays",
         ),
-        Row(ACCELERATE, "checkpointing, peak", "GB", 24.73, (BASE + recompute.device) / 1e9, spike, fitted=True),
+        Row(ACCELERATE, "checkpointing, peak", "GB", 24.73, (BASE_NBYTES + recompute.device) / 1e9, spike, fitted=True),
         Row(
-            ACCELERATE, "inputs offloaded, peak", "GB", 24.73, (BASE + offloaded.device) / 1e9,
+            ACCELERATE, "inputs offloaded, peak", "GB", 24.73, (BASE_NBYTES + offloaded.device) / 1e9,
             "as in the row above; that nothing is gained follows",
         ),
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def _offloaded_inputs() -> list[Row]:
 
 @cache
 def long_context(decision: str) -> Simulated:
-    """28 layers of hidden 1024 and 131,072 tokens on each of 8 devices that attend over 1,048,576."""
+    """Simulate 28 layers of hidden 1024 and 131,072 tokens on each of 8 devices that attend over 1,048,576."""
     tokens, hidden = 131072, 1024
     forward = tokens * (24 * hidden**2 + 2 * 2**20 * hidden) / (H100_SXM.flops * 0.4)
     boundary = 2.0 * tokens * hidden
@@ -151,7 +151,7 @@ def _long_context() -> list[Row]:
 
 
 def _crossing(link: float) -> int:
-    """MEMO: 7B on 8 A800 (an A100 with less NVLink), `link` GB/s each; 16 s b h elements of 2 bytes leave a layer.
+    """Simulate MEMO: 7B on 8 A800 (A100 with less NVLink), `link` GB/s each; a layer sends 16 s b h 2-byte elements.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def _hidden() -> Row:
 
 @cache
 def prototype(rate: float) -> tuple[LayerChain, Solution]:
-    """32 equal layers, 900 MB and 14 ms each; `rate` of codecs in MB/ms of bytes read plus written, 0 without."""
+    """Solve 32 equal layers, 900 MB and 14 ms each; `rate` of codecs in MB/ms of bytes read plus written, 0 without."""
     ratios = {"int8": 8.125 / 16, "int4": 5 / 16} if rate else {}
     coders = [Coder(name, ratio, rate / (1 + ratio)) for name, ratio in ratios.items()]
     chain = equal(32, 14, 28, options(900, 33, 14, coders), Hardware(Links(25, 25)))

@@ -1,7 +1,7 @@
-"""Simulated steps on machines that are not here: ``python -m benchmarks.simulator.run`` (a minute).
+"""Simulated steps on machines that are not available: ``python -m benchmarks.simulator.run`` (a minute).
 
-Writes benchmarks/results/planner-scale.json and, from it, the tables of docs/planner-simulation.md. Nothing of it was
-measured, except how long simulator and planner themselves take.
+Writes benchmarks/results/planner-scale.json and, from it, the tables of docs/planner-simulation.md. All of it is
+simulated; only the run times of simulator and planner are measured.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Rows = list[dict[str, Any]]
 
 
 def plan(chain: LayerChain, share: float, time_limit: float = 10.0) -> tuple[Solution, Limits]:
-    """A plan for that share of all activations, and two layers more."""
+    """Solve a plan for that share of all activations, plus two layers."""
     nbytes = chain.layers[0].options[0].held
     limits = Limits(share * len(chain.layers) * nbytes + 2 * nbytes)
     return solve(chain, limits, gap=0.005, time_limit=time_limit), limits
 
 
 def mix(chain: LayerChain, choice: tuple[int, ...]) -> str:
-    """How many layers do what."""
+    """Count the layers of each option."""
     names = Counter(layer.options[o].decision for layer, o in zip(chain.layers, choice, strict=True))
     return ", ".join(f"{count} {name}" for name, count in names.most_common())
 
@@ -54,7 +54,7 @@ def rows_of_published() -> Rows:
 
 
 def rows_of_chunks() -> Rows:
-    """How much later than the timeline a step ends, over plans of the prototype's chain."""
+    """Compare the end of a step with the timeline's, over plans of the prototype's chain."""
     late: dict[int, list[float]] = {chunks: [] for chunks in (1, 2, 4, 8, 16)}
     for rate in (10, 25, 50, 100):
         chain = equal(32, 14, 28, options(900, 33, 14), Hardware(Links(rate, rate)))
@@ -87,7 +87,7 @@ def rows_of_budgets() -> Rows:
 
 
 def rows_of_ranks() -> Rows:
-    """One plan made for a device alone, and one for its share of the node."""
+    """Compare a plan made for a device alone with one for its share of the node."""
     found = []
     chain = transformer(BLOCK, 32, A100_SXM, MFU)
     alone, limits = plan(chain, 0.25)
@@ -107,7 +107,7 @@ def rows_of_ranks() -> Rows:
 
 
 def rows_of_windows() -> Rows:
-    """The plan assumes that all of the budget may be on its way; a store has a window."""
+    """Compare the plan, whose whole budget may be in transit, with a store that has a window."""
     chain = transformer(BLOCK, 32, A100_PCIE, MFU)
     solution, limits = plan(chain, 0.25)
     found = []
@@ -179,7 +179,7 @@ def times(value: float | None) -> str:
 
 
 def tables(found: dict[str, Rows]) -> dict[str, list[str]]:
-    """The lines of each table of the page."""
+    """Return the lines of each table of the page."""
 
     def of(name: str, columns: dict[str, Any]) -> list[str]:
         return table(list(columns), [[cell(row) for cell in columns.values()] for row in found[name]])
@@ -235,7 +235,7 @@ def tables(found: dict[str, Rows]) -> dict[str, list[str]]:
 
 
 def filled(page: str, found: dict[str, Rows]) -> str:
-    """The page with its tables between their markers."""
+    """Return the page with its tables between their markers."""
     for name, lines in tables(found).items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         page, count = re.subn(

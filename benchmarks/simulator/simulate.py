@@ -1,4 +1,4 @@
-"""A plan run on a machine that is not here: discrete events on compute, both directions of the link, and the disk.
+"""Simulation of a plan on a machine that is not available: discrete events on compute, the link's directions, the disk.
 
 Copies go in chunks, one after the other in each direction: out in the order of forward, back in the order of backward,
 from when the backward of a microbatch is what the device does next. Memory is checked at every event.
@@ -7,7 +7,7 @@ Where devices of a node copy at once, they share its host memory and its disk ev
 serves its ports packet by packet and a drive its queues request by request, both far below the size of a chunk, so that
 no chunk waits for that of another device. Pipeline stages run 1F1B, each on a node of its own.
 
-What comes out is simulated: it is as good as the times and rates that went in.
+The result is simulated: it is as good as the times and rates of its inputs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.simulator.passes import check, passes_of
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the devices of one pipeline stage did. Times in ms, sizes in bytes.
+    """Figures of the devices of one pipeline stage. Times in ms, sizes in bytes.
 
     Attributes
     ----------
     compute : busy time of compute
     stalls : time that compute waited, by reason: "fetch" for bytes to come back, "memory" for room on the device,
         "window" for copies to leave, "drain" for all of them to leave, "pipeline" for other stages
-    device : most bytes on one device at any event, and `at`, the pass where
+    device : most bytes on one device at any event, and `at`, the pass at that moment
     host, disk : most bytes of the node
     copies : time for which each lane ran: "out", "back", "write", "read"
     """
@@ -56,9 +56,9 @@ class Simulated:
 
     Attributes
     ----------
-    ms : from the first device's begin to the last one's end, with the chain's `rest`
-    stages : of the device of each stage that ended last
-    events : how many pieces of compute and copies were simulated
+    ms : from the first device's start to the last one's end, with the chain's `rest`
+    stages : figures of each stage's device that ended last
+    events : number of simulated pieces of compute and copies
     """
 
     ms: float
@@ -77,7 +77,7 @@ class Simulated:
 
     @property
     def stalled(self) -> float:
-        """Milliseconds of compute's waits in the stage that waited longest, those for other stages left out."""
+        """Milliseconds that compute waited in the stage that waited longest, without waits for other stages."""
         return max(sum(ms for why, ms in stage.stalls.items() if why != "pipeline") for stage in self.stages)
 
 
@@ -106,7 +106,7 @@ def simulate(
     chunks : copies that a layer's payload is cut into
     window : most bytes on their way out, and most fetched ahead; a larger payload goes alone
     ranks : devices of a node that train alike, side by side
-    skew : ms by which each rank begins later than the one before
+    skew : ms by which each rank starts later than the one before
     stages : of the pipeline; each has an equal share of the layers
     microbatches : of a step
     drain : whether backward begins only when all that leaves has left, as the planner's timeline has it; copies overlap
@@ -114,8 +114,8 @@ def simulate(
 
     Raises
     ------
-    ConfigError : a choice or a count that cannot be
-    CapacityError : the choice does not fit the limits, or comes to a standstill
+    ConfigError : an invalid choice or count
+    CapacityError : the choice does not fit the limits, or deadlocks
     """
     limits = Limits(inf) if limits is None else limits
     hardware = Hardware(chain.links, both_ways=chain.links.both_ways) if hardware is None else hardware

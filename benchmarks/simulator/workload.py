@@ -1,4 +1,4 @@
-"""Chains of models that are not here: transformers and recurrent nets from their shapes, and chains of equal layers.
+"""Chains of models from their shapes: transformers, recurrent nets, and chains of equal layers.
 
 Bytes follow from what each operator saves for its backward; times from operations and a share of the machine's best.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption
 from benchmarks.simulator.hardware import Hardware
 
-STREAMING = 0.85  # of the memory's rate: what elementwise kernels are commonly seen to reach
+STREAMING_SHARE = 0.85  # of the memory's rate: commonly seen for elementwise kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Coder:
-    """A codec as the planner sees it: `ratio` of payload to tensor, and `rate`, bytes of tensors encoded or decoded in
+    """Codec in the planner's terms: `ratio` of payload to tensor, and `rate`, bytes of tensors encoded or decoded in
     a millisecond."""
 
     name: str
@@ -33,14 +33,14 @@ def options(
     host: bool = True,
     disk: bool = False,
 ) -> tuple[LayerOption, ...]:
-    """What a layer can do with its activations.
+    """Return the options of a layer for its activations.
 
     Parameters
     ----------
-    nbytes : that the layer saves
-    boundary : of its input alone
-    recompute_ms : of running forward again
-    host, disk : whether payloads may leave for these
+    nbytes : bytes that the layer saves
+    boundary : bytes of its input alone
+    recompute_ms : time to run forward again
+    host, disk : whether payloads may go there
     """
 
     def option(
@@ -73,7 +73,7 @@ def options(
 
 
 def chosen(chain: LayerChain, decisions: Sequence[str]) -> tuple[int, ...]:
-    """The choice that gives each layer the option of that decision.
+    """Return the choice that gives each layer the option of that decision.
 
     Raises
     ------
@@ -84,19 +84,19 @@ def chosen(chain: LayerChain, decisions: Sequence[str]) -> tuple[int, ...]:
 
 
 def equal(count: int, forward: float, backward: float, ways: tuple[LayerOption, ...], hardware: Hardware) -> LayerChain:
-    """A chain of `count` layers that do not differ."""
+    """Return a chain of `count` equal layers."""
     layers = tuple(Layer(f"layers.{i}", forward, backward, ways) for i in range(count))
     return LayerChain(layers, hardware.links)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A GPT layer in 16-bit precision, dropout included, after Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
+    """GPT layer in 16-bit precision, dropout included, after Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
 
     Attributes
     ----------
     hidden, heads, sequence, batch : h, a, s, b
-    tensor_parallel : t, the devices that share the layer
+    tensor_parallel : t, the number of devices that share the layer
     sequence_parallel : whether they share what tensor parallelism leaves whole, too
     """
 
@@ -109,7 +109,7 @@ class Block:
 
     @property
     def saved(self) -> dict[str, tuple[float, bool, bool]]:
-        """(bytes in all, shared by tensor parallelism, in the core of attention) of each tensor that is saved."""
+        """Return (bytes in all, shared by tensor parallelism, in the core of attention) of each saved tensor."""
         sbh = float(self.sequence * self.batch * self.hidden)
         scores = float(self.heads * self.sequence**2 * self.batch)
         return {
@@ -130,7 +130,7 @@ class Block:
         }
 
     def nbytes(self, *, core: bool = True) -> float:
-        """Saved by one device; `core`: with what selective recomputation drops."""
+        """Return the bytes that one device saves; `core` includes what selective recomputation drops."""
         return sum(
             nbytes / (self.tensor_parallel if shared or self.sequence_parallel else 1)
             for nbytes, shared, in_core in self.saved.values()
@@ -144,29 +144,29 @@ class Block:
         return 2.0 * self.sequence * self.batch * self.hidden / share
 
     def flops(self, causal: bool = False) -> float:
-        """Operations of forward on one device; `causal`: kernels skip what is masked."""
+        """Return the operations of forward on one device; with `causal` kernels skip what is masked."""
         tokens = float(self.sequence * self.batch)
         attention = 4.0 * self.sequence * self.hidden * (0.5 if causal else 1.0)
         return tokens * (24.0 * self.hidden**2 + attention) / self.tensor_parallel
 
     def core_ms(self, hardware: Hardware, mfu: float) -> float:
-        """Forward of the core of attention, in four kernels, each as long as its operations or its bytes take."""
+        """Return the forward time of attention's core: four kernels, each bound by its operations or its bytes."""
         scores = self.heads * self.sequence**2 * self.batch / self.tensor_parallel
         product = 2.0 * self.batch * self.sequence**2 * self.hidden / self.tensor_parallel
         kernels = (product, 2 * scores), (0.0, 4 * scores), (0.0, 5 * scores), (product, 2 * scores)
-        rate, streaming = hardware.flops * mfu, hardware.memory_rate * STREAMING
+        rate, streaming = hardware.flops * mfu, hardware.memory_rate * STREAMING_SHARE
         return sum(max(flops / rate, nbytes / streaming) for flops, nbytes in kernels)
 
 
 def transformer(
     block: Block, count: int, hardware: Hardware, mfu: float, coders: Sequence[Coder] = (), *, disk: bool = False
 ) -> LayerChain:
-    """A chain of `count` blocks whose attention keeps no scores (flash); backward takes twice as long as forward.
+    """Return a chain of `count` blocks with flash attention, which keeps no scores; backward takes twice as long.
 
     Parameters
     ----------
     mfu : part of the hardware's operations that compute reaches
-    disk : whether payloads may leave for a disk
+    disk : whether payloads may go to a disk
     """
     ms = block.flops() / (hardware.flops * mfu)
     ways = options(block.nbytes(core=False), block.boundary, ms, coders, disk=disk)
@@ -174,7 +174,7 @@ def transformer(
 
 
 def recurrent(steps: int, hidden: int, batch: int, hardware: Hardware, mfu: float) -> LayerChain:
-    """An LSTM in float32 over `steps` steps, each a layer: it saves four gates, two cell states, its output."""
+    """Return an LSTM in float32 over `steps` steps, each a layer: it saves four gates, two cell states, its output."""
     ms = 16.0 * batch * hidden**2 / (hardware.flops * mfu)
     ways = options(28.0 * batch * hidden, 8.0 * batch * hidden, ms)
     return equal(steps, ms, 2 * ms, ways, hardware)

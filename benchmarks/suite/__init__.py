@@ -1,1 +1,1 @@
-"""The long run: `make bench-all`."""
+"""Long run: `make bench-all`."""

@@ -1,8 +1,8 @@
-"""What a step does with its time under each policy, from the traces of the store.
+"""Breakdown of a step's time under each policy, from the traces of the store.
 
-All policies take turns on one model in one process. "forward and backward" is what is left of the step, without the
-optimizer, once recomputation, codecs and stalls are taken off: the model's own work, the hooks, and what copies beside
-it take from it. Medians over the rounds.
+All policies take turns on one model in one process. "forward and backward" is the rest of the step, without the
+optimizer, recomputation, codecs and stalls: the model's own work, the hooks, and the slowdown by copies beside
+it. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.markdown import table
 POLICIES = (
     "raw @ host", "raw @ disk", "expack", "int8", "int8 @ disk", "int4", "recompute", "recompute(raw @ disk)",
 )  # fmt: skip
-PARTS = ("stall", "decode", "encode", "recompute")  # where spans overlap, the first one counts
+PARTS = ("stall", "decode", "encode", "recompute")  # where spans overlap, the first part in this order counts
 REST = "forward and backward"
 WARMUP = 2
 
 
 def measure(work: Workload, rounds: int, done: Callable[[dict[str, Any]], None]) -> None:
-    """The figures, given to `done`."""
+    """Measure the figures, and pass them to `done`."""
     fix_numerics(work)
     job = workloads.make(work)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in ("plain", *POLICIES)}
@@ -57,7 +57,7 @@ def measure(work: Workload, rounds: int, done: Callable[[dict[str, Any]], None])
 
 
 def _step(job: Job, store: ActivationStore | None) -> dict[str, float]:
-    """Milliseconds of the parts of one step."""
+    """Run one step, and return milliseconds of its parts."""
     job.model.zero_grad()
     fix_seed(job.work.seed)
     batch = job.batch(0)
@@ -73,7 +73,7 @@ def _step(job: Job, store: ActivationStore | None) -> dict[str, float]:
 
 
 def parts_of(events: list[Event], begin_ns: int, end_ns: int) -> dict[str, float]:
-    """Milliseconds of each part between two moments; they add up to all of the time."""
+    """Return milliseconds of each part between two moments; they add up to all of the time."""
     taken: Spans = []
     found = {}
     for part in PARTS:
@@ -88,7 +88,7 @@ def parts_of(events: list[Event], begin_ns: int, end_ns: int) -> dict[str, float
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """A bar for each policy, its parts one after the other."""
+    """Draw a bar for each policy, its parts one after the other."""
     rows = found["rows"]
     figure = look.figure(1.9 + 0.36 * len(rows))
     axes = figure.add_subplot()
@@ -112,7 +112,7 @@ def draw(found: dict[str, Any]) -> Figure:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The figures in Markdown."""
+    """Return the figures in Markdown."""
     parts = (REST, *reversed(PARTS))
     rows = [
         [row["name"], *(f"{row[part]:.1f}" if row[part] else "" for part in parts), f"{sum(row[p] for p in parts):.0f}"]

@@ -1,4 +1,4 @@
-"""Loss curves: does training through a store go where plain training goes?"""
+"""Loss curves of training through a store, beside plain training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from actstore.display import pictures as look
 from benchmarks.markdown import table
 
 ROWS = ("plain", "bitsandbytes 8-bit", "raw @ host", "raw @ disk", "expack", "recompute", "int8", "int4")
-LAST = 20  # steps at the end whose mean is the final loss
+FINAL_STEPS = 20  # steps at the end, whose mean is the final loss
 POINTS = 24  # of a curve, each the mean of neighbouring steps
 
 
 def measure(works: list[Workload], chosen: list[Row], done: Callable[[dict[str, Any]], None]) -> None:
-    """The results of all workloads; `done` is given those so far after each row."""
+    """Measure all workloads; `done` receives the results so far after each row."""
     found: dict[str, Any] = {"runs": []}
 
     def keep(result: Result) -> None:
@@ -42,22 +42,22 @@ def results(found: dict[str, Any]) -> list[Result]:
 
 
 def final(row: RowResult) -> float:
-    """The mean loss of the last steps."""
-    return fmean(_numbers(row)[-LAST:])
+    """Return the mean loss of the last steps."""
+    return fmean(_numbers(row)[-FINAL_STEPS:])
 
 
 def astray(row: RowResult, plain: RowResult) -> float:
-    """The largest distance of a step's loss from plain's; infinite where a loss is not finite."""
+    """Return the largest distance of a step's loss from plain's; infinite where a loss is not finite."""
     off = [abs(a - b) for a, b in zip(_numbers(row), _numbers(plain), strict=False)]
     return max(off) if all(map(isfinite, off)) else inf
 
 
 def _numbers(row: RowResult) -> list[float]:
-    return [nan if loss is None else loss for loss in row.losses]  # as JSON says it
+    return [nan if loss is None else loss for loss in row.losses]  # JSON has None for a loss that is not finite
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """For each workload the losses, and below them how far they are from plain's."""
+    """Draw the losses of each workload, and below them their distance from plain's."""
     shown = [result for result in results(found) if result.rows and result.rows[0].losses]
     figure = look.figure(6.6)
     if not shown:
@@ -94,14 +94,14 @@ def draw(found: dict[str, Any]) -> Figure:
 
 
 def smooth(losses: list[float]) -> tuple[list[float], list[float]]:
-    """Means of neighbouring steps, at their middles."""
+    """Return means of neighbouring steps, at their middles."""
     count = min(POINTS, len(losses))
     edges = list(pairwise(len(losses) * point // count for point in range(count + 1)))
     return [(a + b) / 2 for a, b in edges], [fmean(losses[a:b]) for a, b in edges]
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The figures in Markdown."""
+    """Return the figures in Markdown."""
     said = []
     for result in results(found):
         plain = result.rows[0]
@@ -110,6 +110,6 @@ def lines(found: dict[str, Any]) -> list[str]:
             for row in result.rows
             if row.losses and plain.losses
         ]
-        header = [result.subject, f"loss of the last {LAST}", "less plain's", "farthest step"]
+        header = [result.subject, f"loss of the last {FINAL_STEPS}", "less plain's", "farthest step"]
         said += [*table(header, cells), *(f"- {row.name} failed: {row.failed}" for row in result.failed), ""]
     return said

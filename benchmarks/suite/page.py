@@ -1,4 +1,4 @@
-"""The page of a machine, from the figures in its folder: ``python -m benchmarks.suite.page [FOLDER ...]``.
+"""Page of a machine, from the figures in its folder: ``python -m benchmarks.suite.page [FOLDER ...]``.
 
 Without folders it makes all pages of ``results/`` anew, with their pictures.
 """
@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, Draw, Lines]] = {
     "largest": ("The largest batch within a budget", largest.draw, largest.lines),
     "convergence": ("Training for longer", convergence.draw, convergence.lines),
 }
-MORE = {  # what other commands leave in the folder
+MORE_FILES = {  # files that other commands leave in the folder
     "codecs": "the codecs: ratio, speed and error",
     "timeline": "one step of `raw @ disk`",
     "planned": 'plans by "auto" under budgets',
@@ -43,14 +43,14 @@ MORE = {  # what other commands leave in the folder
 
 
 def write(folder: Path) -> Path:
-    """Make the page beside `folder`, and the pictures in it."""
+    """Write the page beside `folder`, and the pictures in it."""
     path = folder.with_name(f"{folder.name}.md")
     path.write_text("\n".join(lines(folder)).rstrip() + "\n", encoding="utf-8")
     return path
 
 
 def lines(folder: Path) -> list[str]:
-    """The page. A file that is not there has no section."""
+    """Return the page. A missing file has no section."""
     runs = {model: found for model in MODELS if (found := machine.read(folder / f"{model}.json"))}
     others = {name: found for name in SECTIONS if (found := machine.read(folder / f"{name}.json"))}
     notes = machine.read(folder / "parts.json") or {}
@@ -102,7 +102,7 @@ def _picture(folder: Path, name: str, title: str) -> list[str]:
 
 
 def _went(note: dict[str, Any] | None) -> list[str]:
-    """When a part ran and how."""
+    """Describe when and how a part ran."""
     if note is None:
         return []
     words = f"{note['time'][:10]}, {note['seconds'] / 60:.1f} minutes."
@@ -111,7 +111,7 @@ def _went(note: dict[str, Any] | None) -> list[str]:
 
 def _more(folder: Path) -> list[str]:
     found = []
-    for name, title in MORE.items():
+    for name, title in MORE_FILES.items():
         links = [
             f"[{ending}]({folder.name}/{name}.{ending})"
             for ending in ("png", "json", "md")
@@ -123,14 +123,14 @@ def _more(folder: Path) -> list[str]:
 
 
 def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
-    """The versions, each with all that were used."""
-    names = [name for env in environments[:1] for name in env if name not in UNSAID]
+    """Return the versions, each with all values in use."""
+    names = [name for env in environments[:1] for name in env if name not in HIDDEN_FIELDS]
     seen = {name: dict.fromkeys(str(env.get(name)) for env in environments if env.get(name)) for name in names}
     rows = [[name.replace("_", " "), ", ".join(values)] for name, values in seen.items() if values]
     return ["## Measured with", "", *table(["", "version"], rows), ""] if rows else []
 
 
-WHY = {
+REASONS = {
     "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.2 ms a call here "
     "(`benchmarks/hotpath/run.py`): ours also puts random states of Python and NumPy, weights and buffers back as they "
     "were. Cells that are called hundreds of times feel it",
@@ -144,11 +144,11 @@ WHY = {
     "DeepSpeed checkpoint": "it is the reentrant kind, one autograd node for a block, and puts back no random states "
     "but torch's",
 }
-UNSAID = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "gpu_capability", "cuda")
+HIDDEN_FIELDS = ("time", "processor", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "gpu_capability", "cuda")
 
 
 def against(results: dict[str, Result]) -> list[str]:
-    """Each peer of each workload beside the fastest row of ours that holds no more and is as exact."""
+    """Compare each peer of each workload with the fastest row of actstore that holds no more and is as exact."""
     found = [(model, result, one) for model, result in results.items() for one in versus(result.rows, result.duels)]
     judged = [(model, result, one) for model, result, one in found if one.ours]
     if not found:
@@ -158,7 +158,7 @@ def against(results: dict[str, Result]) -> list[str]:
     header = ["workload and peer", *two, "ours", *two, "our time over its", "verdict"]
     rows = [[f"{model}: {one.peer}", *_duel(result, one)] for model, result, one in judged]
     others = [one.peer for *_, one in judged if one.verdict != "faster"]
-    why = [f"- {peer}: {WHY[peer]}." for peer in WHY if peer in others]
+    why = [f"- {peer}: {REASONS[peer]}." for peer in REASONS if peer in others]
     missing = [f"- {model}: {one.peer}: {cell(one.reason)}" for model, _, one in found if not one.ours]
     return [
         "## Against each peer", "",
@@ -171,7 +171,7 @@ def against(results: dict[str, Result]) -> list[str]:
 
 
 def _how_compared(judged: list[Versus]) -> str:
-    """Where "our time over its" comes from."""
+    """Describe the source of "our time over its"."""
     pairs = [one.pairs for one in judged if one.pairs]
     turns = f"a peer and ours trained in turns for it, at least {min(pairs)} steps each" if pairs else ""
     apart = "it is the quotient of the times plain, between which the speed of the machine may have changed"
@@ -193,7 +193,7 @@ def _time_and_bytes(result: Result, name: str) -> list[str]:
 
 
 def main() -> None:
-    """Make pages."""
+    """Write the pages."""
     folders = [Path(name) for name in sys.argv[1:]] or sorted(
         path for path in machine.RESULTS.iterdir() if path.is_dir()
     )

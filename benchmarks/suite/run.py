@@ -1,10 +1,10 @@
-"""The long run: ``make bench-all``, or ``python -m benchmarks.suite.run``; an hour and three quarters on two cores.
+"""Long run: ``make bench-all``, or ``python -m benchmarks.suite.run``; an hour and three quarters on two cores.
 
 Every workload with every row, and each peer in turns with the row of ours that compares with it; then how it scales,
 the largest batch within a budget, where time goes, and loss curves. Figures go into ``results/<machine>/``, a file for
-each part that is written again after each row, and pictures beside them; the page ``results/<machine>.md`` is made of
-what is there after each part, so that a run that is interrupted leaves what it has. ``--part`` runs single parts,
-``--quick`` all of them at sizes that take seconds, for a look at whether they work, into ``build/results``.
+each part that is written again after each row, and pictures beside them. The page ``results/<machine>.md`` is written
+after each part, so that an interrupted run leaves its results. ``--part`` runs single parts,
+``--quick`` all of them at sizes that take seconds, as a check that they work, into ``build/results``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from benchmarks import largest, machine
 from benchmarks.suite import breakdown, convergence, page, scaling
 
 MIB = 2**20
-QUICK = {"steps": 2, "warmup": 1, "threads": 1}
-FULL = {"steps": 12}  # pairs of a row and plain: six leave the median of a busy machine's ratios uncertain by 5 %
+QUICK_SIZES = {"steps": 2, "warmup": 1, "threads": 1}
+FULL_SIZES = {"steps": 12}  # pairs of a row and plain: six leave the median of a busy machine's ratios uncertain by 5 %
 # Sizes at which a step takes milliseconds, by model; those of gpt are large enough to be encoded.
 TINY: dict[str, dict[str, int]] = {
     "gpt": {"layers": 2, "width": 64, "heads": 2, "context": 64, "batch": 16},
@@ -55,9 +55,9 @@ class Part:
 
     Attributes
     ----------
-    run : measures, and gives the figures so far to its argument
-    minutes : what it takes on two cores
-    duels : then runs the duels of its result, each peer against the row of ours that compares with it
+    run : measures, and passes the figures so far to its argument
+    minutes : duration on two cores
+    duels : runs the duels of its result, each peer against the row of actstore that it is compared with
     """
 
     name: str
@@ -67,12 +67,12 @@ class Part:
 
 
 def parts(quick: bool, names: list[str]) -> list[Part]:
-    """All parts, the most telling ones first, with the rows that `names` lists, or all."""
+    """Return all parts, the most important ones first, with the rows that `names` lists, or all."""
     sizes = TINY if quick else {}
-    steps = QUICK if quick else FULL
+    steps = QUICK_SIZES if quick else FULL_SIZES
     works = {model: sized(model, **sizes.get(model, {}), **steps) for model in MODELS}
     small = works["gpt"] if quick else sized("gpt", layers=4, width=128, batch=4)
-    grown = {"layers": [1, 2], "batch": [4, 8]} if quick else GROWN
+    grown = {"layers": [1, 2], "batch": [4, 8]} if quick else SCALED_SIZES
     limit, most = (640 * MIB, 4) if quick else (768 * MIB, 1024)
     curves = [replace(works["gpt"], steps=12)] if quick else CURVES
 
@@ -91,7 +91,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
 
 
 COMPILED = ("gpt", "resnet")
-GROWN = {"layers": [2, 4, 8, 16], "context": [128, 256, 512, 1024], "batch": [2, 4, 8, 16]}
+SCALED_SIZES = {"layers": [2, 4, 8, 16], "context": [128, 256, 512, 1024], "batch": [2, 4, 8, 16]}
 CURVES = [
     sized("gpt", layers=4, width=128, context=64, steps=240, warmup=0),
     sized("resnet", layers=1, width=16, context=16, batch=32, steps=240, warmup=0),
@@ -99,7 +99,7 @@ CURVES = [
 
 
 def _rows(work: Workload, names: list[str], write: Write) -> None:
-    """Every row of one workload; those that compile, which takes long, of some workloads only."""
+    """Measure every row of one workload; rows that compile, which takes long, of some workloads only."""
     chosen = rows.select(rows.rows_for(MODELS[work.model].policies), names or [rows.ALL])
     slow = [] if work.model in COMPILED else [row for row in chosen if row.limit_s == rows.COMPILE_LIMIT_S]
 
@@ -112,7 +112,7 @@ def _rows(work: Workload, names: list[str], write: Write) -> None:
 
 
 def _duels(work: Workload, names: list[str], result: Result, write: Write) -> None:
-    """The duels of a result, or those that it lacks and those of the rows that are measured again."""
+    """Run the duels of a result, or the missing ones and those of rows that are measured again."""
     by_name = {row.name: row for row in rows.rows_for(MODELS[work.model].policies)}
     for one in versus(result.rows, result.duels):
         if one.ours and not (names and one.pairs and {one.peer, one.ours}.isdisjoint(names)):
@@ -122,22 +122,22 @@ def _duels(work: Workload, names: list[str], result: Result, write: Write) -> No
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """A result with rows that were measured again, or for the first time, later than the others.
+    """Merge a result with rows that were measured again, or for the first time, later than the rest.
 
     Raises
     ------
-    ConfigError : the machine, torch or the workload was another
+    ConfigError : the machine, torch or the workload differs
     """
     old, new = Result.from_dict(before), Result.from_dict(after)
     if unlike := differences(old, new):
-        raise ConfigError(f"rows cannot be put beside others: {'; '.join(unlike)}. Measure all of them, without --rows")
+        raise ConfigError(f"rows cannot be merged: {'; '.join(unlike)}. Measure all of them, without --rows.")
     again = {row.name: row for row in new.rows if row.kind != "plain"}
     rows = [again.pop(row.name, row) for row in old.rows]
     return replace(old, environment=new.environment, rows=[*rows, *again.values()]).to_dict()
 
 
 def run_part(part: Part, folder: Path, *, some: bool = False, duels_only: bool = False) -> str:
-    """Run one part, or some rows of it, or its duels, and note how it went; an error's text, or nothing."""
+    """Run one part, or some rows of it, or its duels; note the outcome, and return the error's text or an empty one."""
     notes = folder / "parts.json"
     path = folder / f"{part.name}.json"
     before = machine.read(path) if some and part.name in MODELS else None
@@ -148,7 +148,7 @@ def run_part(part: Part, folder: Path, *, some: bool = False, duels_only: bool =
             part.run(lambda found: machine.write(path, found if before is None else merged(before, found)))
         if part.duels is not None:
             if not path.exists():
-                raise ConfigError(f"there are no rows of {part.name} in {folder} yet; measure them without --duels")
+                raise ConfigError(f"{part.name} has no rows in {folder} yet. Measure them without --duels.")
             part.duels(Result.from_dict(machine.read(path)), partial(machine.write, path))
         said = ""
     except Exception as error:

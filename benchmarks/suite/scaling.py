@@ -1,4 +1,4 @@
-"""How memory and time of some rows grow with layers, context and batch."""
+"""Growth of memory and time of some rows with layers, context and batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIGURES = ("name", "kind", "step_ms", "ratio", "held_bytes", "failed")
 def measure(
     work: Workload, sizes: dict[str, list[int]], chosen: list[Row], done: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Figures of `work` with each of the `sizes`, by axis; `done` is given those so far after each size."""
+    """Measure `work` with each of the `sizes`, by axis; `done` receives the figures so far after each size."""
     found: dict[str, Any] = {"workload": work.to_dict(), "sizes": sizes, "points": []}
     for axis, values in sizes.items():
         for value in values:
@@ -37,7 +37,7 @@ def measure(
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """Held bytes above, times below, a column for each axis; both logarithmic."""
+    """Draw held bytes above, times below, a column for each axis; both logarithmic."""
     figure = look.figure(6.4)
     axes_names = list(found["sizes"])
     grid = figure.subplots(2, len(axes_names), sharey="row", squeeze=False)
@@ -82,7 +82,7 @@ def _dress(above: Axes, below: Axes, axis: str, sizes: list[int], *, first: bool
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The figures in Markdown: held MiB and times plain."""
+    """Return the figures in Markdown: held MiB and times plain."""
     cells = [
         [f"{point['axis']} {point['size']}", *(_cell(RowResult(**_by_name(point, name))) for name in ROWS)]
         for point in found["points"]

@@ -94,7 +94,7 @@ def test_repeats_end_with_the_time() -> None:
     source = torch.ones(1000)
     trip = Contender("int8", Int8()).trip(source)
     encode, decode = measure.time_trip(trip, source, 1000, 0.0)
-    assert len(encode.ms) == len(decode.ms) == measure.LEAST_REPEATS
+    assert len(encode.ms) == len(decode.ms) == measure.MIN_REPEATS
 
 
 @pytest.mark.parametrize(

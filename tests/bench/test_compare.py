@@ -125,7 +125,7 @@ def test_rows_of_one_result_only_are_named(
     said = capsys.readouterr().out
     assert "a peer is in the old result only" in said
     assert "another peer is in the new result only" in said
-    assert max(map(len, said.splitlines())) <= compare.WIDTH
+    assert max(map(len, said.splitlines())) <= compare.TABLE_WIDTH
     assert "…" not in said
 
 
@@ -136,14 +136,14 @@ def test_limits(text: str, value: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["five", "-1%", "nan", "inf", "5%%"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no share"):
+    with pytest.raises(ConfigError, match="must be a share >= 0"):
         compare.parse_limit(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 1}', "no JSON"])
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ConfigError, match="is no result of the benchmark"):
+    with pytest.raises(ConfigError, match="not a result of the benchmark"):
         compare.read(tmp_path / "x.json")
     with pytest.raises(ConfigError, match="No such file"):
         compare.read(tmp_path / "y.json")

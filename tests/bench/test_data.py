@@ -45,5 +45,5 @@ def test_values() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no data called 'gausian'; near ones: gaussian"):
+    with pytest.raises(ConfigError, match=r"data='gausian': unknown name\. Near names: gaussian"):
         data.make("gausian", (3,))

@@ -84,7 +84,7 @@ def test_the_exact_rows_are_there_and_plain_is_first(place: Place) -> None:
     work, rows = gpu_exact.job(place)
     assert work.device == place.device
     assert rows[0].name == "plain"
-    assert {row.name for row in rows} == set(place.sized(gpu_exact.LOSSLESS, gpu_exact.FEW))
+    assert {row.name for row in rows} == set(place.sized(gpu_exact.LOSSLESS, gpu_exact.DRY_ROWS))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu import pytests as gpu_tests
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu.context import CLOSE, TRIES, Attempt, largest
+from benchmarks.gpu.context import LENGTH_TOLERANCE, MAX_ATTEMPTS, Attempt, largest
 from benchmarks.gpu.llama_model import Job, Sizes
 from benchmarks.gpu.llama_rows import ROWS, entered
 from benchmarks.gpu.parts import PARTS, PICTURES
@@ -116,11 +116,11 @@ def test_the_largest_context_is_found_with_few_failures(slope: int, base: int, l
 
     made = largest(attempt, 1024, limit, 1)
     best = max((one.tokens for one in made if one.fits), default=0)
-    assert len(made) <= 2 + TRIES
+    assert len(made) <= 2 + MAX_ATTEMPTS
     if need(1024) > limit:
         assert (best, len(made)) == (0, 1)
     else:
-        assert need(int(best * (1.02 + 4 * CLOSE))) > limit
+        assert need(int(best * (1.02 + 4 * LENGTH_TOLERANCE))) > limit
         assert sum(not one.fits for one in made) <= 3
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import page_llama as gpu_page_llama
-from benchmarks.gpu.verdicts import SANITIZED, verdicts
+from benchmarks.gpu.verdicts import SANITIZER_TEST, verdicts
 
 GIB = 2**30
 ROW = {
@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
     "plain": ROW | {"name": "plain", "kind": "plain", "ratio": 1.0},
     "rows": [ROW | {"name": "raw @ host"}, PLAN, PEER, {"name": "TRL offload", "left_out": "trl is not installed"}],
 }
-TESTS: dict[str, Any] = {"passed": [f"a::{SANITIZED}[raw]", "b"], "failed": {}, "skipped": {}, "finished": True}
+TESTS: dict[str, Any] = {"passed": [f"a::{SANITIZER_TEST}[raw]", "b"], "failed": {}, "skipped": {}, "finished": True}
 TRANSFER: dict[str, Any] = {
     "goals": {"of_ceiling": 0.9, "stall_share": 0.02, "stall_over_theory": 1.05, "allocated": 0},
     "link": [{"nbytes": 2**20, "correct": True, "both": {"of_ceiling": 0.3}},
@@ -58,7 +58,7 @@ def test_everything_that_is_good_passes() -> None:
     [
         ("codecs", {"failed": {"x": "no"}}, "every codec writes"),
         ("codecs", {"finished": False}, "every codec writes"),
-        ("tests", {"failed": {f"c::{SANITIZED}[int8]": "race"}}, "torch.cuda._sanitizer"),
+        ("tests", {"failed": {f"c::{SANITIZER_TEST}[int8]": "race"}}, "torch.cuda._sanitizer"),
         ("exact", {"rows": [*EXACT["rows"], {"bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
         ("sanitizer", {"tools": ["memcheck", "racecheck"]}, "compute-sanitizer"),
         ("kernels", {"rows": [{"correct": False}]}, "every kernel's"),

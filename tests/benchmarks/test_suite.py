@@ -101,7 +101,7 @@ def test_duels_of_rows_that_are_measured_later_are_fought_again(
 def test_duels_need_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["suite", "--quick", "--output", str(tmp_path), "--part", "vit", "--duels"])
     assert suite.main() == 1
-    assert "vit failed: ConfigError: there are no rows of vit in " in capsys.readouterr().err
+    assert "vit failed: ConfigError: vit has no rows in " in capsys.readouterr().err
     assert not list(tmp_path.glob("*/parts.json"))
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "scaling", "--duels"])
     with pytest.raises(SystemExit):

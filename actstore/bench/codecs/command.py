@@ -14,33 +14,35 @@ from actstore.bench.codecs.measure import Setting, run
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
 
-WIDTH = 100  # of the tables, where there is no terminal
-_D = Setting()
+TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
+_DEFAULTS = Setting()
 
 
 def codecs(
     codec: Annotated[
         list[str] | None, typer.Argument(help="Policy texts such as 'int4(group=64)'. Left out: a list of all.")
     ] = None,
-    size: Annotated[float, typer.Option(help="Of the tensors that are timed, in 10^6 bytes.")] = _D.size_mb,
-    error_rows: Annotated[int, typer.Option(help="Rows of 1024 elements whose error is taken.")] = _D.error_rows,
-    repeats: Annotated[int, typer.Option(help="Timed calls each way.")] = _D.repeats,
+    size: Annotated[float, typer.Option(help="Size of the timed tensors, in 10^6 bytes.")] = _DEFAULTS.size_mb,
+    error_rows: Annotated[
+        int, typer.Option(help="Rows of 1024 elements whose error is measured.")
+    ] = _DEFAULTS.error_rows,
+    repeats: Annotated[int, typer.Option(help="Timed calls each way.")] = _DEFAULTS.repeats,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16, float16; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(help="Of torch; 0: one for each core.")] = _D.threads,
-    seed: Annotated[int, typer.Option(help="Of the data.")] = _D.seed,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0: one for each core.")] = _DEFAULTS.threads,
+    seed: Annotated[int, typer.Option(help="Seed of the data.")] = _DEFAULTS.seed,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bits, and speeds, into this file.")] = None,
 ) -> None:
     """Compare ratio, speed and error of the codecs on the CPU, beside Tensor.copy_ and bitsandbytes."""
     texts = codec or []
     setting = Setting(
-        size, error_rows, repeats, dtypes=tuple(dtype) if dtype else _D.dtypes, threads=threads, seed=seed
+        size, error_rows, repeats, dtypes=tuple(dtype) if dtype else _DEFAULTS.dtypes, threads=threads, seed=seed
     )  # fmt: skip
     select(texts)
     for path, option in ((json, "--json"), (plot, "--plot")):
         check_writable(path, option)
     check_plot(plot)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package for 4-bit products
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing package for 4-bit products
     result = _run(setting, texts)
     _show(result)
     if json is not None:
@@ -67,5 +69,5 @@ def _show(result: CodecResult) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
     console.print(render(result))

@@ -1,4 +1,4 @@
-"""What the benchmark of codecs runs: our codecs by their policy text, and bitsandbytes called directly."""
+"""Contenders of the benchmark of codecs: actstore's codecs by policy text, and bitsandbytes called directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actstore.kernels.base import LENGTH_NBYTES
 from actstore.policy import Encode, parse_decision
 from actstore.policy.encoded import Encoded, encode
 
-KEY = 0x5EED  # of the random bits
+KEY = 0x5EED  # of the codecs' random bits
 BNB = "bnb8 (bitsandbytes)"
 BNB_BLOCK = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,11 +63,11 @@ _FAMILIES = {
 PEER = "other libraries"
 FAMILIES = (*_FAMILIES, PEER)
 _FAMILY_OF = {name: family for family, names in _FAMILIES.items() for name in names}
-_SPARSE = ("zmask",)  # meant for data with zeros, and shown on it
+_SPARSE = ("zmask",)  # measured on data with zeros, for which they are meant
 
 
 class Trip(ABC):
-    """One tensor there and back: `encode`, then `decode`.
+    """Round trip of one tensor: `encode`, then `decode`.
 
     Attributes
     ----------
@@ -84,17 +84,17 @@ class Trip(ABC):
 
     @abstractmethod
     def payload_nbytes(self) -> int:
-        """Bytes of the payload, once it is encoded; waits for a device where only that knows."""
+        """Return the bytes of the encoded payload; wait for the device where only the device knows the length."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A row of the benchmark.
+    """Contender of the benchmark: a codec with its options.
 
     Attributes
     ----------
-    name : our policy text, or another name for something of others
-    codec : ours; None for bitsandbytes
+    name : actstore's policy text, or the name of a codec of another library
+    codec : actstore's; None for bitsandbytes
     """
 
     name: str
@@ -112,7 +112,7 @@ class Contender:
         return self.codec.accepts(dtype) if self.codec else dtype in DTYPES
 
     def inputs(self, dtypes: list[torch.dtype]) -> list[tuple[torch.dtype, str]]:
-        """The dtypes to run with, and the data in each: what a codec that takes no float is for."""
+        """Return the dtypes to run with and the data for each. A codec without floats runs on indices or masks."""
         floats = [dtype for dtype in dtypes if self.accepts(dtype)]
         if floats:
             sparse = self.codec is not None and self.codec.name in _SPARSE
@@ -121,7 +121,7 @@ class Contender:
         return [(dtype, name) for dtype, name in others if self.accepts(dtype)][:1]
 
     def trip(self, source: Tensor) -> Trip:
-        """Ready to encode `source` again and again.
+        """Return a trip that encodes `source` again and again into its own buffers.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class Contender:
         return OurTrip(self.codec, source) if self.codec else _BnbTrip(source)
 
     def public_trip(self, source: Tensor) -> Trip:
-        """The same by the calls that a user makes, which allocate what they return.
+        """Return a trip through the public functions, which allocate what they return.
 
         Raises
         ------
@@ -140,11 +140,11 @@ class Contender:
 
 
 def select(texts: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders by name, the default ones where none is given; and why a default one is not there.
+    """Return the contenders of these names, or the default ones; and the reason for each default that is missing.
 
     Raises
     ------
-    ConfigError : a text is no codec
+    ConfigError : a text does not name a codec
     """
     found: list[Contender] = []
     missing: dict[str, str] = {}
@@ -168,7 +168,7 @@ def _contender(text: str) -> Contender:
 
 
 class OurTrip(Trip):
-    """Through a codec of ours, from `payload` to `out`."""
+    """Trip through a codec of actstore, from `payload` to `out`."""
 
     def __init__(self, codec: Codec, source: Tensor) -> None:
         size = codec.size(Spec.of(source))
@@ -190,7 +190,7 @@ class OurTrip(Trip):
 
 
 class PublicTrip(Trip):
-    """Through a codec of ours by `actstore.encode` and `Encoded.decode`."""
+    """Trip through a codec of actstore by `actstore.encode` and `Encoded.decode`."""
 
     def __init__(self, codec: Codec, source: Tensor) -> None:
         self._codec, self._source = codec, source
@@ -210,7 +210,7 @@ class PublicTrip(Trip):
 
 
 class _BnbTrip(Trip):
-    """Its functions allocate what they return: given tensors to fill they would copy once more."""
+    """Trip through bitsandbytes. Its functions allocate: with tensors to fill they would copy once more."""
 
     fixed = True
 

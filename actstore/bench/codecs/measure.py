@@ -20,7 +20,7 @@ from actstore.errors import ConfigError, KernelUnavailable
 
 ERROR_DATA = ("gaussian", "student_t3", "hidden", "gelu", "relu", "softmax")
 COLUMNS = 1024
-LEAST_REPEATS = 3
+MIN_REPEATS = 3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RowDone = Callable[[CodecRow], None]
@@ -28,14 +28,14 @@ RowDone = Callable[[CodecRow], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured with.
+    """Settings of a run of the benchmark of codecs.
 
     Attributes
     ----------
-    size_mb : of the tensor whose encoding is timed, in 10^6 bytes
+    size_mb : size of the tensor whose encoding is timed, in 10^6 bytes
     error_rows : rows of 1024 elements in the tensors whose error is taken
     repeats : timed calls each way, at least three
-    limit_s : with which no further repeats begin
+    limit_s : seconds after which no further repeat begins
     dtypes : float32, bfloat16, float16
     threads : of torch; 0: one for each core
     """
@@ -51,8 +51,8 @@ class Setting:
     def __post_init__(self) -> None:
         if not self.size_mb > 0:
             raise ConfigError(f"--size {self.size_mb} is too small; give megabytes")
-        if self.repeats < LEAST_REPEATS:
-            raise ConfigError(f"--repeats {self.repeats} is too small; give {LEAST_REPEATS} or more")
+        if self.repeats < MIN_REPEATS:
+            raise ConfigError(f"--repeats {self.repeats} is too small; give {MIN_REPEATS} or more")
         for dtype in self.dtypes:
             if dtype not in _DTYPES:
                 raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -63,7 +63,7 @@ def run(setting: Setting, texts: list[str], row_done: RowDone | None = None) -> 
 
     Raises
     ------
-    ConfigError : a text is no codec
+    ConfigError : a text does not name a codec
     """
     contenders, missing = select(texts)
     before = torch.get_num_threads()
@@ -104,7 +104,7 @@ def _row(contender: Contender, dtype: torch.dtype, name: str, setting: Setting) 
             _measure_errors(row, contender, dtype, setting)
     except KernelUnavailable as error:
         row.failed, row.missing = str(error), True
-    except Exception as error:  # the other rows go on; the command ends with exit code 1
+    except Exception as error:  # the remaining rows run; the command ends with exit code 1
         row.failed = f"{type(error).__name__}: {error}".splitlines()[0]
     return row
 
@@ -121,10 +121,10 @@ def _measure_speed(row: CodecRow, contender: Contender, setting: Setting) -> Non
 
 
 def time_trip(trip: Trip, source: Tensor, repeats: int, limit_s: float) -> tuple[Speed, Speed]:
-    """Time both directions, each call right after a copy of `source`, which also leaves the cache in one state.
+    """Time both directions, each call right after a copy of `source`, which leaves the caches in the same state.
 
-    On a CPU, calls in memory that is used again take turns with calls in memory that the system has just given: both
-    for actstore and for others, with the one allocator of the process.
+    On a CPU, calls in reused memory alternate with calls in fresh memory from the system. actstore and the other
+    libraries share the one allocator of the process.
     """
     if source.is_cpu:
         cpu_memory.install()
@@ -136,11 +136,11 @@ def time_trip(trip: Trip, source: Tensor, repeats: int, limit_s: float) -> tuple
     calls: tuple[Callable[[], object], ...] = (copy, trip.encode, copy, trip.decode)
     times: list[list[float]] = [[], [], [], []]
     fresh: tuple[list[float], list[float]] = [], []
-    for call in (*calls, *calls):  # compiles, and brings in the pages
+    for call in (*calls, *calls):  # compiles kernels, and touches the pages
         call()
     start = perf_counter()
     for done in range(repeats):
-        if done >= LEAST_REPEATS and perf_counter() - start > limit_s:
+        if done >= MIN_REPEATS and perf_counter() - start > limit_s:
             break
         for call, samples in zip(calls, times, strict=True):
             samples.append(_ms(call))

@@ -1,4 +1,4 @@
-"""A result as a picture: error against bits, and speeds."""
+"""Picture of a result: error against bits, and speeds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from actstore.display import pictures as look
 _COLORS = (look.VERMILION, "#b3009e", "#7a5195", look.BLUE, look.GREEN, look.ORANGE, look.GREY)
 _COLOR_OF = dict(zip(FAMILIES, _COLORS, strict=True))
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-_EXACT = 0.4  # where marks of lossless codecs lie: this part of the least error
-_STRIP = 1.6  # how far the strip around them reaches, up and down
-_NEAR, _APART = 1.03, 1.027  # sizes that differ by less share a place; how far apart their marks stand there
-_MIDDLE = 6.5  # bits, from which on a name stands at the right
-_BAR = 0.4  # of the distance between two codecs
+_EXACT_FRACTION = 0.4  # marks of lossless codecs lie at this fraction of the least error
+_STRIP_FACTOR = 1.6  # factor from the middle of their strip to its edges
+_NEAR_RATIO, _MARK_RATIO = 1.03, 1.027  # ratio of sizes that share a place; ratio between their marks there
+_COLUMN_SPLIT_BITS = 6.5  # bits from which on a name stands in the right column
+_BAR_WIDTH = 0.4  # width, in distances between two codecs
 
 
 def save(result: CodecResult, path: Path) -> None:
-    """Draw `result` into the file `path`; its ending (png, svg, pdf) is the format.
+    """Draw `result` into the file `path`; its suffix (png, svg, pdf) is the format.
 
-    The picture is of bfloat16 where that was measured, and of codecs of integers.
+    The picture shows bfloat16 where it was measured, and codecs of integers.
     """
     dtypes = dtypes_of(result.good)
     dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), "")
@@ -41,20 +41,20 @@ def save(result: CodecResult, path: Path) -> None:
         patches = [Patch(color=_COLOR_OF[family], label=family) for family in used]
         figure.legend(handles=patches, loc="outside lower center", ncols=len(used), frameon=False, fontsize=9)
     figure.draw_without_rendering()
-    columns(left, lossy, _MIDDLE, fontsize=8.5)
+    columns(left, lossy, _COLUMN_SPLIT_BITS, fontsize=8.5)
     place(left, exact, fontsize=8.5)
     figure.savefig(path)
 
 
 def _draw_errors(axes: Axes, rows: list[CodecRow]) -> tuple[list[Label], list[Label]]:
-    """A mark for each codec of floats on its own data, with a line from its least to its largest error on any data.
+    """Draw a mark for each codec of floats on its own data, with a line from its least to its largest error.
 
-    Returns the names of lossy codecs and those of lossless ones.
+    Return the names of lossy codecs and those of lossless ones.
     """
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     spans = [[100 * error for error in row.error.values() if error and not row.lossless] for row in rows]
-    exact = min((min(span) for span in spans if span), default=1.0) * _EXACT
+    exact = min((min(span) for span in spans if span), default=1.0) * _EXACT_FRACTION
     lossy: list[Label] = []
     lossless: list[Label] = []
     for row, span, x in zip(rows, spans, side_by_side([row.bits for row in rows]), strict=True):
@@ -66,34 +66,36 @@ def _draw_errors(axes: Axes, rows: list[CodecRow]) -> tuple[list[Label], list[La
         name = row.codec if row.data == "gaussian" else f"{row.codec} on {row.data}"
         (lossless if row.lossless else lossy).append(Label(name, x, y, color))
     if lossless:
-        axes.axhspan(exact / _STRIP, exact * _STRIP, color="#f1f1f1", zorder=0)
-        axes.set_ylim(bottom=exact / _STRIP)
+        axes.axhspan(exact / _STRIP_FACTOR, exact * _STRIP_FACTOR, color="#f1f1f1", zorder=0)
+        axes.set_ylim(bottom=exact / _STRIP_FACTOR)
         axes.annotate("exact", (0.008, exact), xycoords=("axes fraction", "data"), va="center", fontsize=9)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value > exact * _STRIP else ""))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:g}" if value > exact * _STRIP_FACTOR else "")
+        )
     axes.set_xlim(0.85, 40)
     return lossy, lossless
 
 
 def side_by_side(bits: list[float]) -> list[float]:
-    """Where marks stand: those of almost the same size a little apart, around their place."""
+    """Return positions of the marks: marks of nearly the same size stand a little apart, around their place."""
     found = list(bits)
     order = sorted(range(len(bits)), key=bits.__getitem__)
     while order:
-        near = [index for index in order if bits[index] < bits[order[0]] * _NEAR]
+        near = [index for index in order if bits[index] < bits[order[0]] * _NEAR_RATIO]
         for at, index in enumerate(near):
-            found[index] *= _APART ** (at - (len(near) - 1) / 2)
+            found[index] *= _MARK_RATIO ** (at - (len(near) - 1) / 2)
         order = order[len(near) :]
     return found
 
 
 def _draw_speeds(axes: Axes, rows: list[CodecRow]) -> None:
-    """Two bars for each codec: encode above decode."""
+    """Draw two bars for each codec: encode above decode."""
     speeds = [(at, row, speed) for at, row in enumerate(rows) for speed in (row.encode, row.decode) if speed]
     longest = max((speed.quartiles[1] for _, _, speed in speeds), default=1.0)
     for at, row, speed in speeds:
         low, middle, high = speed.quartiles
-        y, alpha = (at - 0.5 * _BAR, 1.0) if speed is row.encode else (at + 0.5 * _BAR, 0.45)
-        axes.barh(y, middle, height=_BAR, color=_COLOR_OF[row.family], alpha=alpha)
+        y, alpha = (at - 0.5 * _BAR_WIDTH, 1.0) if speed is row.encode else (at + 0.5 * _BAR_WIDTH, 0.45)
+        axes.barh(y, middle, height=_BAR_WIDTH, color=_COLOR_OF[row.family], alpha=alpha)
         axes.hlines(y, low, high, color="#333333", linewidth=0.8)
         end = min(max(high, middle), longest)
         axes.annotate(f"{middle:.2f}", (end, y), (3, 0), textcoords="offset points", va="center", fontsize=6)

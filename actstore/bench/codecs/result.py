@@ -1,4 +1,4 @@
-"""What a run of the benchmark of codecs found, and its JSON."""
+"""Result of a run of the benchmark of codecs, and its JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from actstore.bench.result import finite
 
 @dataclass
 class Speed:
-    """One direction of a codec, each call beside a ``Tensor.copy_`` of the same tensor into memory that was written.
+    """Times of one direction of a codec, each call after a ``Tensor.copy_`` of the same tensor into touched memory.
 
     Attributes
     ----------
-    ms : of the calls, which allocate what they return, in memory that is used again
+    ms : of the calls, which allocate what they return, in reused memory
     copy_ms : of the copies, each right before its call
-    fresh_ms : of calls whose memory comes from the system; none where the device's allocator keeps memory anyway
+    fresh_ms : of calls in fresh memory from the system; empty where the device's allocator keeps memory
     """
 
     ms: list[float]
@@ -29,17 +29,17 @@ class Speed:
 
     @property
     def fresh_of_copy(self) -> float | None:
-        """The rate of calls in fresh memory over that of copies, at the medians."""
+        """Median rate of calls in fresh memory over that of copies."""
         return median(self.copy_ms) / median(self.fresh_ms) if self.fresh_ms else None
 
     @property
     def of_copy(self) -> list[float]:
-        """How many times as fast as its copy each call was."""
+        """Speed of each call as a multiple of its copy's."""
         return [copy / mine for mine, copy in zip(self.ms, self.copy_ms, strict=True)]
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of `of_copy`: the middle one is the figure that counts."""
+        """Quartiles of `of_copy`; the middle one is the figure that counts."""
         samples = self.of_copy
         if len(samples) == 1:
             return samples[0], samples[0], samples[0]
@@ -47,26 +47,26 @@ class Speed:
         return low, median(samples), high
 
     def gbps(self, nbytes: int) -> float:
-        """10^9 bytes of the tensor a second, at the median."""
+        """Return 10^9 bytes of the tensor a second, at the median."""
         return nbytes / median(self.ms) / 1e6
 
 
 @dataclass
 class CodecRow:
-    """The figures of one codec with one dtype; without them `failed` says why.
+    """Figures of one codec with one dtype; without them `failed` has the reason.
 
     Attributes
     ----------
-    codec : policy text, or the name of something of others
-    family : what kind of codec
+    codec : policy text, or the name of a codec of another library
+    family : kind of codec
     dtype, data : of the tensor behind `nbytes`, `payload_nbytes` and the speeds
     lossless, fixed : every element comes back bit for bit; the payload's size follows from shape and dtype
     nbytes, payload_nbytes : of the tensor, and of its payload
     encode, decode : speeds
     error : by data, ``||x - decode(encode(x))|| / ||x||`` in float64; 0.0 only where equal; floats only
     ratio_by_data : bytes of the tensor over those of its payload; floats only
-    failed : empty where the row is complete
-    missing : `failed` because of a package that is not installed, or of a codec that is not there
+    failed : the reason why the row is incomplete; empty where it is complete
+    missing : whether `failed` names a package that is not installed, or a codec that does not exist
     """
 
     codec: str
@@ -90,14 +90,14 @@ class CodecRow:
 
     @property
     def bits(self) -> float:
-        """Of the payload for one element."""
+        """Bits of the payload for one element."""
         itemsize = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}[self.dtype]
         return 8 * itemsize / self.ratio
 
 
 @dataclass
 class CodecResult:
-    """All rows with what they were measured on.
+    """All rows, and the machine and settings of the run.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class CodecResult:
         return [row for row in self.rows if row.failed]
 
     def to_json(self) -> str:
-        """Strict JSON, the figures that the table shows beside the samples behind them."""
+        """Return strict JSON: the figures of the table and the samples behind them."""
         values = asdict(self)
         for row, of in zip(self.rows, values["rows"], strict=True):
             if not row.failed:
@@ -153,5 +153,5 @@ def _row(values: dict[str, Any]) -> CodecRow:
 
 
 def dtypes_of(rows: Sequence[CodecRow]) -> list[str]:
-    """The dtypes that occur, each once, in their order."""
+    """Return the dtypes that occur, each once, in their order."""
     return list(dict.fromkeys(row.dtype for row in rows if row.dtype))

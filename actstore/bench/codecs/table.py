@@ -1,4 +1,4 @@
-"""A result as tables for people, readable in 100 columns."""
+"""Tables of a result, readable in 100 columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GB/s: 10^9 bytes of the tensor a second. error: |x - decode(encode(x))| / |x|.""
 
 
 def render(result: CodecResult) -> RenderableType:
-    """The tables with their legend."""
+    """Return the tables with their legend."""
     parts: list[RenderableType] = [Text(_title(result), style="bold"), _speeds(result)]
     lossy = [row for row in result.good if row.error and not row.lossless]
     if lossy:

@@ -1,4 +1,4 @@
-"""The rows at work: peers as their own documentation shows them, ours through ActivationStore."""
+"""Rows at work: peers as their own documentation shows them, and actstore through ActivationStore."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["NotApplicable", "Wrap", "wrap"]
 
 
 def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
-    """The job with its model wrapped for `row`.
+    """Return the job with its model wrapped for `row`.
 
     Raises
     ------
-    NotApplicable : the row has no meaning for this model
+    NotApplicable : the row does not apply to this model
     """
     if row.kind == "plain":
         return Wrap(job)

@@ -1,4 +1,4 @@
-"""What every row is to the trainer: a job whose forward runs in a way of its own."""
+"""Base of all rows: a job with a forward of its own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from actstore.errors import ActstoreError
 
 
 class NotApplicable(ActstoreError, RuntimeError):
-    """The row has no meaning for this model; the message says why, and the row is left out."""
+    """A row that does not apply to this model; the message is the reason, and the row is left out."""
 
 
 class Wrap:
-    """A job as one row trains it; this one is plain. Build it once, then run any number of steps through it.
+    """A job as one row trains it; this base class trains plainly. One wrap serves any number of steps.
 
     Attributes
     ----------
-    settled : False while its steps are still used to measure and plan; these are neither timed nor train
+    settled : False while the row still measures and plans; those steps are not timed and do not train
     """
 
     settled = True
@@ -30,15 +30,15 @@ class Wrap:
         self.job = job
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """The loss, ready for backward of the job."""
+        """Return the loss, ready for the job's backward."""
         return self.job.loss(*batch)
 
     def figures(self) -> dict[str, int]:
-        """What only the row itself knows of its last step: fields of RowResult."""
+        """Return the figures of the last step that only the row knows: fields of RowResult."""
         return {}
 
     def close(self) -> None:
-        """Give back what the wrap holds beside the model; most hold nothing."""
+        """Free what the wrap holds beside the model; most wraps hold nothing."""
 
 
 class Around(Wrap):
@@ -46,7 +46,7 @@ class Around(Wrap):
 
     @abstractmethod
     def context(self) -> AbstractContextManager[Any]:
-        """For one forward."""
+        """Return the context of one forward."""
 
     def forward(self, *batch: Tensor) -> Tensor:
         with self.context():

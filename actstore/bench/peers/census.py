@@ -1,4 +1,4 @@
-"""Counts what saved-tensor hooks are given, by storage."""
+"""Count of the tensors that saved-tensor hooks receive, by storage."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Equal for the same storage only: while it lives, no other storage gets the same identity."""
+    """Return a weak reference, which equals only those to the same storage: none takes its identity while it lives."""
     return StorageWeakRef(storage)
 
 
 class Census:
-    """Bytes of the storages behind tensors, each storage once, those of a model's parameters and buffers left out.
+    """Bytes of the storages behind tensors, each storage once, without a model's parameters and buffers.
 
     Parameters
     ----------
-    model : its parameters and buffers are not counted, nor are views of them
+    model : its parameters, its buffers and views of them are not counted
     device_type : only storages on such a device are counted
     """
 
@@ -33,7 +33,7 @@ class Census:
         self._at_end: int | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage under `tensor`, if it is a new one."""
+        """Count the storage of `tensor` the first time it is seen."""
         storage = tensor.untyped_storage()
         key = _weak(storage)
         if tensor.device.type == self._device_type and key not in self._own:
@@ -41,15 +41,15 @@ class Census:
 
     @property
     def saved_bytes(self) -> int:
-        """Of all storages that were counted until forward ended."""
+        """Bytes of all storages that were counted until forward ended."""
         return sum(self._seen.values()) if self._at_end is None else self._at_end
 
     def end(self) -> None:
-        """Forward has ended: backward reads its first tensor. What comes after is not counted."""
+        """Stop counting: forward has ended, and backward reads its first tensor."""
         self._at_end = self.saved_bytes
 
     def plain(self) -> saved_tensors_hooks:
-        """Hooks that change nothing and count each saved tensor: what autograd holds by itself."""
+        """Return hooks that change nothing and count each saved tensor: the bytes that autograd holds by itself."""
 
         def pack(tensor: Tensor) -> Tensor:
             self.add(tensor)
@@ -63,15 +63,15 @@ class Census:
 
 
 def own_storages(model: nn.Module) -> set[int]:
-    """Addresses of the storages of parameters and buffers; valid while the model keeps them."""
+    """Return the addresses of the storages of parameters and buffers; valid while the model keeps them."""
     return {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
 
 
 @contextmanager
 def recorded_gradients(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Fill a list with copies of the gradients as backward accumulated them, whatever a step does to them later.
+    """Yield a list that receives copies of the gradients as backward accumulates them, before the step changes them.
 
-    One for each parameter, zeros where nothing arrived. Complete after the context.
+    The list has one tensor for each parameter, zeros where no gradient arrived. It is complete after the context.
     """
     parameters = list(model.parameters())
     found: dict[Tensor, Tensor] = {}

@@ -49,7 +49,7 @@ class Checkpoint(Wrap):
 
 
 class EveryKth(Checkpoint):
-    """Each k-th block, k the rounded square root of their number; the others keep what they save."""
+    """Checkpoints of each k-th block, k the rounded square root of their number; the rest keep what they save."""
 
     def chosen(self, blocks: list[nn.Module]) -> list[nn.Module]:
         k = root(blocks)
@@ -64,7 +64,7 @@ class Selective(Checkpoint):
 
 
 def _selective() -> Any:
-    products = {False: 0, True: 0}  # in forward, and in its recomputation
+    products = {False: 0, True: 0}  # key: whether in recomputation
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in MATMULS:
@@ -100,7 +100,7 @@ class DeepSpeed(Checkpoint):
 
 
 class DeepSpeedCpu(DeepSpeed):
-    """The same, with the inputs of the blocks in the memory of the CPU (`cpu_checkpointing`)."""
+    """deepspeed.checkpointing.checkpoint with the blocks' inputs in CPU memory (`cpu_checkpointing`)."""
 
     def __init__(self, job: Job) -> None:
         import deepspeed
@@ -113,7 +113,7 @@ class DeepSpeedCpu(DeepSpeed):
 
 
 def root(blocks: list[nn.Module]) -> int:
-    """The rounded square root of their number."""
+    """Return the rounded square root of the number of blocks."""
     return max(1, round(sqrt(len(blocks))))
 
 

@@ -1,4 +1,4 @@
-"""torch.compile, alone and with its budget for activations."""
+"""torch.compile, alone and with an activation memory budget."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch._functorch.config
 from actstore.bench.peers.base import Wrap
 from actstore.bench.workloads.job import Job
 
-BUDGET = 0.5  # of what the compiled graph saves when it recomputes nothing but what it fuses
+MEMORY_BUDGET = 0.5  # fraction of the bytes that the compiled graph saves when it recomputes only what it fuses
 
 
 class Compiled(Wrap):
-    """The whole model compiled by Inductor."""
+    """Model compiled whole by Inductor."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -19,8 +19,8 @@ class Compiled(Wrap):
 
 
 class CompiledBudget(Compiled):
-    """The same, with `activation_memory_budget`."""
+    """Model compiled whole by Inductor, with `activation_memory_budget`."""
 
     def __init__(self, job: Job) -> None:
-        torch._functorch.config.activation_memory_budget = BUDGET
+        torch._functorch.config.activation_memory_budget = MEMORY_BUDGET
         super().__init__(job)

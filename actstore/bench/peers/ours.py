@@ -11,7 +11,7 @@ from actstore.bench.peers.census import Census
 from actstore.bench.workloads.job import Job
 from actstore.errors import CapacityError
 
-SETTLED_STEPS = 6  # with a plan, before it is timed: time to notice that it is wrong
+SETTLED_STEPS = 6  # with a plan before the timing starts: the store may notice a wrong plan and plan again
 
 
 class Ours(Wrap):
@@ -34,7 +34,7 @@ class Ours(Wrap):
 
 
 class Planned(Wrap):
-    """ActivationStore with a plan, under a share of what plain autograd holds, which its first step counts."""
+    """ActivationStore with a plan, under a share of the bytes that plain autograd holds, counted in the first step."""
 
     def __init__(self, job: Job, share: float) -> None:
         super().__init__(job)
@@ -72,7 +72,7 @@ class Planned(Wrap):
 
 
 class CompiledBlocks(Ours):
-    """The same, with the blocks compiled, or their parts: a module that is recomputed is not compiled itself."""
+    """ActivationStore around compiled blocks, or their parts: a recomputed module is not compiled itself."""
 
     def __init__(self, job: Job, policy: str, disk_path: str | None, what: str) -> None:
         if not job.blocks:
@@ -84,7 +84,7 @@ class CompiledBlocks(Ours):
 
 
 def _parts(block: nn.Module) -> list[nn.Module]:
-    """Its children that have children of their own."""
+    """Return the children that have children of their own."""
     parts = [child for child in block.children() if any(True for _ in child.children())]
     if not parts:
         raise NotApplicable("the blocks have no parts worth compiling")

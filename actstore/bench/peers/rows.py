@@ -1,4 +1,4 @@
-"""The rows of the benchmark: their names, and what each needs to run."""
+"""Rows of the benchmark: their names and requirements."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Row:
 
     Attributes
     ----------
-    name : as the table shows it
+    name : its name in the table
     kind : plain | peer | ours
-    policy : text for ActivationStore; rows of ours only
+    policy : text for ActivationStore; kind ours only
     package : a package that must be installed for it
-    made_by : module and class in actstore.bench.peers; peers only
-    share : of the bytes that plain autograd holds, the budget of a plan; rows of ours only, 0 for none
-    compiled : what the row of ours compiles: blocks | parts (of the blocks), or nothing
-    needs_gpu : what becomes of it without one; empty where it needs none
-    usual : whether it runs when no rows are chosen
-    limit_s : how long it may take to answer
+    made_by : module and class in actstore.bench.peers; kind peer only
+    share : budget of a plan, as a fraction of the bytes that plain autograd holds; kind ours only, 0 for no plan
+    compiled : compiled parts of the model: blocks | parts (of the blocks), or empty; kind ours only
+    needs_gpu : the row's behaviour without a GPU; empty where it needs none
+    usual : whether it runs when the user chooses no rows
+    limit_s : seconds that an answer may take
     """
 
     name: str
@@ -48,7 +48,7 @@ class Row:
         return asdict(self)
 
     def missing(self, work: Workload) -> str:
-        """Why this row cannot run here; empty where it can."""
+        """Return the reason why this row cannot run here; empty where it can."""
         if self.package and find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if self.needs_gpu and not work.on_cuda:
@@ -79,12 +79,12 @@ PEERS = (
     _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
 )
 _USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
-_OTHERS = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
+_UNUSUAL = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
 _AUTO = Row("auto 50 %", "ours", share=0.5)
 OURS = (
     *(Row(text, "ours", text) for text in _USUAL),
     _AUTO,
-    *(Row(text, "ours", text, usual=False) for text in _OTHERS),
+    *(Row(text, "ours", text, usual=False) for text in _UNUSUAL),
     replace(_AUTO, name="auto 75 %", share=0.75, usual=False),
     replace(_AUTO, name="auto 25 %", share=0.25, usual=False),
     Row("recompute, compiled", "ours", "recompute", compiled="parts", usual=False, limit_s=COMPILE_LIMIT_S),
@@ -94,15 +94,15 @@ ROWS = (PLAIN, *PEERS, *OURS)
 
 
 def rows_for(policies: tuple[str, ...]) -> list[Row]:
-    """All rows of a model for whose parts a user would write these policies, of which the last is a usual one.
+    """Return all rows of a model with these policies of its parts; the last policy is a usual row.
 
-    In names, rules stand between commas.
+    The rows' names have commas between rules.
     """
     return [*ROWS, *(Row(text.replace(";", ","), "ours", text, usual=text == policies[-1]) for text in policies)]
 
 
 def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:
-    """Rows from ``NAME=TEXT`` options, to stand beside `rows`.
+    """Return rows from ``NAME=TEXT`` options, to run beside `rows`.
 
     Raises
     ------
@@ -126,9 +126,9 @@ def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:
 
 
 def select(rows: list[Row], names: list[str]) -> list[Row]:
-    """Those of `rows` that `names` lists, plain always first and included.
+    """Return the rows that `names` lists, plain always included and first.
 
-    The usual ones where `names` is empty; every one where it holds "all".
+    An empty `names` selects the usual rows; "all" selects every row.
 
     Raises
     ------

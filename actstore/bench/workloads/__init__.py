@@ -1,4 +1,4 @@
-"""What the benchmark trains: models and data, by name."""
+"""Workloads of the benchmark: models and data, by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SIZES = ("layers", "width", "heads", "context", "batch", "dropout")
 
 
 def kind(model: str) -> Kind:
-    """The model of this name.
+    """Return the model of this name.
 
     Raises
     ------
-    ConfigError : there is none; near ones are listed
+    ConfigError : unknown name; near ones are listed
     """
     if model in MODELS:
         return MODELS[model]
@@ -33,11 +33,11 @@ def kind(model: str) -> Kind:
 
 
 def sized(model: str, **given: Any) -> Workload:
-    """The workload of a model, with its own sizes where none are given (or None).
+    """Build the workload of a model, with its own sizes where none are given (or None).
 
     Raises
     ------
-    ConfigError : there is no such model, or a size means nothing to it
+    ConfigError : the model is unknown, or does not use a size
     """
     found = kind(model)
     given = {name: value for name, value in given.items() if value is not None}
@@ -54,7 +54,7 @@ def check(work: Workload) -> None:
 
 
 def make(work: Workload) -> Job:
-    """The model as the seed makes it, with its data: the same numbers on every device."""
+    """Build the model from the seed, with its data: the same numbers on every device."""
     check(work)
     fix_seed(work.seed)
     return kind(work.model).make(work)

@@ -1,4 +1,4 @@
-"""Scanned handwritten digits, which scikit-learn carries: 1,797 images of 8 by 8 pixels, drawn to a larger side."""
+"""Scanned handwritten digits from scikit-learn: 1,797 images of 8 by 8 pixels, enlarged to the side of the workload."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 CLASSES = 10
-LEVELS = 16  # of grey, in the scans
+GREY_LEVELS = 16  # grey levels of the scans
 
 
 @lru_cache(maxsize=1)
 def scans() -> tuple[Tensor, Tensor]:
-    """The images, float32 (count, 1, 8, 8) from -1 to 1, and the digits that they show, int64 (count,).
+    """Return the images, float32 (count, 1, 8, 8) from -1 to 1, and their digits, int64 (count,).
 
     Raises
     ------
@@ -31,18 +31,18 @@ def scans() -> tuple[Tensor, Tensor]:
         ) from error
     data = load_digits()
     images = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1)
-    return images / (LEVELS / 2) - 1, torch.as_tensor(data.target, dtype=torch.int64)
+    return images / (GREY_LEVELS / 2) - 1, torch.as_tensor(data.target, dtype=torch.int64)
 
 
 def check(work: Workload) -> None:
-    """Raise ConfigError where there are no digits."""
+    """Raise ConfigError where the digits are not installed."""
     scans()
 
 
 class Digits:
     """Batches by step number, the same for every row.
 
-    ``digits(step)`` returns images, float32 (batch, 1, context, context) from -1 to 1, and what they show,
+    ``digits(step)`` returns images, float32 (batch, 1, context, context) from -1 to 1, and their digits,
     int64 (batch,), both on the device.
     """
 
@@ -63,9 +63,9 @@ class Digits:
 
 
 class NoisyDigits(Digits):
-    """``digits(step)`` returns images under Gaussian noise, and the images themselves.
+    """Batches of images under Gaussian noise, and the clean images: ``digits(step)`` returns both.
 
-    Each has its own share of noise, from 0 to 1, in the variance.
+    Each image has its own share of noise, from 0 to 1, in the variance.
     """
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:

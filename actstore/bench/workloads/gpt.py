@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
+    """A GPT: ``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()

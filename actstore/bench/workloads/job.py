@@ -1,4 +1,4 @@
-"""What a row trains: a model, its data, and a step cut into forward and backward."""
+"""Job of a row: a model, its data, and a step divided into forward and backward."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Job:
 
     Parameters
     ----------
-    model : on the device; called with a batch it returns the loss
+    model : on the device; returns the loss of a batch
     blocks : its repeated parts in the order of forward
-    batches : the batch of a step, by number
-    min_bytes : of the store, as a sensible user would set it for this model
-    chain : whether `blocks` is ``model.blocks``, run one after the other, each from one tensor to the next
+    batches : the batch of each step number
+    min_bytes : of the store, as a user would set it for this model
+    chain : whether `blocks` is ``model.blocks``, run in sequence, each from one tensor to the next
 
     Attributes
     ----------
-    trains : whether the step of a user runs backward, and so updates the weights, by itself
-    calls : of a user's step so far, which may take a new batch at each; 0 where a batch has a number
+    trains : whether the user's step runs backward, and so updates the weights, by itself
+    calls : number of the user's steps so far, each of which may take a new batch; 0 where a batch has a number
     """
 
     trains = False
@@ -51,13 +51,13 @@ class Job:
         self.min_bytes, self.chain = min_bytes, chain
 
     def loss(self, *batch: Tensor) -> Tensor:
-        """Forward in the precision of the workload; a user's step may run backward as well."""
+        """Run forward in the precision of the workload and return the loss; a user's step may run backward as well."""
         with autocast(self.work):
             loss: Tensor = self.model(*batch)
         return loss
 
     def backward(self, loss: Tensor, scale: float | None = None) -> None:
-        """Backward of the loss, times `scale` where one is given; nothing where `loss` has run it already."""
+        """Run backward of the loss, times `scale` where one is given; do nothing where `loss` has run it already."""
         torch.autograd.backward(loss if scale is None else loss * scale)
 
 
@@ -69,23 +69,23 @@ def fix_seed(seed: int) -> None:
 
 
 def autocast(work: Workload) -> AbstractContextManager[Any]:
-    """The precision of forward: nothing for float32, autocast for the 16-bit dtypes."""
+    """Return the precision context of forward: autocast for the 16-bit dtypes, no change for float32."""
     dtype = DTYPES[work.dtype]
     return torch.autocast(work.device_type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One model of the benchmark.
+    """A model of the benchmark, with its defaults.
 
     Attributes
     ----------
-    title : what is trained on what, for people
+    title : model and data, for people
     default : sizes that make sense on two cores
-    uses : the sizes among the fields of Workload that mean something to it
-    make : the job, from generators as `fix_seed` left them
+    uses : the sizes among the fields of Workload that the model reads
+    make : builds the job, from generators in the state of `fix_seed`
     check : raises ConfigError where the sizes do not fit
-    policies : that a user would write for the parts of this model
+    policies : that a user would write for this model's parts
     """
 
     title: str

@@ -12,8 +12,8 @@ from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
-GROUP = 4  # heads that share keys and values, where there are as many
-HIDDEN = 3.5  # width of SwiGLU over that of the model, as in Llama 3 8B
+HEADS_PER_GROUP = 4  # query heads per key-value head, where the model has as many
+HIDDEN_RATIO = 3.5  # width of SwiGLU over that of the model, as in Llama 3 8B
 ROTARY_BASE = 5e5
 
 
@@ -42,7 +42,7 @@ class Attention(nn.Module):
     def __init__(self, work: Workload, rotary: Rotary) -> None:
         super().__init__()
         self.size = work.width // work.heads
-        shared = self.size * max(1, work.heads // GROUP)
+        shared = self.size * max(1, work.heads // HEADS_PER_GROUP)
         self.rotary = rotary
         self.q = nn.Linear(work.width, work.width, bias=False)
         self.k = nn.Linear(work.width, shared, bias=False)
@@ -73,7 +73,7 @@ class Block(nn.Module):
     def __init__(self, work: Workload, rotary: Rotary) -> None:
         super().__init__()
         self.norm1, self.attn = nn.RMSNorm(work.width), Attention(work, rotary)
-        self.norm2, self.mlp = nn.RMSNorm(work.width), SwiGLU(work.width, int(HIDDEN * work.width))
+        self.norm2, self.mlp = nn.RMSNorm(work.width), SwiGLU(work.width, int(HIDDEN_RATIO * work.width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
+    """A Llama: ``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()

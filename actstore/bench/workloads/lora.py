@@ -1,4 +1,4 @@
-"""A LoRA fine-tune: low-rank adapters at every linear layer of the blocks of a Llama whose own weights are frozen."""
+"""LoRA fine-tuning: low-rank adapters at every linear layer of the blocks of a Llama whose own weights are frozen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALE = 2.0
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its adapter: ``base(x) + SCALE * up(down(x))``, where `up` begins at zero."""
+    """A frozen linear layer and its adapter: ``base(x) + SCALE * up(down(x))``, with `up` initialised to zero."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def make(work: Workload) -> Job:
     model = Llama(work)
     model.requires_grad_(False)
     adapt(model.blocks)
-    model.head.requires_grad_(True)  # a new head, as where a model gets another vocabulary
+    model.head.requires_grad_(True)  # a new head, as for a new vocabulary
     model.to(work.device)
     return Job(work, model, model.blocks, Batches(work))
 

@@ -30,7 +30,7 @@ class Cell(nn.Module):
 
 
 class LSTM(nn.Module):
-    """``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
+    """An LSTM: ``model(x, y)`` is the mean cross entropy of predicting the characters `y` after `x`."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()

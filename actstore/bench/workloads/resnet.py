@@ -16,7 +16,7 @@ STAGES = 3
 
 
 class Block(nn.Module):
-    """Two convolutions and the way around them."""
+    """A basic block: two convolutions and a residual connection."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """``model(images, digits)`` is the mean cross entropy of telling the digits."""
+    """A ResNet: ``model(images, digits)`` is the mean cross entropy of classifying the digits."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from actstore.errors import ConfigError
 
 @lru_cache(maxsize=1)
 def text() -> str:
-    """All help topics of Python, joined in the order of their names."""
+    """Return all help topics of Python, joined in the order of their names."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -22,12 +22,12 @@ def text() -> str:
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
-    """The characters of the text, in the order of their code points."""
+    """Return the characters of the text, in the order of their code points."""
     return tuple(sorted(set(text())))
 
 
 def text_digest() -> str:
-    """Names the text, which differs between versions of Python: the first 12 hex digits of its SHA-256."""
+    """Return the first 12 hex digits of the text's SHA-256; the text differs between versions of Python."""
     return hashlib.sha256(text().encode()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""U-Net: takes noise off images."""
+"""U-Net that removes noise from images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
-GROUPS = 8
+NORM_GROUPS = 8
 
 
 class Block(nn.Module):
@@ -20,15 +20,15 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(GROUPS, out)
-        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(GROUPS, out)
+        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(NORM_GROUPS, out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(NORM_GROUPS, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.norm2(self.conv2(F.silu(self.norm1(self.conv1(x))))))
 
 
 class UNet(nn.Module):
-    """``model(noisy, clean)`` is the mean square of what is still wrong with the images."""
+    """A U-Net: ``model(noisy, clean)`` is the mean squared error of the denoised images."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class UNet(nn.Module):
 
 
 def check(work: Workload) -> None:
-    """Raise ConfigError where there are no digits, or the sizes cannot be halved or grouped."""
+    """Raise ConfigError where the digits are not installed, or the sizes cannot be halved or grouped."""
     digits.check(work)
     if work.context % (1 << work.layers):
         raise ConfigError(
             f"--context {work.context}: {work.layers} levels halve the side as many times; "
             f"give a multiple of {1 << work.layers}"
         )
-    if work.width % GROUPS:
-        raise ConfigError(f"--width {work.width}: the norms take groups of channels; give a multiple of {GROUPS}")
+    if work.width % NORM_GROUPS:
+        raise ConfigError(f"--width {work.width}: the norms take groups of channels; give a multiple of {NORM_GROUPS}")
 
 
 def make(work: Workload) -> Job:
@@ -73,5 +73,5 @@ KIND = Kind(
     uses=("layers", "width", "context", "batch"),
     make=make,
     check=check,
-    policies=("downs.* : recompute; middle : recompute; ups.* : recompute",),  # "recompute" leaves out the one between
+    policies=("downs.* : recompute; middle : recompute; ups.* : recompute",),  # "recompute" omits `middle`
 )

@@ -19,7 +19,7 @@ from actstore.rerun.step import leaves_of, loss_of, takes_store
 
 
 class UserJob(Job):
-    """A step that trains as its author wrote it. Where it leaves backward out, backward and AdamW are added."""
+    """Job of the user's own step. Where the step runs no backward, the job adds backward and AdamW."""
 
     def __init__(self, work: Workload) -> None:
         with told(work.model):
@@ -38,7 +38,7 @@ class UserJob(Job):
         self._known = False
 
     def loss(self, *batch: Tensor) -> Tensor:
-        """What the step returned; NaN where it ran backward by itself and returned no number.
+        """Return the loss of the step; NaN where the step ran backward by itself and returned no number.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class UserJob(Job):
 
     @contextmanager
     def _look_for_backward(self) -> Iterator[None]:
-        """The first step shows whether it runs backward by itself."""
+        """Find out in the first step whether it runs backward by itself."""
         if self._known:
             yield
             return
@@ -76,7 +76,7 @@ class UserJob(Job):
 
 @contextmanager
 def told(target: str) -> Iterator[None]:
-    """Around code of the user: what it raises is a ConfigError with the place; our own errors pass through."""
+    """Turn an error of the user's code into a ConfigError with the place; errors of actstore pass through."""
     try:
         yield
     except (ActstoreError, KeyboardInterrupt):
@@ -89,12 +89,12 @@ def told(target: str) -> Iterator[None]:
 
 
 def is_users(model: str) -> bool:
-    """Whether the name of a model stands for a function of the user's."""
+    """Return whether the name of a model stands for a function of the user."""
     return ":" in model or model.endswith(".py")
 
 
 def kind(model: str) -> Kind:
-    """The user's model as one of the benchmark's."""
+    """Return the user's model as a model of the benchmark."""
     return Kind(
         title=model,
         default=Workload(model, layers=1, width=1, heads=1, context=1, batch=1),

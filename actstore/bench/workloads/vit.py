@@ -13,17 +13,17 @@ from actstore.bench.workloads.job import Job, Kind
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
-PATCH = 4  # pixels of a side
+PATCH_PIXELS = 4  # side of a patch, in pixels
 
 
 class ViT(nn.Module):
-    """``model(images, digits)`` is the mean cross entropy of telling the digits."""
+    """A vision transformer: ``model(images, digits)`` is the mean cross entropy of classifying the digits."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, work.width, PATCH, PATCH)
-        self.first = nn.Parameter(torch.zeros(1, 1, work.width))  # whose place the answer is read from
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (work.context // PATCH) ** 2, work.width))
+        self.patches = nn.Conv2d(1, work.width, PATCH_PIXELS, PATCH_PIXELS)
+        self.first = nn.Parameter(torch.zeros(1, 1, work.width))  # class token, from which the head reads
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (work.context // PATCH_PIXELS) ** 2, work.width))
         self.blocks = nn.ModuleList(Block(work, causal=False) for _ in range(work.layers))
         self.norm = nn.LayerNorm(work.width)
         self.head = nn.Linear(work.width, CLASSES)
@@ -37,10 +37,10 @@ class ViT(nn.Module):
 
 
 def check(work: Workload) -> None:
-    """Raise ConfigError where there are no digits, or the side is no multiple of a patch."""
+    """Raise ConfigError where the digits are not installed, or a patch does not divide the side."""
     digits.check(work)
-    if work.context % PATCH:
-        raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH} pixels")
+    if work.context % PATCH_PIXELS:
+        raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH_PIXELS} pixels")
 
 
 def make(work: Workload) -> Job:

@@ -14,13 +14,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Workload:
-    """What to train; everything else follows from it. Each model has sizes of its own: actstore.bench.workloads.sized.
+    """Subject of a training run; everything else follows from it. `workloads.sized` fills in a model's sizes.
 
     Attributes
     ----------
-    model : a name in actstore.bench.workloads.MODELS, or a function of the user's, ``my_module:make_step``
+    model : a name in actstore.bench.workloads.MODELS, or a function of the user, ``my_module:make_step``
     layers, width, heads : of the model
-    context : characters that it sees at once; of images, pixels of a side
+    context : characters of a sequence; for images, pixels of a side
     batch : sequences or images in a step
     steps : timed steps, after `warmup` steps that train but are not timed
     dropout : probability, in the attention and after each half of a block

@@ -11,7 +11,7 @@ from actstore.errors import ConfigError
 
 @dataclass(frozen=True)
 class Allocator:
-    """The allocator that a store on a CPU gives PyTorch, with the reason where it is not the one `asked` for."""
+    """Allocator that a store on a CPU gives PyTorch, with the reason where it is not the one `asked` for."""
 
     asked: str
     choice: str
@@ -27,7 +27,7 @@ class Allocator:
 
 
 def allocator() -> Allocator:
-    """Give PyTorch the allocator, which may compile it, and return what came of it."""
+    """Give PyTorch the allocator, which may compile it, and return the outcome."""
     asked = os.environ.get(cpu_memory.VARIABLE) or "pages"
     choice: str = "unknown"
     try:

@@ -1,4 +1,4 @@
-"""GPUs, as PyTorch sees them, and memory that their driver pins."""
+"""GPUs, as PyTorch sees them, and pinned memory of their driver."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What PyTorch was built for, the driver of the machine, and its devices.
+    """CUDA version of PyTorch, the driver of the machine, and its devices.
 
-    `pinned_bytes` is what the driver pinned of `PINNED_NBYTES` that it was asked for; None without a device.
+    `pinned_bytes` is how much of `PINNED_NBYTES` the driver pinned on request; None without a device.
     """
 
     runtime: str | None

@@ -21,16 +21,16 @@ from actstore.tiers import DiskTier, Slot
 from actstore.tiers.file import NamelessFile, file_system, is_memory
 
 PAYLOAD_NBYTES = 8 << 20
-PAYLOADS = 32  # 256 MiB
-IN_FLIGHT = 8
-MOST_S = 0.8  # of each of three passes; a slow disk moves fewer payloads
+PAYLOAD_COUNT = 32  # 256 MiB
+MAX_IN_FLIGHT = 8
+PASS_LIMIT_S = 0.8  # limit of each of three passes; a slow disk moves fewer payloads
 
 
 @dataclass(frozen=True)
 class Disk:
     """A folder as the disk tier sees it. Sizes in bytes, speeds in bytes per second; None where nothing was measured.
 
-    `is_direct` says whether bytes by-pass the page cache; `error` why the folder cannot hold the tier.
+    `is_direct` says whether bytes bypass the page cache; `error` is the reason why the folder cannot hold the tier.
     """
 
     folder: str
@@ -44,13 +44,13 @@ class Disk:
 
 
 def disk(folder: Path | None) -> Disk:
-    """Write and read payloads with the tier itself in `folder`, by default the system's temporary one."""
+    """Write and read payloads with the disk tier in `folder`, by default the system's temporary one."""
     folder = Path(tempfile.gettempdir()) if folder is None else folder
     kind = file_system(folder)
     in_memory = is_memory(kind)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of folders in memory
+            warnings.simplefilter("ignore")  # the warning of a folder in memory
             write, read = _speeds(folder)
         free = os.statvfs(folder)
         nbytes, is_direct = free.f_bavail * free.f_frsize, NamelessFile(folder).direct
@@ -62,12 +62,12 @@ def disk(folder: Path | None) -> Disk:
 def _speeds(folder: Path) -> tuple[float | None, float | None]:
     """Return bytes per second of writes and reads, in a part of the file that was written before."""
     cpu = Cpu(torch.device("cpu"))
-    source, target = (cpu.empty(IN_FLIGHT * PAYLOAD_NBYTES).split(PAYLOAD_NBYTES) for _ in range(2))
+    source, target = (cpu.empty(MAX_IN_FLIGHT * PAYLOAD_NBYTES).split(PAYLOAD_NBYTES) for _ in range(2))
     for part in source:
         part.random_(0, 256)
     with closing(DiskTier(folder, cpu)) as tier:
         slots = []
-        for _ in range(PAYLOADS):
+        for _ in range(PAYLOAD_COUNT):
             slot = tier.reserve(PAYLOAD_NBYTES)
             if slot is None:  # the disk is full
                 break
@@ -83,15 +83,15 @@ def _speeds(folder: Path) -> tuple[float | None, float | None]:
 def _pass(
     call: Callable[[Slot, torch.Tensor], Ticket], slots: list[Slot], parts: tuple[torch.Tensor, ...]
 ) -> tuple[int, float]:
-    """Move payloads for `MOST_S` at most; how many, and bytes per second."""
+    """Move payloads for `PASS_LIMIT_S` at most; return their number, and bytes per second."""
     begin, count = perf_counter(), 0
     pending: deque[Ticket] = deque()
     for slot in slots:
-        if len(pending) == IN_FLIGHT:
+        if len(pending) == MAX_IN_FLIGHT:
             pending.popleft().result()
-        if count and perf_counter() - begin > MOST_S:
+        if count and perf_counter() - begin > PASS_LIMIT_S:
             break
-        pending.append(call(slot, parts[count % IN_FLIGHT]))
+        pending.append(call(slot, parts[count % MAX_IN_FLIGHT]))
         count += 1
     for ticket in pending:
         ticket.result()

@@ -1,4 +1,4 @@
-"""The code of codecs on each device, and its caches."""
+"""Kernels of the codecs on each device, and their caches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from actstore.errors import KernelUnavailable
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs the codecs on one kind of device.
+    """Back end of the codecs on one kind of device.
 
     Attributes
     ----------
     back_end : the package, or PyTorch operations, which are slower
-    others : what runs the codecs of other libraries, by their names
-    folder : of the cache of compiled kernels; `variable` moves it
-    cached : how many kernels of each source are compiled there, as the source is now; empty where that is not known
-    error : why the cache cannot be used
+    others : back end of the codecs of each further library, by library
+    folder : cache of compiled kernels; the environment variable `variable` moves it
+    cached : number of up-to-date compiled kernels of each source; empty where it is unknown
+    error : reason why the cache cannot be used
     """
 
     device: str
@@ -39,7 +39,7 @@ class Kernels:
 
 
 def kernels(found: Mapping[str, Package]) -> list[Kernels]:
-    """Return what runs codecs on the CPU, and on GPUs where there are any. Compiles nothing."""
+    """Return the back end of codecs on the CPU, and on GPUs where there are any. Compiles nothing."""
     codecs = tuple(name for name in registry.names() if issubclass(registry.get(name), KernelCodec))
     eight_bits = {"bnb8": _library(found["bitsandbytes"])}
     here = [replace(_on_cpu(codecs, found), others={"zstd, lz4": _library(found["blosc2"]), **eight_bits})]

@@ -21,7 +21,7 @@ FORMAT = "actstore doctor 1"
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts. `missing` are features that a command installs; `broken` is what is here and does not work."""
+    """Facts about this machine. `missing` are features that a command installs; `broken` are those that do not work."""
 
     python: str
     packages: Mapping[str, Package]
@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def missing(self) -> list[Missing]:
-        """The features that lack a package or a compiler."""
+        """Features that lack a package or a compiler."""
         found = missing(self.packages, cuda_major() if self.cuda.devices else None)
         if self.allocator.library is None and self.allocator.compiler is None and self.allocator.asked == "pages":
             found.append(Missing("allocator of CPU tensors", "apt install g++"))
@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def broken(self) -> list[str]:
-        """A sentence for each thing that is here and does not work."""
+        """Sentences, one for each thing that is installed and does not work."""
         found = [
             f"{package.name} is installed, but its import fails: {package.error}"
             for package in self.packages.values()
@@ -55,7 +55,7 @@ class Machine:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """All facts under the names of their attributes, as JSON has them."""
+        """Return all facts under the names of their attributes, as JSON has them."""
         versions = {"actstore": __version__, **asdict(self)}
         return {"format": FORMAT, **versions, "missing": [asdict(each) for each in self.missing], "broken": self.broken}
 

@@ -7,7 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-NO_LIMIT_NBYTES = 1 << 60  # version 1 of control groups writes a number near 2**63 for none
+NO_LIMIT_NBYTES = 1 << 60  # version 1 of control groups writes a number near 2**63 for no limit
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Memory:
 
 
 def memory() -> Memory:
-    """Read what the system says."""
+    """Read the sizes from the system."""
     info = _info()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Memory(

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-DISTRIBUTIONS = {  # by the name that is imported, where the package goes by others
+DISTRIBUTIONS = {  # by import name, where it differs from the distribution's name
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
     "kvikio": ("kvikio-cu12", "kvikio-cu13", "kvikio"),
     "sklearn": ("scikit-learn",),
@@ -21,12 +21,12 @@ NAMES = (
     "torch", "numpy", "numba", "cupy", "scipy", "bitsandbytes", "blosc2", "xxhash", "kvikio", "transformers",
     "accelerate", "lightning", "matplotlib", "sklearn", "rich", "typer",
 )  # fmt: skip
-IMPORTED = ("numba", "cupy", "scipy", "blosc2", "xxhash", "kvikio")  # to import the others takes seconds
+IMPORTED = ("numba", "cupy", "scipy", "blosc2", "xxhash", "kvikio")  # importing the remaining packages takes seconds
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package, by the name that is imported; `error` is that of its import, where `state` is broken."""
+    """A package, by its import name; `error` is that of its import, where `state` is broken."""
 
     name: str
     state: Literal["installed", "missing", "broken"]
@@ -57,7 +57,7 @@ FEATURES = (  # with the packages and the extra; {cuda} is the major version of 
 
 
 def packages() -> dict[str, Package]:
-    """Look for each package; those that are quick to import are imported."""
+    """Look for each package; import those that are quick to import."""
     return {name: _package(name) for name in NAMES}
 
 
