@@ -18,7 +18,7 @@ SUFFIXES = (".py", ".md", ".cu", ".cuh", ".hpp", ".cpp")
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
 QUESTIONS = frozenset(["what", "which", "how", "where", "when", "who", "whose", "whether", "why"])
 NOUN = re.compile(r"\w+(?:,| (?:of|is|are)\b)")  # "Order of ..." is the noun
-PRONOUNS = re.compile(r"\b(?:somebody|nobody|whoever|others)\b", re.IGNORECASE)
+PRONOUNS = re.compile(r"(?<![\w.`])(?:somebody|nobody|whoever|others)\b(?! :|=|`)", re.IGNORECASE)  # no field's name
 NEGATIONS = re.compile(r"\b(?:is no|is none|are no)\b(?! longer| more\b)")
 VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
 
@@ -48,6 +48,10 @@ def _of_docstrings(path: Path, tree: ast.AST) -> Iterator[str]:
             yield f"{path}:{line}: rule 1: a function's docstring begins without a verb: {text.splitlines()[0]}"
 
 
+def _is_in(path: Path, folder: str) -> bool:
+    return not folder or str(path).startswith((folder.rstrip("/") + "/", folder + ":")) or str(path) == folder
+
+
 def findings(folder: str = "") -> Iterator[str]:
     """One line for each place in `folder` that breaks rule 1, 2, 4 or 9."""
     classes = defaultdict[str, list[str]](list)
@@ -59,13 +63,13 @@ def findings(folder: str = "") -> Iterator[str]:
         if path.suffix == ".py":
             tree, lines = ast.parse(source), list(_text(source))
             if name.parts[0] == "actstore":
-                if str(name).startswith(folder):
+                if _is_in(name, folder):
                     yield from _of_docstrings(name, tree)
                 if name.parts[1] not in ("bench", "cli", "integrations"):
                     for node in ast.walk(tree):
                         if isinstance(node, ast.ClassDef):
                             classes[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
-        if not str(name).startswith(folder) or "results" in name.parts:
+        if not _is_in(name, folder) or "results" in name.parts:
             continue
         for number, line in lines:
             if found := PRONOUNS.search(line):
@@ -73,7 +77,7 @@ def findings(folder: str = "") -> Iterator[str]:
             if found := NEGATIONS.search(line):
                 yield f"{name}:{number}: rule 4: {found[0]!r}: {line.strip()}"
     for name, places in classes.items():
-        if not any(place.startswith(folder) for place in places):
+        if not any(_is_in(Path(place), folder) for place in places):
             continue
         if name in VAGUE:
             yield f"{', '.join(places)}: rule 9: {name} names no thing"

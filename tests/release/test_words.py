@@ -1,0 +1,50 @@
+"""The rules for words: no breach in the package, its sources, docs and benchmarks; and each breach is found."""
+
+import pytest
+
+from tests.release import words
+
+
+def test_words_follow_the_rules():
+    assert list(words.findings()) == []
+
+
+BREACHES = {
+    "rule 1: a docstring": 'def f():\n    """How to add."""\n',
+    "rule 1: a function's": 'def f():\n    """The sum of two numbers."""\n',
+    "rule 1: a function's docstring": 'def f():\n    """Order of the layers."""\n',
+    "rule 2": "x = 1  # somebody else's\n",
+    "rule 4": 'raise ValueError(f"{x} is no number")\n',
+    "rule 9: Row": "class Row:\n    pass\n",
+    "rule 9: several": "class A:\n    pass\n\n\nclass _A:\n    pass\n",
+}
+
+
+@pytest.mark.parametrize("rule", BREACHES)
+def test_a_breach_is_found(rule, tmp_path, monkeypatch):
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    (tmp_path / "actstore").mkdir()
+    (tmp_path / "actstore" / "module.py").write_text(BREACHES[rule])
+    assert [each.partition(": ")[2] for each in words.findings() if rule in each]
+
+
+GOOD = '''"""Sums."""
+
+
+class Sum:
+    """Sum of numbers; `others` are left out."""
+
+    @property
+    def half(self):
+        """Half of it."""
+
+    def add(self, n):
+        """Add `n`."""
+'''
+
+
+def test_good_words_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    (tmp_path / "actstore").mkdir()
+    (tmp_path / "actstore" / "module.py").write_text(GOOD)
+    assert list(words.findings()) == []
