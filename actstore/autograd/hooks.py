@@ -72,8 +72,8 @@ class Scope:
         self.parameters = tracker.storages.parameters
         self.readers = readers  # of the payloads, in sampled steps
         self.ledger = store.ledger
-        self.gauge = store.gauge
-        self.recomputing = partial(store.recomputing, forward)
+        self.gauge = store.observers.gauge
+        self.recomputing = partial(store.observers.recomputing, forward)
         self._store = store
         self._forward = forward
         self._policy = policy

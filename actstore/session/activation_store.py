@@ -242,7 +242,7 @@ class ActivationStore:
             self._fitted.name_modules(named)
         step = None
         if first and self._influence is not None:
-            sampled = self._store.sampling is not None and may_be_lossy(self._fitted.policy)
+            sampled = self._store.observers.samples and may_be_lossy(self._fitted.policy)
             step = self._influence.begin(sampled=sampled)
         tracker = Tracker(
             self._fitted.places,

@@ -11,7 +11,7 @@ from torch.nn import Module
 from actstore.accuracy.bits.payloads import Choice
 from actstore.plan.plan import Plan
 from actstore.policy import Policy
-from actstore.store.store import Gauge
+from actstore.store.observers import Gauge
 from actstore.store.tierset import TierSet
 
 

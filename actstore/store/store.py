@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hashlib import blake2b
 from threading import Lock
 from time import perf_counter_ns
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -15,52 +15,19 @@ import torch
 from actstore import devices
 from actstore.base.ledger import Account, Circumstances, Claim, Ledger
 from actstore.base.reaper import Finalizer
-from actstore.base.ticket import DONE, Between, Ticket
-from actstore.base.units import format_nbytes, round_up
+from actstore.base.ticket import DONE, Between
+from actstore.base.units import format_nbytes
 from actstore.codecs import Codec
-from actstore.codecs.base import Bound
-from actstore.devices import Device
 from actstore.errors import CapacityError, StateError
-from actstore.kernels.base import ALIGN
 from actstore.store.comparison import Later
+from actstore.store.late import LatePayloads
+from actstore.store.observers import Gauge, Observers, PayloadSampler
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
-from actstore.store.verified import verified
 from actstore.tiers import Slot
 from actstore.trace import Trace
-from actstore.transfer import Berth
 
 E = TypeVar("E", bound=Payload)
-
-
-class Gauge(Protocol):
-    """Meter of the time that the store's own work takes."""
-
-    @property
-    def measures(self) -> bool:
-        """True in a step that the gauge measures."""
-
-    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
-        """Return the same codec, measured."""
-
-    def recomputing(self, account: Account) -> Callable[[], None]:
-        """Begin to measure a recomputation. Returns a function to call at its end."""
-
-
-class PayloadSampler(Protocol):
-    """Meter of the loss of lossy payloads, in some steps."""
-
-    def start(self, step: int) -> bool:
-        """Begin a step. Returns whether the sampler samples it."""
-
-    def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
-        """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
-
-    def read(self, *, wait: bool) -> None:
-        """Read the results that are on the host; with `wait`, also those that are on their way."""
-
-    def close(self) -> None:
-        """Return the memory."""
 
 
 class Store:
@@ -78,13 +45,11 @@ class Store:
         self.unproved: Later = []  # payloads that backward read before the device had compared them
         self.ledger.relieve = _relieving(ref(self))
         self.trace = options.trace
-        self.gauge = gauge
-        self._sampler = sampler
-        self.sampling: PayloadSampler | None = None  # in steps that are sampled
-        self._watched = True  # whether this step verifies, traces, measures or samples codecs
+        self.observers = Observers(verify=options.verify, trace=options.trace, gauge=gauge, sampler=sampler)
         self.alone: str | None = None  # the one site that is lossy while all other sites must be exact
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
+        self._late: dict[TierSet, LatePayloads] = {}
         self._left: list[TierSet] = []  # closed by `close`, although graphs may still hold their payloads
         self._lock = Lock()
         self._closed = False
@@ -92,7 +57,6 @@ class Store:
         self._started_ns = 0  # start of the current step
         self.step_ns = 0  # duration of the last step
         self._forward = ForwardPass()  # the last one that began
-        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
         """Open a tier now, so that a faulty tier fails now.
@@ -147,8 +111,8 @@ class Store:
         if ledger.gone:
             ledger.settle()  # so that the pool can reuse the buffers of payloads that died
         key = self._next_key(account) if route.keyed else 0
-        if self._watched:
-            bound = self._watching(bound, route.codec, account, route.place)
+        if self.observers.are_active:
+            bound = self.observers.around(bound, route.codec, account, route.place)
         entry.store = self
         entry.codec = route.codec
         entry.bound = bound
@@ -222,7 +186,7 @@ class Store:
         if tensor is not None and self.trace is not None:
             place = self.place(tensor.device)
             now = place.device.mark(place.device.current())
-            self._note_backward(place, now, now)
+            self.observers.note_backward(place, now, now)
         return tensor
 
     def _decode(self, entry: Payload, slot: Slot, out: torch.Tensor) -> None:
@@ -256,22 +220,6 @@ class Store:
             device = forward.place.device
             forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
 
-    def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
-        """Begin to rerun a region. Returns a function to call at its end; None without a trace."""
-        place = forward.place
-        if place is None or self.trace is None:
-            return None
-        device = place.device
-        begin = device.mark(device.current())
-        self._note_backward(place, begin, begin)
-
-        def ended() -> None:
-            end = device.mark(device.current())
-            place.engine.note("recompute", Between(begin, end), [(account, 0)])
-            self._note_backward(place, begin, end)
-
-        return ended
-
     def start(self) -> None:
         """Begin a step: reset the last step's figures, and return memory that it did not need.
 
@@ -281,12 +229,9 @@ class Store:
         MutationError : backward has read a payload that differed from its saved tensor; no step has begun
         """
         self._prove()
-        self.sampling = self._sampler if self._sampler is not None and self._sampler.start(self._steps + 1) else None
-        observers = self.options.verify, self.options.trace, self.gauge, self.sampling
-        self._watched = any(observer not in (None, False) for observer in observers)
+        self.observers.start(self._steps + 1)
         now = perf_counter_ns()
         self.step_ns, self._started_ns = now - self._started_ns, now
-        self._end_backward()
         self._steps += 1
         self.poll()
         self.ledger.start()
@@ -310,7 +255,7 @@ class Store:
         """Free device memory whose bytes have arrived in a tier, and memory that payloads turned out not to need."""
         for place in [*self._places.values(), *self._left]:
             place.engine.poll()
-            self._move_known(place)
+            self._late[place].move_known()
 
     def circumstances(self, min_nbytes: int) -> Circumstances:
         """Return the conditions that the figures of the current step depend on."""
@@ -343,10 +288,9 @@ class Store:
 
     def events(self) -> Trace | None:
         """Return the trace, with all events that are known by now."""
-        self._end_backward()
+        self.observers.end_backward()
         self.poll()
-        if self._sampler is not None:
-            self._sampler.read(wait=False)
+        self.observers.read()
         return self.trace
 
     def close(self) -> None:
@@ -363,9 +307,9 @@ class Store:
             account.route = account.precedent = None
         with ExitStack() as stack:
             stack.callback(self._prove, wait=True)
-            if self._sampler is not None:
-                stack.callback(self._sampler.close)
+            stack.callback(self.observers.close)
             for place in places.values():
+                self._late[place].close(stack)
                 stack.callback(place.close)
 
     def place(self, device: torch.device) -> TierSet:
@@ -377,9 +321,9 @@ class Store:
             if place is None:
                 if self.trace is not None:
                     self.trace.begin(str(device))
-                place = self._places[device] = TierSet(
-                    devices.open_device(device), self.options, self.ledger, self.trace
-                )
+                place = TierSet(devices.open_device(device), self.options, self.ledger, self.trace)
+                self._late[place] = LatePayloads(place, self.ledger)
+                self._places[device] = place
             return place
 
     def _next_key(self, account: Account) -> int:
@@ -388,53 +332,10 @@ class Store:
         text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
-    def _watching(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
-        """Return the same codec, whose work is verified, measured, traced or sampled."""
-        plain = bound = verified(bound) if self.options.verify else bound
-        if self.gauge is not None:
-            bound = self.gauge.codec(bound, codec, account)
-        if self.trace is not None:
-            bound = self._traced(bound, place, account)
-        lossy = not (codec.lossless or codec.decides)
-        if self.sampling is not None and lossy and not (self.gauge is not None and self.gauge.measures):
-            bound = self.sampling.codec(bound, plain, account, place.device, self.trace)
-        return bound
-
-    def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
-        """Return the same codec, whose work the trace records."""
-        device, engine = place.device, place.engine
-
-        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
-            begin = device.mark(device.current())
-            used = bound.encode(src, out, key)
-            engine.note("encode", Between(begin, device.mark(device.current())), [(account, src.nbytes)])
-            return used
-
-        def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
-            begin = device.mark(device.current())
-            bound.decode(buf, out, key)
-            end = device.mark(device.current())
-            engine.note("decode", Between(begin, end), [(account, out.nbytes)])
-            self._note_backward(place, begin, end)
-
-        return bound._replace(encode=encode, decode=decode)
-
-    def _note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
-        """Note that backward decoded a payload or reran a region."""
-        first = begin if self._backward is None else self._backward[1]
-        self._backward = (place, first, end)
-
-    def _end_backward(self) -> None:
-        """Record the last backward in the trace: from the first payload that it read to the last."""
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            place, begin, end = backward
-            place.engine.note("backward", Between(begin, end), [])
-
     def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
         """Encode into a slot of the device, or into a berth for another tier. Returns False when none has room."""
         account, bound = entry.account, entry.bound
-        slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
+        slot, berth = route.place.find(route.tiers, bound.nbytes, account, forward.runs)
         if slot is not None:
             try:
                 bound.encode(src, slot.memory, entry.key)
@@ -466,113 +367,12 @@ class Store:
                 tiers=tuple(tiers),
             )
 
-    def _find(
-        self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: ForwardPass
-    ) -> tuple[Slot | None, Berth | None]:
-        """Find room on the device, or in a parcel for another tier. Returns neither when no tier has room."""
-        when_full = self.options.window.when_full
-        for name in tiers:
-            tier = place.tier(name)
-            if tier.on_device:
-                slot = place.reserve(name, nbytes)
-                if slot is not None:
-                    return slot, None
-                continue
-            run = forward.runs.get(place)
-            if run is None:
-                run = forward.runs[place] = place.engine.begin()
-            if when_full != "wait" and not place.engine.admits(run, tier, nbytes):
-                account.note = f"window of {name} full"
-                if when_full == "keep":
-                    return place.reserve("device", nbytes), None
-                if name != tiers[-1]:
-                    continue
-            berth = place.engine.board(run, tier, nbytes, account)
-            if berth is not None:
-                return None, berth
-        return None, None
-
-    # -- payloads of variable size ------------------------------------------------------------------------------------
-
     def _put_variable(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
-        """Encode into a stage, with room for the longest payload, and move the payload to room of its size.
-
-        A CPU moves it at once. On an accelerator the payload waits on the device until the host knows its length.
-        The host does not block for the length: `poll` and later payloads check.
-        """
-        place, tiers, account, bound = route.place, route.tiers, entry.account, entry.bound
-        stage = place.stage(bound.nbytes)
-        try:
-            used = bound.encode(src, stage.memory, entry.key)
-            assert used is not None, "a payload of variable size says its length"
-            late = None if place.device.on_host else place.lengths.expect(stage.memory)
-        except BaseException:
-            stage.tier.free(stage)
-            raise
-        entry.slot = stage
-        entry.last = self.ledger.hold(account, saved, 0, stage.nbytes)
-        if late is not None:
-            with place.late_lock:
-                place.late.append((ref(entry), late, tiers, forward))
-            self._move_known(place)
-            return True
-        moved = False
-        try:
-            moved = self._move(entry, place, stage, used, tiers, forward)
-        finally:
-            if not moved:
-                entry.free()
-                self.ledger.add(account, -saved, 0, 0)
-        if not moved:
-            self._refuse(used, tiers)
-        return moved
-
-    def _move_known(self, place: TierSet) -> None:
-        """Move the payloads whose lengths the host knows."""
-        while place.late:
-            with place.late_lock:
-                if not place.late or not place.late[0][1].ready():
-                    return
-                weak, length, tiers, forward = place.late.popleft()
-                (used,) = place.lengths.take(length, torch.int64)
-                entry = weak()
-                stage = entry.slot if entry is not None else None
-                if entry is None or stage is None:
-                    continue
-                with place.device.on(length.stream):  # after the encoding, and on the stream of the stage's allocator
-                    if not self._move(entry, place, stage, used, tiers, forward):
-                        self._move(entry, place, stage, used, ("device",), forward)
-                if forward.ended and place in forward.runs:  # the pass's own flush has run before
-                    place.engine.flush(forward.runs[place])
-
-    def _move(
-        self, entry: Payload, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass
-    ) -> bool:
-        """Move the `used` bytes of a stage to the first tier that has room. Returns False when none has."""
-        account, room = entry.account, min(_roomy(used), stage.nbytes)
-        slot, berth = self._find(place, tiers, room, account, forward)
-        if slot is not None:
-            try:
-                slot.written = place.device.copy(slot.memory, stage.memory[:room], place.device.current())
-            except BaseException:
-                slot.tier.free(slot)
-                raise
-            entry.last = None
-            entry.last = self.ledger.hold(account, 0, used, slot.nbytes)
-        elif berth is not None:
-            try:
-                place.device.copy(berth.memory, stage.memory[:room], place.device.current())
-            except BaseException:
-                berth.engine.cancel(berth)
-                raise
-            entry.last = Finalizer(berth.engine.drop, berth)
-            berth.engine.depart(berth)
-            self.ledger.add(account, 0, used, 0)
-        else:
-            return False
-        entry.slot, entry.berth = slot, berth
-        stage.tier.free(stage)
-        return True
+        """Encode a payload of variable size. Returns False when no tier has room."""
+        nbytes = self._late[route.place].put(entry, src, route, saved, forward)
+        if nbytes is not None:
+            self._refuse(nbytes, route.tiers)
+        return nbytes is None
 
 
 def _relieving(weak: ref[Store]) -> Callable[[int], None]:
@@ -589,9 +389,3 @@ def _relieving(weak: ref[Store]) -> Callable[[int], None]:
 def _budget_of(options: StoreOptions, tier: str) -> int | None:
     given = options.tiers.get(tier)
     return None if given is None else given.budget_nbytes
-
-
-def _roomy(nbytes: int) -> int:
-    """Round up by at most a sixteenth, so that few sizes occur and pools find free buffers of a size."""
-    grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
-    return round_up(nbytes, grain)

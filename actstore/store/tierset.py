@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
-from weakref import ref
 
-from actstore.base.ledger import Ledger
+from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.devices import Device
 from actstore.errors import CapacityError
-from actstore.kernels.base import LENGTH_NBYTES
 from actstore.tiers import BufferPool, DeviceTier, HostMemoryTier, Slot, Tier, Window
 from actstore.tiers.options import TierOptions, open_tier
 from actstore.trace import Trace
-from actstore.transfer import Cell, Cells, Engine
+from actstore.transfer import Berth, Engine, TransferRun
 
 
 @dataclass(frozen=True)
@@ -49,9 +45,7 @@ class TierSet:
     def __init__(self, device: Device, options: StoreOptions, ledger: Ledger, trace: Trace | None) -> None:
         self.device = device
         self.engine = Engine(device, ledger, options.window.limit_nbytes, trace, poison=options.verify)
-        self.lengths = Cells(device, LENGTH_NBYTES)
-        self.late: deque[tuple[ref[Any], Cell, Sequence[str], Any]] = deque()  # whose lengths the host awaits
-        self.late_lock = Lock()
+        self.late_lock = Lock()  # held while a late payload moves, because that frees memory which a reader may use
         self._options = options
         self._open: dict[str, Tier] = {}
         self._lock = Lock()
@@ -85,6 +79,37 @@ class TierSet:
             raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
         return slot
 
+    def find(
+        self, tiers: Sequence[str], nbytes: int, account: Account, runs: dict[TierSet, TransferRun[Berth]]
+    ) -> tuple[Slot | None, Berth | None]:
+        """Return room on the device, or on the way to another tier; (None, None) when no tier has room.
+
+        Parameters
+        ----------
+        runs : of one forward pass, by device; the engine's is begun where it is missing
+        """
+        when_full = self._options.window.when_full
+        for name in tiers:
+            tier = self.tier(name)
+            if tier.on_device:
+                slot = self.reserve(name, nbytes)
+                if slot is not None:
+                    return slot, None
+                continue
+            run = runs.get(self)
+            if run is None:
+                run = runs[self] = self.engine.begin()
+            if when_full != "wait" and not self.engine.admits(run, tier, nbytes):
+                account.note = f"window of {name} full"
+                if when_full == "keep":
+                    return self.reserve("device", nbytes), None
+                if name != tiers[-1]:
+                    continue
+            berth = self.engine.board(run, tier, nbytes, account)
+            if berth is not None:
+                return None, berth
+        return None, None
+
     def start(self, step: int) -> None:
         """Begin a step: return memory that the last step did not need."""
         self.engine.start(step)
@@ -93,10 +118,6 @@ class TierSet:
 
     def close(self) -> None:
         with ExitStack() as stack:  # closes all, also when one fails
-            with self.late_lock:
-                late = [length for _, length, _, _ in self.late]
-                self.late.clear()
-            stack.callback(self.lengths.close, late)
             stack.callback(self.engine.close)
             for tier in self._open.values():
                 stack.callback(tier.close)

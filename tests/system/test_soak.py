@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="l
 # Each leaves something behind now and then, in the way that a bug would.
 PLANTED = {
     "a handle that forgets to free its payload": (
-        "from actstore.store import store; store.Last = lambda *_: None",
+        "from actstore.store import store; store.Finalizer = lambda *_: None",
         "live bytes",
     ),
     "a buffer that is never given back": (

@@ -1,0 +1,150 @@
+"""Observers of the store's work: checks of bytes, a gauge, a trace, and a sampler of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from actstore.base.ledger import Account
+from actstore.base.ticket import Between, Ticket
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.devices import Device
+from actstore.store.payload import ForwardPass
+from actstore.store.tierset import TierSet
+from actstore.store.verified import verified
+from actstore.trace import Trace
+
+
+class Gauge(Protocol):
+    """Meter of the time that the store's own work takes."""
+
+    @property
+    def measures(self) -> bool:
+        """True in a step that the gauge measures."""
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """Return the same codec, measured."""
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """Begin to measure a recomputation. Returns a function to call at its end."""
+
+
+class PayloadSampler(Protocol):
+    """Meter of the loss of lossy payloads, in some steps."""
+
+    def start(self, step: int) -> bool:
+        """Begin a step. Returns whether the sampler samples it."""
+
+    def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
+        """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
+
+    def read(self, *, wait: bool) -> None:
+        """Read the results that are on the host; with `wait`, also those that are on their way."""
+
+    def close(self) -> None:
+        """Return the memory."""
+
+
+class Observers:
+    """Observers of one store. They wrap codecs in the steps that they observe; other steps run without any.
+
+    Attributes
+    ----------
+    are_active : whether this step verifies, traces, measures or samples codecs
+    samples : whether this step is sampled
+    """
+
+    def __init__(
+        self, *, verify: bool, trace: Trace | None, gauge: Gauge | None, sampler: PayloadSampler | None
+    ) -> None:
+        self.trace = trace
+        self.gauge = gauge
+        self.samples = False
+        self.are_active = True
+        self._verify = verify
+        self._sampler = sampler
+        self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work
+
+    def start(self, step: int) -> None:
+        """Begin a step.
+
+        Raises
+        ------
+        AccuracyError : the last sampled payloads lost more than the limit
+        """
+        self.samples = self._sampler is not None and self._sampler.start(step)
+        self.are_active = self._verify or self.samples or self.trace is not None or self.gauge is not None
+        self.end_backward()
+
+    def around(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
+        """Return the same codec, whose work is verified, measured, traced or sampled."""
+        plain = bound = verified(bound) if self._verify else bound
+        if self.gauge is not None:
+            bound = self.gauge.codec(bound, codec, account)
+        if self.trace is not None:
+            bound = self._traced(bound, place, account)
+        lossy = not (codec.lossless or codec.decides)
+        samples = self.samples and lossy and not (self.gauge is not None and self.gauge.measures)
+        if samples and self._sampler is not None:
+            bound = self._sampler.codec(bound, plain, account, place.device, self.trace)
+        return bound
+
+    def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
+        """Trace the recomputation of a region. Returns a function to call at its end; None without a trace."""
+        place = forward.place
+        if place is None or self.trace is None:
+            return None
+        device = place.device
+        begin = device.mark(device.current())
+        self.note_backward(place, begin, begin)
+
+        def ended() -> None:
+            end = device.mark(device.current())
+            place.engine.note("recompute", Between(begin, end), [(account, 0)])
+            self.note_backward(place, begin, end)
+
+        return ended
+
+    def note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
+        """Note that backward decoded a payload, or ran a region again."""
+        first = begin if self._backward is None else self._backward[1]
+        self._backward = (place, first, end)
+
+    def end_backward(self) -> None:
+        """Trace the last backward: from the first work that it asked for to the last."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            place, begin, end = backward
+            place.engine.note("backward", Between(begin, end), [])
+
+    def read(self) -> None:
+        """Read the results that are on the host."""
+        if self._sampler is not None:
+            self._sampler.read(wait=False)
+
+    def close(self) -> None:
+        """Return the sampler's memory."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
+        """Return the same codec, whose work is traced."""
+        device, engine = place.device, place.engine
+
+        def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
+            begin = device.mark(device.current())
+            used = bound.encode(src, out, key)
+            engine.note("encode", Between(begin, device.mark(device.current())), [(account, src.nbytes)])
+            return used
+
+        def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+            begin = device.mark(device.current())
+            bound.decode(buf, out, key)
+            end = device.mark(device.current())
+            engine.note("decode", Between(begin, end), [(account, out.nbytes)])
+            self.note_backward(place, begin, end)
+
+        return bound._replace(encode=encode, decode=decode)
