@@ -88,7 +88,7 @@ class AutoController:
         self._pairs = pairs
         self._rating = self._rate()  # decisions of the steps that measure the effect of errors on gradients
         self._rates = False  # whether the running step is one of these
-        ledger.limit = wish.device
+        ledger.budget.set(wish.device)
         self._place: TierSet | None = None
         self._decisions: dict[str, str] = {}
         self._rules = Rules([])
@@ -231,7 +231,7 @@ class AutoController:
             return False
         log.warning("%s", self._history[-1])
         self.probes.limit(self._wish)
-        self._ledger.limit = budget
+        self._ledger.budget.set(budget)
         return True
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class AutoController:
             solution = _or_as_before(self._decisions, chain, limits, solution)
         self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
         self._excess = device is not None
-        self._ledger.limit = wish.device if device is None else max(device, wish.device)
+        self._ledger.budget.set(wish.device if device is None else max(device, wish.device))
         self._planned_for = self.probes.largest
         self._use(self.plan.decisions)
         if self.plan.window is not None and self._sets_window:
@@ -428,7 +428,7 @@ class AutoController:
         log.info("%s", self._history[-1])
         self.plan, self._shift, self._looked = None, 0.0, []
         self._inputs.forget()
-        self._ledger.limit = self._wish.device
+        self._ledger.budget.set(self._wish.device)
         self.probes.close()
         self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
         self._rating = self._rate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 import torch
@@ -20,9 +20,21 @@ from actstore.codecs import Codec
 from actstore.errors import ActstoreError
 
 if TYPE_CHECKING:
-    from actstore.autograd.tracker import Target, Tracker
+    from actstore.autograd.tracker import Frame, Target, Tracker
     from actstore.store.payload import ForwardPass, Route
     from actstore.store.store import Store
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saves in the call `frame`, its storage, and the wrapper `outer` that it is a part of."""
+
+    tensor: Tensor
+    frame: Frame
+    account: Account
+    key: int
+    storage: UntypedStorage
+    nbytes: int  # of the storage
+    outer: Tensor | None
 
 
 class Encoder:

@@ -22,7 +22,7 @@ from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import READERS
 from actstore.autograd.derived import Derived, find_recipe, is_plain
-from actstore.autograd.encoder import Encoder, name, no_room, set_precedent
+from actstore.autograd.encoder import Encoder, SavedTensor, name, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
 from actstore.autograd.readers import Reader, Readers
@@ -141,7 +141,7 @@ class Scope:
                     handle = follow(precedent, tensor, account, key, storage, nbytes)
                     if handle is not None:
                         return handle
-                return self._place(tensor, frame, account, key, storage, nbytes, outer)
+                return self._place(SavedTensor(tensor, frame, account, key, storage, nbytes, outer))
             except ActstoreError as error:
                 name(error, account, tensor)
                 raise
@@ -180,28 +180,13 @@ class Scope:
         self.storages.kept[key] = ref(kept)
         return kept
 
-    def _place(
-        self,
-        tensor: Tensor,
-        frame: Frame,
-        account: Account,
-        key: int,
-        storage: UntypedStorage,
-        nbytes: int,
-        outer: Tensor | None,
-    ) -> Handle:
+    def _place(self, saved: SavedTensor) -> Handle:
         """Return the handle of a tensor, where the policy decides. Autograd knows `outer` if the tensor is its part."""
+        tensor, frame, account, key, storage, _, outer = saved
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
-        if self.storages.tags:
-            account, decided = self._tagged(frame, account, key)
-        else:
-            decided = frame.target
-        if decided is ASK and tensor.is_nested:  # it has no single shape to ask for
-            decided = None
-        elif decided is ASK:
-            decided = target_of(self._policy(account.site, Spec.of(tensor)))
+        account, decided = self._decide(tensor, frame, account, key)
         if isinstance(decided, Deriving):
             account.where, target = decided.where, decided.rest
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
@@ -211,6 +196,11 @@ class Scope:
             target = decided
         if target is None:
             return self._keep(tensor, account, key, storage)
+        return self._encode_or_keep(saved, account, target)
+
+    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target) -> Handle:
+        """Return the handle of a tensor whose target is a codec, by the verdict on it."""
+        tensor, frame, _, key, storage, nbytes, outer = saved
         codec, tiers, protected, account.where = target
         reason, whole = why_unstorable(tensor, in_backward=_current_graph_task_id() != -1), False
         if not reason:
@@ -320,14 +310,21 @@ class Scope:
         producer: str = node.name()
         return producer
 
-    def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | Deriving | None]:
-        """Return the account and the target of a storage that may have a tag."""
-        if key not in self.storages.tags:
-            return account, frame.target
-        account.count -= 1
-        account = self.ledger.account(replace(account.site, tag=self.storages.tags[key]))
-        account.count += 1
-        return account, ASK
+    def _decide(
+        self, tensor: Tensor, frame: Frame, account: Account, key: int
+    ) -> tuple[Account, Target | Deriving | None]:
+        """Return the account and the target of a tensor, whose storage may have a tag."""
+        decided = frame.target
+        if key in self.storages.tags:
+            account.count -= 1
+            account = self.ledger.account(replace(account.site, tag=self.storages.tags[key]))
+            account.count += 1
+            decided = ASK
+        if decided is not ASK:
+            return account, decided
+        if tensor.is_nested:  # it has no single shape to ask for
+            return account, None
+        return account, target_of(self._policy(account.site, Spec.of(tensor)))
 
     def _excluded(self, account: Account, key: int) -> str:
         """Return the reason why a site is exact while another one alone is lossy; empty where it need not be."""

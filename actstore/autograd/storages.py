@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, UntypedStorage
+from torch.nn import Module
 
 from actstore.base.reaper import Finalizer
 from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
@@ -71,6 +73,13 @@ class Storages:
         for storage in storages_of(weight):
             self.meet(storage._cdata, storage)
             known.add(storage._cdata)
+
+    def adopt_model(self, modules: Iterable[tuple[str, Module]]) -> None:
+        """Register the parameters and buffers of modules."""
+        for _, module in modules:
+            for weight in chain(module._parameters.values(), module._buffers.values()):
+                if weight is not None:
+                    self.adopt(weight)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage of `tensor`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
+from actstore.base.budget import Budget
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 
@@ -149,15 +148,12 @@ class Ledger:
 
     Attributes
     ----------
-    limit : limit of the held bytes
-    relieve : called with the bytes of a booking that would pass the limit, before it; payloads that can leave the
-        device then leave
+    budget : the limit of the held bytes; a booking that would exceed it asks for room first
     reserve : the most transient bytes that existed beside the held ones, in the last step or in this one
     """
 
     def __init__(self) -> None:
-        self.limit: float = inf
-        self.relieve: Callable[[int], None] = _nothing
+        self.budget = Budget()
         self.reserve = self._transient = 0
         self._lock = Lock()
         self.gone: deque[Booking | Claim] = deque()  # appended to by finalizers at any moment
@@ -206,12 +202,12 @@ class Ledger:
         has_room: bool = False,
         booking: Booking | None = None,
     ) -> None:
-        """Add bytes to an account, after `relieve` unless they have room; a figure is negative where bytes leave.
+        """Add bytes to an account, with room made for them unless they have it; a figure is negative where bytes leave.
 
         A `booking` is marked with the held bytes. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
         """
-        if held > 0 and self._held + held > self.limit and not has_room:
-            self.relieve(held)
+        if held > 0 and self._held + held > self.budget.limit and not has_room:
+            self.budget.make_room(held)
         with self._lock:
             if self.gone:
                 self._book_gone()
@@ -242,13 +238,13 @@ class Ledger:
         most = self._held + transient  # or less: some owners may have died since the last booking
         if (
             most <= self.peak
-            and most <= self.limit
+            and most <= self.budget.limit
             and transient <= self._transient
             and (account is None or account.held + transient <= account.peak)
         ):
             return
         if not self.fits(transient):
-            self.relieve(transient)
+            self.budget.make_room(transient)
         with self._lock:
             if self.gone:
                 self._book_gone()
@@ -269,12 +265,12 @@ class Ledger:
         return self._held
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more can be held within the limit."""
-        if self._held + nbytes <= self.limit:
+        """Return whether `nbytes` more can be held within the budget."""
+        if self._held + nbytes <= self.budget.limit:
             return True
         with self._lock:
             self._book_gone()
-            return self._held + nbytes <= self.limit
+            return self._held + nbytes <= self.budget.limit
 
     def read_compiled(self, account: Account, node: tuple[int, int], nbytes: int) -> None:
         """Add bytes that a compiled region reads in backward: it reads all that it saved before it frees any."""
@@ -363,7 +359,3 @@ class Ledger:
                 item.idle += [item.memory]
                 item.memory = None
             gone.popleft()  # an interrupt comes after a call: all of an item is booked, or nothing
-
-
-def _nothing(_nbytes: int) -> None:
-    pass

@@ -16,7 +16,7 @@ from actstore.check.lossy_result import GradientDeviation, SiteDeviation, Weight
 from actstore.check.run import Copies, Runner
 from actstore.errors import ConfigError, StateError
 from actstore.rerun.state import ModelState
-from actstore.session.activation_store import ActivationStore, one_lossy_site
+from actstore.session.activation_store import ActivationStore
 
 MAX_REPEAT_ERROR = 1e-3  # a relative difference of two plain runs up to this counts as rounding
 
@@ -119,7 +119,7 @@ def _sites(
     found = []
     for effect in () if predicted is None else predicted.sites:
         deviations = _Deviations(exact)
-        with one_lossy_site(store, effect.site):
+        with store._store.lossy_only_at(effect.site):
             for _ in range(draws):
                 deviations.add(runner.stored().gradients)
         square = sum(row.square for row in deviations.rows()) / _norm(exact) ** 2

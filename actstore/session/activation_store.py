@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain
+from contextlib import suppress
 from math import inf
 from threading import Lock
 from types import TracebackType
@@ -17,12 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from actstore.accuracy import Sampler
-from actstore.accuracy.bits.chooser import BitsController
 from actstore.accuracy.bits.payloads import Choice
 from actstore.accuracy.influence.influence import Influence
-from actstore.accuracy.influence.pairs import Pairs
-from actstore.auto.attempt import Attempt
-from actstore.auto.controller import AutoController, check_plan
+from actstore.auto.controller import check_plan
 from actstore.autograd import compiled
 from actstore.autograd import tracker as modules
 from actstore.autograd.compiled import NamedCall
@@ -38,21 +34,22 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
-from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
+from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
-from actstore.session.arguments import read_chooser, read_model, read_policy, window_under, wish_of
-from actstore.session.causes import Request
-from actstore.session.entries import StoreEntry, entries, refuse_checkpointed_region
+from actstore.session.arguments import read_chooser, read_model, read_policy
+from actstore.session.causes import request_of
+from actstore.session.controllers import controller_of, window_of
+from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
 from actstore.session.process import Optimizers, ProcessMemory
 from actstore.session.report import Report
-from actstore.session.step_policy import StepPolicy
+from actstore.session.retry import call_inside
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import Disk, Host, PluginTier, Window
-from actstore.tiers.options import TierOptions, read_tiers
+from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
 
 if TYPE_CHECKING:
@@ -141,18 +138,27 @@ class ActivationStore:
         self._compiled: list[NamedCall] = []
         self._ledger = ledger = Ledger()
         if self._given_plan is not None:
-            ledger.limit = self._given_plan.budget
+            ledger.budget.set(self._given_plan.budget)
         self._fitted = self._fit(read_policy("keep" if chooser is not None else policy, model))
         self._sampler = Sampler(ledger, *vars(observers.sample).values())
         self._influence = Influence(model, ledger, self._sampler.relative) if model is not None else None
         self._optimizers = None if model is None else Optimizers(model)
-        self._controller = self._make_controller(chooser, options, sets_window=window.nbytes is None)
+        self._controller = controller_of(
+            chooser,
+            options,
+            model,
+            ledger,
+            self._influence,
+            self._sampler.ask,
+            self._switch,
+            sets_window=window.nbytes is None,
+        )
         if observers.trace is not None:
             observers.trace.claim()
         self._store = Store(
             StoreOptions(
                 options,
-                window_under(window, self._window_nbytes(chooser)),
+                window_of(window, self._given_plan, chooser),
                 strict,
                 seed,
                 observers.trace,
@@ -162,37 +168,8 @@ class ActivationStore:
             self._sampler,
             None if self._controller is None else self._controller.gauge,
         )
-        self._open_tiers(options)
-
-    def _make_controller(
-        self, chooser: Auto | Bits | None, tiers: dict[str, TierOptions], *, sets_window: bool
-    ) -> StepPolicy | None:
-        """Return the controller that decides for each step; None for a policy that does not choose."""
-        if chooser is None or self._model is None or self._influence is None:
-            return None
-        pairs = Pairs(self._influence, self._ledger, self._sampler.ask)
-        if isinstance(chooser, Bits):
-            return BitsController(self._ledger, chooser, pairs)
-        wish = wish_of(chooser, tiers)
-        return AutoController(self._model, self._ledger, wish, pairs, self._switch, sets_window=sets_window)
-
-    def _window_nbytes(self, chooser: Auto | Bits | None) -> int | None:
-        """Return the window of a plan; at most an eighth of a budget, while it is measured; None for the default."""
-        if self._given_plan is not None:
-            return self._given_plan.window
-        return max(2**16, min(chooser.budget_nbytes // 8, 32 * 2**20)) if isinstance(chooser, Auto) else None
-
-    def _open_tiers(self, options: dict[str, TierOptions]) -> None:
-        """Open the tiers whose first use would wait or fail."""
-        device = device_of(self._model)
-        if device is not None:
-            self._store.open(device, "device")
-        disk = options.get("disk")
-        if device is None and isinstance(disk, Disk) and disk.gpu_direct:
-            return
-        policy = self._fitted.policy
-        for tier in sorted(policy.tiers - {"device", "host"}) if isinstance(policy, Rules) else ():
-            self._store.open(device or torch.device("cpu"), tier)
+        rules = self._fitted.policy
+        self._store.open(device_of(model), rules.tiers if isinstance(rules, Rules) else ())
 
     def __reduce__(self) -> tuple[Any, ...]:
         observe = [Trace(each.limit) if isinstance(each, Trace) else each for each in self._observe]
@@ -204,8 +181,6 @@ class ActivationStore:
         text = " ".join(str(policy).split()) if isinstance(policy, str) else str(policy).replace("\n", "; ")
         state = "closed" if self._closed else "entered" if self._inside else f"{self._store.steps} steps"
         return f"<ActivationStore{of}: {text!r}, {state}>"
-
-    # -- the context --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> ActivationStore:
         refuse_checkpointed_region()
@@ -251,10 +226,7 @@ class ActivationStore:
             exact="" if self._model is None else "saved outside of the model: part of the loss",
             ended=None if step is None else step.put_out,
         )
-        for _, module in named:
-            for weight in chain(module._parameters.values(), module._buffers.values()):
-                if weight is not None:
-                    tracker.storages.adopt(weight)
+        tracker.storages.adopt_model(named)
         return Scope(
             self._store,
             self._fitted.policy,
@@ -271,36 +243,15 @@ class ActivationStore:
     ) -> None:
         entry = None
         try:
-            entry = self._innermost(error)
+            entry = entry_to_leave(self, error)
             self._leave(entry, error)
             if error is not None:
-                has_budget = self._ledger.limit < inf
+                has_budget = self._ledger.budget.limit < inf
                 explain(error, self._ledger, self._fitted.policy, self._model, has_budget=has_budget)
         except BaseException as failure:
             if not isinstance(failure, Exception):  # an interrupt, which may have come before `_leave` ended
-                self._leave(entry or self._innermost(error), failure)
+                self._leave(entry or entry_to_leave(self, error), failure)
             raise
-
-    def _innermost(self, error: BaseException | None) -> StoreEntry:
-        """Return the innermost entry of this thread, which must be of this store."""
-        found = entries()
-        if not found or found[-1].owner is not self:
-            raise StateError(
-                "a store was left on a thread where it is not the innermost one that was entered; "
-                "leave stores in the reverse order, each on the thread that entered it",
-                expected=found[-1].owner if found else None,
-            )
-        entry = found[-1]
-        if error is not None:
-            end_left(error, entry.pack)
-        pack = innermost_pack()
-        if pack is not entry.pack:
-            raise StateError(
-                "other saved-tensor hooks were entered inside this store's context and not left before it; "
-                "leave contexts in the reverse order",
-                hooks=pack,
-            )
-        return entry
 
     def _leave(self, entry: StoreEntry, error: BaseException | None) -> None:
         """Undo an entry, also one whose beginning or end was interrupted."""
@@ -338,27 +289,10 @@ class ActivationStore:
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            controller, model = self._controller, self._model
-            if not isinstance(controller, AutoController) or model is None:
-                with self:
-                    return function(*args, **kwargs)
-            attempt = Attempt(model, (args, kwargs))
-            try:
-                with self:
-                    return function(*args, **kwargs)
-            except BaseException as error:
-                if not controller.tightened(error):
-                    raise
-                why = attempt.undo()
-                if why:
-                    error.add_note(f"actstore: the step was not run again, because {why}")
-                    raise
-            with self:
-                return function(*args, **kwargs)
+            result: R = call_inside(self, self._controller, self._model, function, args, kwargs)
+            return result
 
         return inside
-
-    # -- figures for users --------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Module | None:
@@ -386,21 +320,13 @@ class ActivationStore:
         store.poll()
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
+        hidden = tuple(place.name for place in self._fitted.places.values() if place.hidden)
+        request = request_of(self._fitted.policy, self._controller, self.plan, hidden)
         process = None
         if circumstances.on_host:
             optimizers = [] if self._optimizers is None else self._optimizers.find()
             process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
-        return Report.of(self._ledger, circumstances, errors, gradients, self._request(), process)
-
-    def _request(self) -> Request:
-        """Return the choices that advice must respect."""
-        hidden = tuple(place.name for place in self._fitted.places.values() if place.hidden)
-        policy, plan = self._fitted.policy, self.plan
-        if self._controller is None and plan is None:
-            return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden)
-        chooser = "plan" if self._controller is None else self._controller.name
-        budget = int(plan.budget) if isinstance(plan, Plan) else 0
-        return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
+        return Report.of(self._ledger, circumstances, errors, gradients, request, process)
 
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""
@@ -440,8 +366,6 @@ class ActivationStore:
         self._store.close()
         cpu_memory.trim()
 
-    # -- fitting a model ----------------------------------------------------------------------------------------------
-
     def _fit(self, policy: Policy) -> Fitted:
         return Fitted(policy, self._model, self, self._ledger, self._double, self._min_nbytes)
 
@@ -473,13 +397,3 @@ def _listed(given: Any) -> Any:
 
 def _remake(model: Module | None, policy: Any, options: dict[str, Any]) -> ActivationStore:
     return ActivationStore(model, policy, **options)
-
-
-@contextmanager
-def one_lossy_site(store: ActivationStore, site: str) -> Iterator[None]:
-    """Make the payloads of this site alone lossy, and the payloads of all other sites exact, inside the context."""
-    store._store.alone = site
-    try:
-        yield
-    finally:
-        store._store.alone = None

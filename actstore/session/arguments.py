@@ -10,7 +10,6 @@ from torch.nn import Module
 
 from actstore.errors import ConfigError, PolicyError
 from actstore.plan.plan import Plan
-from actstore.plan.wish import Wish
 from actstore.policy import (
     Auto,
     Bits,
@@ -27,8 +26,6 @@ from actstore.policy import (
     parse_chooser,
 )  # fmt: skip
 from actstore.policy.aliases import expand
-from actstore.tiers import Window
-from actstore.tiers.options import TierOptions
 
 
 def read_model(model: Any) -> Module | None:
@@ -101,22 +98,6 @@ def read_policy(policy: Any, model: Module | None = None) -> Policy:
         f"policy={policy!r}: must be text, Rules, a decision such as Encode(Int8()), Auto(...), Bits(...), a Plan, or "
         "a function (site, spec) -> decision"
     )
-
-
-def wish_of(auto: Auto, tiers: dict[str, TierOptions]) -> Wish:
-    """Return the limits of a plan. A disk without a budget is not used."""
-    host, disk = tiers.get("host"), tiers.get("disk")
-    return Wish(
-        auto.budget_nbytes,
-        None if host is None else host.budget_nbytes,
-        0 if disk is None else disk.budget_nbytes or 0,
-        auto.max_noise,
-    )
-
-
-def window_under(given: Window, limit_nbytes: int | None) -> Window:
-    """Return the window, as `given`, or of `limit_nbytes` where nothing is given."""
-    return given if given.nbytes is not None else Window(limit_nbytes, given.when_full)
 
 
 def _checked(policy: Policy) -> Policy:

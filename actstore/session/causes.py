@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from actstore.accuracy.bits.payloads import Choice
 from actstore.autograd.protect import COMPILED
-from actstore.base.ledger import Account, Circumstances, Ledger
+from actstore.base.ledger import Account, Circumstances, Ledger, Transient
+from actstore.plan.plan import Plan
 from actstore.policy import Policy, Rules
 from actstore.session.advice import StepFigures
+from actstore.session.step_policy import StepPolicy
 
 NO_ROOM_PREFIX = "kept: no room in "
 SMALL_NOTES = ("small", "kept: small")
@@ -32,70 +35,89 @@ class Request:
     hidden: tuple[str, ...] = ()
 
 
+def request_of(
+    policy: Policy, controller: StepPolicy | None, plan: Plan | Choice | None, hidden: tuple[str, ...]
+) -> Request:
+    """Return the request of a store whose `plan`, if any, comes from its `controller` or was given."""
+    if controller is None and plan is None:
+        return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden)
+    chooser = "plan" if controller is None else controller.name
+    budget = int(plan.budget) if isinstance(plan, Plan) else 0
+    return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
+
+
+class _Groups:
+    """Accounts by what happened to their tensors. Each kept account is in at most one group."""
+
+    def __init__(self, accounts: list[Account], circumstances: Circumstances) -> None:
+        self.kept = kept = [account for account in accounts if account.saved and not account.stored]
+        self.small = [account for account in kept if account.note in SMALL_NOTES]
+        self.no_room = [account for account in kept if account.note.startswith(NO_ROOM_PREFIX)]
+        self.compiled = [account for account in kept if account.note == f"kept: {COMPILED}"]
+        self.exact = [account for account in kept if account.exact and account not in self.compiled]
+        known = {id(account) for account in (*self.small, *self.no_room, *self.compiled, *self.exact)}
+        self.whole = [account for account in kept if account.note.startswith("kept: ") and id(account) not in known]
+        stored = [account for account in accounts if account.stored]
+        self.hosted = [account for account in stored if circumstances.on_host and _first_tier(account) == "host"]
+        self.moved = [a for a in stored if _first_tier(a) not in ("", "device") and a not in self.hosted]
+        full = circumstances.keeps_when_full
+        self.crowded = [a for a in self.moved if full and a.note.startswith("window of ")]
+        self.flying = [account for account in self.moved if account not in self.crowded]
+        self.alive = [account for account in accounts if account.alive]
+
+
 def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -> StepFigures:
     """Return the causes behind the figures, as far as the accounts show them."""
     accounts = ledger.accounts()
-    kept = [account for account in accounts if account.saved and not account.stored]
-    small = [account for account in kept if account.note in SMALL_NOTES]
-    no_room = [account for account in kept if account.note.startswith(NO_ROOM_PREFIX)]
-    compiled = [account for account in kept if account.note == f"kept: {COMPILED}"]
-    exact = [account for account in kept if account.exact and account not in compiled]
-    others = {id(account) for account in (*small, *no_room, *compiled, *exact)}
-    whole = [account for account in kept if account.note.startswith("kept: ") and id(account) not in others]
-    stored = [account for account in accounts if account.stored]
-    hosted = [account for account in stored if circumstances.on_host and _first_tier(account) == "host"]
-    moved = [a for a in stored if _first_tier(a) not in ("", "device") and a not in hosted]
-    crowded = [a for a in moved if circumstances.keeps_when_full and a.note.startswith("window of ")]
-    flying = [account for account in moved if account not in crowded]
-    alive = [account for account in accounts if account.alive]
-    rules, largest = _by_rule(request.policy, kept)
+    groups = _Groups(accounts, circumstances)
+    rules, largest = _by_rule(request.policy, groups.kept)
     hidden_rules, hidden_modules = _hidden(request, accounts)
-    transient = ledger.transient
-    in_tiers = circumstances.host_nbytes, circumstances.disk_nbytes
+    transient = ledger.transient or Transient("", None, 0, 0)
+    host, disk = circumstances.host_nbytes, circumstances.disk_nbytes
     hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
-    most_exact, most_whole = _most(exact, _saved), _most(whole, _saved)
+    most_exact, most_whole = _most(groups.exact, _saved), _most(groups.whole, _saved)
     return StepFigures(
         saved_bytes=_sum(accounts, _saved),
         held_bytes=ledger.held_at_exit,
         peak_held_bytes=ledger.peak,
-        peak_work="" if transient is None else transient.work,
-        peak_site="" if transient is None else str(transient.site or ""),
-        peak_bytes=0 if transient is None else transient.nbytes,
+        peak_work=transient.work,
+        peak_site=str(transient.site or ""),
+        peak_bytes=transient.nbytes,
         chooser=request.chooser,
         measuring=request.measuring,
         budget=request.budget,
-        lower="host" if not circumstances.on_host and in_tiers[0] != 0 else "disk" if in_tiers[1] != 0 else "",
+        lower="host" if not circumstances.on_host and host != 0 else "disk" if disk != 0 else "",
         hidden_rules=hidden_rules,
         hidden_modules=hidden_modules,
-        kept_small=_sum(small, _saved),
+        kept_small=_sum(groups.small, _saved),
         min_bytes=circumstances.min_nbytes,
-        kept_no_room=_sum(no_room, _saved),
-        tiers=no_room[0].note.removeprefix(NO_ROOM_PREFIX) if no_room else "",
-        host_budget=in_tiers[0],
-        disk_budget=in_tiers[1],
-        kept_exact=_sum(exact, _saved),
+        kept_no_room=_sum(groups.no_room, _saved),
+        tiers=groups.no_room[0].note.removeprefix(NO_ROOM_PREFIX) if groups.no_room else "",
+        host_budget=host,
+        disk_budget=disk,
+        kept_exact=_sum(groups.exact, _saved),
         exact_site=_site(most_exact),
         exact_reason=_reason(most_exact),
         exact_decision=_where(most_exact),
-        kept_compiled=_sum(compiled, _saved),
-        compiled_decision=_where(_most(compiled, _saved)),
-        kept_whole=_sum(whole, _saved),
+        kept_compiled=_sum(groups.compiled, _saved),
+        compiled_decision=_where(_most(groups.compiled, _saved)),
+        kept_whole=_sum(groups.whole, _saved),
         whole_site=_site(most_whole),
         whole_reason=_reason(most_whole),
         kept_by_rule=sum(rules.values()),
         rule_bytes=rules.get(largest, 0),
         rule_pattern=largest[0],
         rule_decision=largest[1],
-        kept_still_alive=_sum(alive, lambda account: account.alive),
-        alive_site=_site(_most(alive, lambda account: account.alive)),
-        on_host=_sum(hosted, _stored_here),
-        host_decision=_where(_most(hosted, _stored_here)),
+        kept_still_alive=_sum(groups.alive, lambda account: account.alive),
+        alive_site=_site(_most(groups.alive, lambda account: account.alive)),
+        on_host=_sum(groups.hosted, _stored_here),
+        host_decision=_where(_most(groups.hosted, _stored_here)),
         compiled=max(ledger.compiled.values(), default=0),
-        in_flight=_sum(flying, _held),
-        flight_decision=_where(_most(flying, _held)),
-        kept_window=_sum(crowded, _held),
+        in_flight=_sum(groups.flying, _held),
+        flight_decision=_where(_most(groups.flying, _held)),
+        kept_window=_sum(groups.crowded, _held),
         window=circumstances.window_nbytes,
-        moved=bool(moved),
+        moved=bool(groups.moved),
         bound=circumstances.bound_nbytes,
         forward_ms=circumstances.forward_ms,
         overrun_ms=circumstances.overrun_ms,

@@ -13,6 +13,7 @@ from actstore.autograd.hooks import Scope
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import ConfigError, StateError
 from actstore.recompute import counting
+from actstore.recompute.checkpoints import end_left
 from actstore.recompute.replay import Calls
 
 if TYPE_CHECKING:
@@ -55,6 +56,33 @@ def innermost_of(owner: object) -> StoreEntry | None:
     """Return the innermost entry of this thread, if it is one of `owner`."""
     found = entries()
     return found[-1] if found and found[-1].owner is owner else None
+
+
+def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
+    """Return the innermost entry of this thread, which must be of `owner`.
+
+    Raises
+    ------
+    StateError : it is not, or other hooks are inside of it
+    """
+    found = entries()
+    if not found or found[-1].owner is not owner:
+        raise StateError(
+            "a store was left on a thread where it is not the innermost one that was entered; "
+            "leave stores in the reverse order, each on the thread that entered it",
+            expected=found[-1].owner if found else None,
+        )
+    entry = found[-1]
+    if error is not None:
+        end_left(error, entry.pack)
+    pack = innermost_pack()
+    if pack is not entry.pack:
+        raise StateError(
+            "other saved-tensor hooks were entered inside this store's context and not left before it; "
+            "leave contexts in the reverse order",
+            hooks=pack,
+        )
+    return entry
 
 
 def is_active() -> bool:

@@ -20,7 +20,7 @@ from actstore.policy import Auto, parse_chooser
 from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import MIN_NBYTES, ActivationStore
-from actstore.session.arguments import wish_of
+from actstore.session.controllers import wish_of
 from actstore.session.entries import is_active
 from actstore.session.former import refuse
 from actstore.tiers import Disk, Host, PluginTier, Window

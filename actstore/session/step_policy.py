@@ -45,8 +45,5 @@ class StepPolicy(Protocol):
     def end_forward(self, error: BaseException | None, /) -> None:
         """End the forward, which has failed where `error` is given."""
 
-    def tightened(self, error: BaseException, /) -> bool:
-        """Return whether the step may run again with less memory, where `error` says that memory ran out."""
-
     def close(self) -> None:
         """Release the measurements."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from threading import Lock
 from time import perf_counter_ns
@@ -24,7 +24,7 @@ from actstore.store.late import LatePayloads
 from actstore.store.observers import Gauge, Observers, PayloadSampler
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
-from actstore.tiers import Slot
+from actstore.tiers import Disk, Slot
 from actstore.trace import Trace
 
 E = TypeVar("E", bound=Payload)
@@ -43,7 +43,6 @@ class Store:
         self.options = options
         self.ledger = ledger or Ledger()
         self.unproved: Later = []  # payloads that backward read before the device had compared them
-        self.ledger.relieve = _relieving(ref(self))
         self.trace = options.trace
         self.observers = Observers(verify=options.verify, trace=options.trace, gauge=gauge, sampler=sampler)
         self.alone: str | None = None  # the one site that is lossy while all other sites must be exact
@@ -58,14 +57,24 @@ class Store:
         self.step_ns = 0  # duration of the last step
         self._forward = ForwardPass()  # the last one that began
 
-    def open(self, device: torch.device, tier: str) -> None:
-        """Open a tier now, so that a faulty tier fails now.
+    def open(self, device: torch.device | None, tiers: Iterable[str]) -> None:
+        """Open tiers now, so that a faulty tier fails now.
+
+        Parameters
+        ----------
+        device : compute device; None where it is unknown: a disk tier that needs a GPU is then left out
 
         Raises
         ------
         ConfigError : the disk tier's folder is missing or cannot be written
         """
-        self.place(device).tier(tier)
+        if device is not None:
+            self.place(device).tier("device")
+        disk = self.options.tiers.get("disk")
+        if device is None and isinstance(disk, Disk) and disk.gpu_direct:
+            return
+        for tier in sorted(set(tiers) - {"device", "host"}):
+            self.place(device or torch.device("cpu")).tier(tier)
 
     def route(self, account: Account, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> Route:
         """Return the route of a tensor through `codec` into the first of `tiers` with room; `account` keeps it.
@@ -246,6 +255,15 @@ class Store:
                 comparison.wait()
             comparison.refuse(error)
 
+    @contextmanager
+    def lossy_only_at(self, site: str) -> Iterator[None]:
+        """Make the payloads of `site` alone lossy, and the payloads of all other sites exact, inside the context."""
+        self.alone = site
+        try:
+            yield
+        finally:
+            self.alone = None
+
     def remember(self, entries: Iterable[ref[Any]]) -> None:
         """Register entries, so that `close` can free those that are still alive."""
         with self._lock:
@@ -299,6 +317,7 @@ class Store:
             self._closed = True
             places, self._places = self._places, {}
             self._left += places.values()
+            self.ledger.budget.close()
         for weak in self._entries:
             entry = weak()
             if entry is not None:
@@ -324,6 +343,7 @@ class Store:
                 place = TierSet(devices.open_device(device), self.options, self.ledger, self.trace)
                 self._late[place] = LatePayloads(place, self.ledger)
                 self._places[device] = place
+                self.ledger.budget.add(place.engine)
             return place
 
     def _next_key(self, account: Account) -> int:
@@ -373,17 +393,6 @@ class Store:
         if nbytes is not None:
             self._refuse(nbytes, route.tiers)
         return nbytes is None
-
-
-def _relieving(weak: ref[Store]) -> Callable[[int], None]:
-    """Return a function that makes room on the device for a number of bytes before they are booked."""
-
-    def relieve(nbytes: int) -> None:
-        store = weak()
-        for place in [] if store is None else list(store._places.values()):
-            place.engine.make_room(nbytes)
-
-    return relieve
 
 
 def _budget_of(options: StoreOptions, tier: str) -> int | None:

@@ -151,7 +151,7 @@ class Engine:
         that backward does not need yet. The size is a power of two, so that buffers fit from step to step.
         """
         share = self._traffic.quota.limit_nbytes(run) // MIN_PARCELS_PER_BOUND
-        most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.limit / MIN_PARCELS_PER_LIMIT))
+        most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.budget.limit / MIN_PARCELS_PER_LIMIT))
         return min(PARCEL_NBYTES, most)
 
     def depart(self, berth: Berth) -> None:

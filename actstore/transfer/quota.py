@@ -52,7 +52,7 @@ class Quota:
 
         Under a budget of all that is held it is the window, because the budget bounds the sum.
         """
-        if self._ledger.limit < inf:
+        if self._ledger.budget.limit < inf:
             return self.window_nbytes
         others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
         return int(min(self.window_nbytes, max(MIN_BOUND_NBYTES, (run.moved_nbytes + others) / BOUND_DIVISOR)))

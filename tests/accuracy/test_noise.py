@@ -189,7 +189,7 @@ def test_samples_are_booked_until_they_are_compared():
 def test_there_are_no_samples_where_the_next_step_has_no_room_for_them():
     model, _, _ = linear(700, 400)
     ledger = Ledger()
-    ledger.limit = 2 * SAMPLE_NUMEL
+    ledger.budget.set(2 * SAMPLE_NUMEL)
     noise = Minibatch(ledger)
     noise.begin(model)
     model(torch.randn(4, 700)).sum().backward()

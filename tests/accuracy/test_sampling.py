@@ -190,7 +190,7 @@ def test_the_memory_that_it_takes_is_booked():
 
 def test_what_has_no_room_in_the_budget_is_not_measured():
     ledger = Ledger()
-    ledger.limit = 1000
+    ledger.budget.set(1000)
     sampler = Sampler(ledger, 1)
     account, device = ledger.account(Site("m", 0)), LateDevice()
     sampler.start(1)
@@ -198,7 +198,7 @@ def test_what_has_no_room_in_the_budget_is_not_measured():
     (error,) = sampler.errors().values()
     assert (error.payloads, error.measured) == (1, 0)
     assert ledger.peak == 0
-    ledger.limit = 10**9
+    ledger.budget.set(10**9)
     sampler.start(2)
     encode(sampler, account, device, torch.randn(8192))
     assert ledger.peak > 3 * 8192  # the payload, and what it is compared with
@@ -361,7 +361,7 @@ def test_the_report_tells():
 
 def test_json_has_null_for_what_is_no_number():
     store = make_store("1 : int4; * : keep")
-    store._store.ledger.limit = 0
+    store._store.ledger.budget.set(0)
     run(store)
     report = store.report()
     assert "1 of 1 lossy payloads were not measured" in str(report)

@@ -24,7 +24,6 @@ from torch.nn.utils.parametrize import register_parametrization
 from actstore import ActivationStore, tag
 from actstore.autograd import hooks
 from actstore.autograd.hooks import Scope
-from actstore.session.activation_store import one_lossy_site
 from actstore.store.store import Store
 from tests.autograd.checks import same_bits
 
@@ -234,7 +233,7 @@ CASES = {
     "another producer": Case(doubled, lambda model: at_site(model, leaf(8, 8, 3).var(-1)), "int8"),
     "a reader that decides": Case(doubled, lambda model: model.site(leaky_relu, leaf() * 2), "int8"),
     "outside": Case(lambda _: (leaf() * 2).sin(), lambda _: (leaf() * 2).sin(), "int8", outside=True),
-    "another is lossy": Case(doubled, doubled, "int8", lambda store: one_lossy_site(store, "before[0]")),
+    "another is lossy": Case(doubled, doubled, "int8", lambda store: store._store.lossy_only_at("before[0]")),
     "too many": Case(doubled, doubled, "raw", lambda _: at_most_nodes(0)),
     "another producer, and as many nodes as may be": Case(doubled, two_added, "raw", lambda _: at_most_nodes(2)),
 }  # fmt: skip

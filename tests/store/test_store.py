@@ -85,7 +85,7 @@ def get(store, entry, like):
 
 def wrap(store, name, wrapper):
     """Put a wrapper around an open tier."""
-    store.open(CPU, name)
+    store.place(CPU).tier(name)
     tiers = store._places[CPU]._open
     tiers[name] = wrapper(tiers[name])
     return tiers[name]
@@ -193,7 +193,7 @@ def test_strict(make, disk_folder):
 
 def test_a_full_disk(make, monkeypatch):
     store = make()
-    store.open(CPU, "disk")
+    store.open(CPU, ["disk"])
 
     def full(*_):
         raise OSError(28, os.strerror(28))
@@ -278,7 +278,7 @@ def test_a_read_that_fails_frees_its_memory_and_can_be_repeated(make):
 
 def test_a_disk_that_breaks_loses_nothing(make, monkeypatch):
     store = make()
-    store.open(CPU, "disk")
+    store.open(CPU, ["disk"])
 
     def fail(*_):
         raise OSError(5, os.strerror(5))

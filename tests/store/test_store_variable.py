@@ -135,7 +135,7 @@ def test_a_codec_that_fails_leaves_nothing(store):
 
 
 def test_a_tier_that_fails_leaves_nothing(store, monkeypatch):
-    store.open(CPU, "disk")
+    store.open(CPU, ["disk"])
     tier = store._places[CPU].tier("disk")
 
     def fail(*_):

@@ -78,7 +78,7 @@ def test_beyond_the_limit_the_oldest_go_and_are_counted() -> None:
 
 
 def test_a_limit_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="limit=0.: must be 1 or more"):
+    with pytest.raises(ConfigError, match=r"limit=0\): must be 1 or more"):
         Trace(limit=0)
 
 

@@ -47,11 +47,11 @@ def test_payloads_wait_for_room(
     with simulation(seed) as device:
         device.scheduler.host_may_wait = True
         store = Store(StoreOptions({"disk": Disk(disk_folder)}, Window(8 * PAGE, when_full)))
-        store.ledger.limit = kept + moved + spare
+        store.ledger.budget.set(kept + moved + spare)
         for _ in range(2):  # the second step knows what backward asks for first, and leaves it on the device
             store.start()
             step(device, store, layers)
-            assert store.ledger.peak <= store.ledger.limit
+            assert store.ledger.peak <= store.ledger.budget.limit
         assert all(account.held == account.away == 0 for account in store.ledger.accounts())
         store.close()
         device.finish()

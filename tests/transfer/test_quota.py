@@ -159,7 +159,7 @@ def test_a_small_forward_does_not_wait_for_a_large_one_that_is_alive():
 
 def test_under_a_budget_the_window_alone_bounds_what_leaves():
     bench = Bench(window_nbytes=SAVED)
-    bench.ledger.limit = 2 * SAVED
+    bench.ledger.budget.set(2 * SAVED)
     held = [step(bench, slow=True)[0] for _ in range(3)]
     assert held == [SAVED] * 3
 
@@ -168,7 +168,7 @@ def test_an_engine_tells_its_bound():
     bench = Bench(window_nbytes=SAVED)
     found = []
     for limit in (float("inf"), float("inf"), 2 * SAVED):
-        bench.ledger.limit = limit
+        bench.ledger.budget.set(limit)
         run = bench.engine.begin()
         berths = [bench.put(nbytes, 1, run) for nbytes in SIZES]
         found.append(bench.engine.bound_nbytes(run))

@@ -49,7 +49,7 @@ class Training:
         self.layers = layers
         device.links["out"].gbps = device.links["in"].gbps = NBYTES / copy_ns
         self.store = Store(StoreOptions(window=Window(window * NBYTES)))
-        self.store.open(CPU, "host")
+        self.store.place(CPU).tier("host")
         self.source, self.target = (torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2))
         self.stalls = []
 

@@ -98,10 +98,6 @@ class BitsController:
         """End the forward."""
         self._trials = None
 
-    def tightened(self, _error: BaseException) -> bool:
-        """Return False: no choice needs less in a step that has begun."""
-        return False
-
     def close(self) -> None:
         """End the measurements, as the store is closed."""
         self._steps = iter(())

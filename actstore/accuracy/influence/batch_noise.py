@@ -159,7 +159,7 @@ class Minibatch:
     def _keep(self, weight: int, taken: Tensor) -> None:
         """Hold a sample, if the next step has room for all samples: its peak is assumed to equal this step's."""
         self._nbytes += taken.nbytes
-        if self._ledger.peak + self._nbytes > self._ledger.limit:
+        if self._ledger.peak + self._nbytes > self._ledger.budget.limit:
             self._samples.clear()
         else:
             self._samples[weight] = taken, book(self._ledger, taken.nbytes)

@@ -10,7 +10,8 @@ import torch
 
 from actstore.accuracy.influence.batch_noise import Minibatch
 from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
-from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep, Relative, variances
+from actstore.accuracy.influence.growth import variances
+from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep, Relative
 from actstore.base.ledger import Ledger
 
 REST_STEPS = 100  # without observation, after a step without lossy payloads

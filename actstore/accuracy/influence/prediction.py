@@ -9,7 +9,7 @@ mean zero. Rounding to nearest has a mean, which `actstore.measure_gradient_erro
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -28,7 +28,6 @@ from actstore.accuracy.influence.node_error import (
     Noise,
     changes,
     fan_in,
-    is_sum,
     linear_change,
     norm,
     part_of,
@@ -316,7 +315,7 @@ class PredictedStep:
         ledger = self._ledger
         if self._most is None:
             self._most = inf if self._whole else ledger.peak + max(SPARE_NBYTES, SPARE_SHARE * ledger.peak)
-        return min(self._most, ledger.limit) - ledger.held - sum(tensor.nbytes for tensor in read)
+        return min(self._most, ledger.budget.limit) - ledger.held - sum(tensor.nbytes for tensor in read)
 
     def _book(self, account: Account | None, read: Sequence[Tensor], nbytes: int) -> bool:
         """Record `nbytes` on the ledger beside the tensors in `read`, if they fit, and return whether they do."""
@@ -350,64 +349,3 @@ def _not_twice(point: GraphNode) -> str:
     if point.name in OVERWRITING:
         return f"read by {point.name}, which may overwrite what it has saved"
     return f"read by {point.name}, which may not run twice" if point.once else ""
-
-
-def growth(
-    step: PredictedStep, norms: Mapping[int, float], shares: Mapping[int, float] | None = None
-) -> dict[int, float]:
-    """Return the energy at all weights for each unit of noise energy that comes to a node, by the node's number.
-
-    norms : the norms of the step, on the host
-    shares : the factor of the energy at a weight, by the weight's identity; by default 1
-    """
-    reach: dict[int, float] = {}
-    for number in step.walk.first_weights_first():
-        seen = step.seen.get(number)
-        came = sum(norms[i] ** 2 for i in seen.incoming) if seen is not None else 0.0
-        if seen is None or not came:
-            reach[number] = 0.0
-            continue
-        point, total = step.walk.points[number], 0.0
-        for k, i in seen.outgoing.items():
-            gain, edge = norms[i] ** 2 / came, point.edges[k]
-            if edge is None:
-                continue
-            if k not in point.weights:
-                total += gain * reach.get(edge[0], 0.0)
-                continue
-            share = 1.0 if shares is None else shares.get(edge[1], 0.0)
-            if k in seen.white:
-                gain = norms[seen.white[k]] ** 2
-            elif is_sum(point.name, k):
-                gain = 1.0
-            total += share * gain
-        reach[number] = total
-    return reach
-
-
-def variances(
-    step: PredictedStep,
-    norms: Mapping[int, float],
-    shares: Mapping[int, float] | None = None,
-    level: float | None = None,
-) -> dict[Account, float]:
-    """Return the predicted variance of all weight gradients, summed, by the site that causes it; as `growth`.
-
-    level : relative error of payloads, one of the step's levels; by default the measured one
-    """
-    reach = growth(step, norms, shares)
-    found: dict[Account, float] = {}
-    for number, seen in step.seen.items():
-        point = step.walk.points[number]
-        for account, size, sizes in seen.local:
-            if size != level:
-                continue
-            for k, i in sizes.items():
-                edge = point.edges[k]
-                if edge is not None:
-                    further = reach.get(edge[0], 0.0)
-                    if k in point.weights:
-                        further = 1.0 if shares is None else shares.get(edge[1], 0.0)
-                    found[account] = found.get(account, 0.0) + norms[i] ** 2 * further
-            found.setdefault(account, 0.0)
-    return found
