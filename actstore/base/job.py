@@ -51,8 +51,16 @@ class Job(Generic[T]):
         job.cancel(error.with_traceback(None))  # whose frames hold tensors of the caller
         return job
 
-    def run(self) -> None:
-        """Make the call on this thread, unless it was begun or cancelled. An error of the call stays in the job."""
+    def wait_for(self, crew: list[Thread]) -> None:
+        """Note the threads of which one is to run the job."""
+        self.crew = crew
+
+    def run(self, runner: Thread | None = None) -> None:
+        """Make the call on this thread, unless it was begun or cancelled. An error of the call stays in the job.
+
+        `runner` is this thread, for waiters that check whether it lives.
+        """
+        self.runner = runner
         try:
             call = self._call.pop()
         except IndexError:

@@ -59,7 +59,7 @@ class Threads:
         self._check_open()
         if len(self._threads) < self._count:
             self._start()
-        job.crew = self._threads
+        job.wait_for(self._threads)
         self._queue.put(job)
         if self._closed and job.cancel(StateError("this was submitted too late")):  # closed by another thread
             self._check_open()
@@ -125,8 +125,7 @@ def _work(queue: SimpleQueue[Any], end: ref[Threads]) -> None:
     """Run jobs until another item comes: `end`, which the thread keeps, puts one when its `Threads` die."""
     me = current_thread()
     while isinstance(job := queue.get(), Job):
-        job.runner = me
-        job.run()
+        job.run(me)
         del job
     queue.put(job)  # for the next thread
 
