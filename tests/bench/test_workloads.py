@@ -30,6 +30,7 @@ LEARNED = {
     "resnet": 0.8,
     "vit": 0.9,
 }  # of the first loss, which is ln(10) for digits; text is slow at first
+FAST = ("gpt", "resnet", "lstm")  # models of the quick run; `make test-slow` has all
 LOSSLESS = ("keep", "raw @ host", "recompute", "raw @ disk")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +65,7 @@ def test_learns(model: str) -> None:
 
 
 @pytest.mark.parametrize("policy", LOSSLESS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
 def test_lossless_rows_have_plain_gradients_and_state(model: str, policy: str) -> None:
     found = Trainer(tiny(model), Row(policy, "ours", policy), None).check()
     assert found["bit_equal"]

@@ -49,7 +49,7 @@ def calls_of(kind: str, count: int, policy: str) -> int:
     ("kind", "counts", "policy"),
     [
         *(("tensors", (64, 128, 512), policy) for policy in POLICIES if policy != "recompute"),
-        *(("modules", (8, 16, 64), policy) for policy in POLICIES),
+        *(pytest.param("modules", (8, 16, 64), policy, marks=pytest.mark.slow) for policy in POLICIES),
     ],
 )
 def test_the_work_for_each_is_the_same(kind: str, counts: tuple[int, int, int], policy: str) -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
@@ -63,16 +64,16 @@ def version(nvcc: str) -> str:
     return re.search(r"V([\d.]+)", said)[1]  # type: ignore[index]
 
 
-def compile_source(name: str, nvcc: str) -> Figures:
-    """Compile one source for all architectures; what is known from an earlier run is read from build/nvcc.
+def compile_source(name: str, nvcc: str, architectures: Sequence[str] = ARCHITECTURES) -> Figures:
+    """Compile one source for some architectures; what is known from an earlier run is read from build/nvcc.
 
     Raises
     ------
     AssertionError : it does not compile without a warning
     """
     text = source.read(f"{name}.cu").text
-    key = sha256("\n".join([text, version(nvcc), *FLAGS, *ARCHITECTURES]).encode()).hexdigest()
-    known = BUILD / f"{name}-{key[:16]}.json"
+    key = sha256("\n".join([text, version(nvcc), *FLAGS, *architectures]).encode()).hexdigest()
+    known = BUILD / f"{name}-{len(architectures)}-{key[:16]}.json"
     if known.exists():
         return json.loads(known.read_text())  # type: ignore[no-any-return]
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -80,10 +81,10 @@ def compile_source(name: str, nvcc: str) -> Figures:
     with tempfile.TemporaryDirectory(dir=BUILD) as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         unit = Path(folder) / f"{name}.cu"
         unit.write_text(text)
-        for log in pool.map(lambda arch: _compile(nvcc, unit, arch), ARCHITECTURES):
+        for log in pool.map(lambda arch: _compile(nvcc, unit, arch), architectures):
             for kernel, of in read(log).items():
                 figures.setdefault(kernel, {}).update(of)
-    for old in BUILD.glob(f"{name}-*.json"):
+    for old in BUILD.glob(f"{name}-{len(architectures)}-*.json"):
         old.unlink()
     known.write_text(json.dumps(figures))
     return figures

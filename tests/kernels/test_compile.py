@@ -28,14 +28,15 @@ def kernels_on_the_page(name: str) -> set[str]:
     return set(re.findall(r"^\| (\w+) \| \d", section.partition("\n## ")[0], re.MULTILINE))
 
 
+@pytest.mark.parametrize("architectures", [("90",), pytest.param(nvcc.ARCHITECTURES, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", nvcc.sources())
-def test_compiles_without_spills(name: str) -> None:
+def test_compiles_without_spills(name: str, architectures: tuple[str, ...]) -> None:
     if COMPILER is None:
         pytest.skip("needs nvcc: pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime")
-    figures = nvcc.compile_source(name, COMPILER)
+    figures = nvcc.compile_source(name, COMPILER, architectures)
     assert figures
     for kernel, by_arch in figures.items():
-        assert list(by_arch) == list(nvcc.ARCHITECTURES)
+        assert list(by_arch) == list(architectures)
         for arch, found in by_arch.items():
             assert (found["spill"], found["stack"]) == (0, 0), f"{kernel} for sm_{arch}: {found}"
             assert 0 < found["registers"] <= 255
@@ -53,7 +54,7 @@ def test_a_source_that_does_not_compile_is_an_error(tmp_path, monkeypatch: pytes
     if COMPILER is None:
         pytest.skip("needs nvcc")
     monkeypatch.setattr(nvcc, "BUILD", tmp_path)
-    monkeypatch.setattr(nvcc.source, "read", lambda name: nvcc.source.Source("unknown x;", ""))
+    monkeypatch.setattr(nvcc.source, "read", lambda name: nvcc.source.TranslationUnit("unknown x;", ""))
     with pytest.raises(AssertionError, match="unknown"):
         nvcc.compile_source("bad", COMPILER)
     assert not list(tmp_path.glob("*.json"))

@@ -29,7 +29,7 @@ def test_operators_of_other_types(dtype, check):
     check(sweep(calls_of(dtype, every=2 * EVERY, limit=3), gradients, [LENT]), calls=80)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS[:1])
 def test_variants(variant, check):
     check(sweep(calls_of(torch.float64, every=EVERY, limit=2, variant=variant), gradients, [LENT]), calls=30)
 

@@ -136,7 +136,10 @@ def test_an_interrupt_at_each_moment_of_a_first_forward(policy: str) -> None:
         forward(at)
 
 
-@pytest.mark.parametrize("policy", ["keep", "raw @ host", "int8", "* : recompute", "auto(64KiB)", "bits(0)"])
+@pytest.mark.parametrize(
+    "policy",
+    ["keep", "raw @ host", "int8", "* : recompute", "auto(64KiB)", pytest.param("bits(0)", marks=pytest.mark.slow)],
+)
 def test_an_interrupt_at_each_moment_of_entering_and_leaving(policy: str) -> None:
     """What was entered is left: no later tensor goes through hooks that nobody knows of."""
     model, batch = build()
