@@ -18,7 +18,9 @@ from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
 from actstore.autograd.protect import TRANSPARENT
+from actstore.base.spec import Spec
 from actstore.codecs import Codec
+from actstore.codecs.levels import Levels
 from actstore.codecs.side import Side
 
 # They save their result and let a gradient through where it is above 0.
@@ -35,7 +37,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 SIGN = "sign"  # zero, positive and negative elements stay apart
 EXACT = "exact"  # bits
 
-Need = str | Side
+Need = str | Side | Levels
 
 
 def _function(name: str) -> CodeType:
@@ -57,7 +59,12 @@ def _shrink(frame: FrameType) -> Need:
     return Side(-width, width, nan=False, closed=True) if width >= 0 else EXACT
 
 
-# By the code that calls the operator. A Side is all that backward reads; its bounds may stand in the caller's frame.
+def _celu(frame: FrameType) -> Need:
+    alpha = _local("alpha")(frame)
+    return Levels(curve="exp", rate=1 / alpha) if alpha > 0 else EXACT
+
+
+# By the code that calls the operator. A Side, or Levels, is all that backward reads; bounds may stand in its frame.
 READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     _function("hardtanh"): lambda frame: Side(_local("min_val")(frame), _local("max_val")(frame)),
     _function("relu6"): lambda frame: Side(0.0, 6.0),
@@ -66,8 +73,10 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     _function("threshold"): lambda frame: Side(_local("threshold")(frame), inf),
     _forward(nn.Hardshrink): _shrink,
     _forward(nn.Softshrink): _shrink,
-    _function("elu"): lambda frame: SIGN if _local("alpha")(frame) != 1 else "",  # no kink at 0
-    **dict.fromkeys(map(_function, ("selu", "l1_loss")), lambda frame: SIGN),
+    _function("hardswish"): lambda frame: Levels(-3.0, 3.0),
+    **dict.fromkeys(map(_function, ("elu", "selu")), lambda frame: Levels(curve="exp")),
+    _function("celu"): _celu,
+    _function("l1_loss"): lambda frame: SIGN,
     _forward(nn.PReLU): lambda frame: SIGN,
     **dict.fromkeys(
         map(
@@ -96,7 +105,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
 
     Returns
     -------
-    Codec : `codec`, one that keeps signs, or a `Side`; None where the tensor must stay exact
+    Codec : `codec`, one that keeps signs, a `Side`, or `Levels`; None where the tensor must stay exact
     str : why; empty where it goes through `codec`
     """
     kept = codec.keeping_signs
@@ -105,6 +114,12 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
     reader, need = _reader(tensor)
     if isinstance(need, Side):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
+    if isinstance(need, Levels):
+        spec = Spec.of(tensor)
+        fitting = need.within(codec.size(spec).nbytes, spec.numel)
+        if fitting is None:
+            return None, f"{codec.name} has no room for what backward of {reader} reads"
+        return codec.replaced_by(fitting), f"{fitting.bits} bits an element, of what backward of {reader} reads"
     if need == EXACT:
         return None, f"backward of {reader} compares it"
     decider = reader if need == SIGN else _by_result(tensor, producer)

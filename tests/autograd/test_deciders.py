@@ -91,3 +91,54 @@ def test_what_cannot_keep_signs_stays_exact_with_a_reason():
     found, report = gradient(torch.relu, x, "topk(fraction=0.1)")
     assert torch.equal(found, expected)
     assert "ReluBackward0 decides by its sign, which topk loses" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("function", "slope"),
+    [
+        (F.hardswish, 2.0),
+        (nn.Hardswish(), 2.0),
+        (F.elu, 1.0),
+        (nn.ELU(alpha=2.0), 2.0),
+        (F.selu, 1.7581),
+        (nn.SELU(), 1.7581),
+        (F.celu, 1.0),
+        (nn.CELU(alpha=0.5), 1.0),
+    ],
+)
+@pytest.mark.parametrize(("policy", "bits"), [("int8", 8), ("int4", 5), ("int3 @ host", 4)])
+def test_slopes_are_off_by_half_a_level_of_as_many_bits(function, slope, policy, bits):
+    """Hardswish's slope goes from -0.5 to 1.5 where it is not constant, ELU's over `slope`."""
+    x = values(torch.float32)
+    expected, _ = gradient(function, x, "keep")
+    found, report = gradient(function, x, policy)
+    assert any(site.note.startswith(f"{bits} bits an element") for site in report.sites)
+    off = (found - expected)[x.isfinite()].abs()
+    assert 0 < off.max() <= 0.5 * slope / (2**bits - 3) * 1.001 + 1e-6
+    assert off[x[x.isfinite()] >= 3].max() == 0
+
+
+def test_what_has_no_room_for_levels_stays_exact_with_a_reason():
+    x = values(torch.float32)
+    expected, _ = gradient(F.hardswish, x, "keep")
+    found, report = gradient(F.hardswish, x, "topk(fraction=0.01)")
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    assert "topk has no room for what backward of hardswish reads" in str(report)
+
+
+def test_a_function_of_a_users_stays_lossy_as_its_codec_says():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    expected, _ = gradient(Doubled.apply, x, "keep")
+    found, report = gradient(Doubled.apply, x, "int8")
+    assert report.lossy
+    assert not torch.equal(found, expected)
