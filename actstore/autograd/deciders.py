@@ -1,8 +1,9 @@
 """Operators whose backward decides by a saved float: what of it they need, and how a store knows that they read it.
 
-Two ways lead to a reader. An operator that saves its own result is the producer of that tensor. The reader of an input
-is known where a function of `torch.nn.functional`, or the forward of a module of `torch.nn`, calls the operator: its
-frame is then the one that the hook is called from. What a model calls itself (``x.clamp(0)``) is not known.
+Three ways lead to a reader. An operator that saves its own result is the producer of that tensor. The reader of an
+input is known where a function of `torch.nn.functional`, or the forward of a module of `torch.nn`, calls the operator:
+its frame is then the one that the hook is called from. What a model calls itself (``x.clamp(0)``) is known by the name
+in its source, and such a name only ever keeps more: signs, or bits. A call without a name is as if it decided nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
+from actstore.autograd.called import called_name
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -28,6 +31,25 @@ _BY_RESULT = frozenset(
     {
         "ReluBackward0", "LeakyReluBackward1", "EluBackward1", "CeluBackward1", "RreluWithNoiseBackward1",
         "ThresholdBackward1",
+    }
+)  # fmt: skip
+# By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
+_BY_SIGN = frozenset(
+    {
+        "abs", "absolute", "norm", "vector_norm", "prelu", "prelu_kernel", "elu", "selu", "celu",
+        # They divide by it: a small number that comes back as zero gives infinity.
+        "sqrt", "log", "log2", "log10", "entr", "special_entr", "triangular_solve", "solve_triangular", "lu_solve",
+    }
+)  # fmt: skip
+_BY_VALUE = frozenset(
+    {
+        "clamp", "clip", "clamp_min", "clamp_max", "hardshrink", "softshrink", "hardtanh", "threshold",
+        "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin",
+        "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
+        "copysign", "nextafter", "remainder", "fmod", "%", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+        # A small error crosses a pole of their slopes.
+        "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
+        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln",
     }
 )  # fmt: skip
 _MOST_VIEWS = 8  # of one tensor that are followed
@@ -77,14 +99,15 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     **dict.fromkeys(map(_function, ("elu", "selu")), lambda frame: Levels(curve="exp")),
     _function("celu"): _celu,
     _function("l1_loss"): lambda frame: SIGN,
+    _function("rrelu"): lambda frame: "" if frame.f_locals["inplace"] else EXACT,
     _forward(nn.PReLU): lambda frame: SIGN,
     **dict.fromkeys(
         map(
             _function,
             (
-                "rrelu", "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
+                "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
                 "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss", "cosine_embedding_loss",
-                "triplet_margin_loss", "gaussian_nll_loss", "poisson_nll_loss",
+                "triplet_margin_loss", "gaussian_nll_loss", "poisson_nll_loss", "grid_sample",
             ),
         ),
         lambda frame: EXACT,
@@ -128,14 +151,41 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
     return kept, f"{decider} decides by its sign" + ("" if kept else f", which {codec.name} loses")
 
 
+# By the code that has the order of a norm as its local `p`: orders that need no more than signs.
+_ORDERS: dict[CodeType, tuple[Any, ...]] = {
+    torch_functional.norm.__code__: (None, "fro", 1, 2),
+    torch_functional.cdist.__code__: (2,),
+}
+_SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
+
+
+def is_reader(frame: FrameType) -> bool:
+    """Return whether an operator that decides by a float is known to be called by `frame` now."""
+    name = called_name(frame).strip("_")
+    return name in _BY_SIGN or name in _BY_VALUE or frame.f_code in READERS
+
+
+def _named_reader(frame: FrameType) -> tuple[str, Need]:
+    """Find the operator that `frame` calls by its name, and its need."""
+    name = called_name(frame).strip("_")
+    if frame.f_code in _ORDERS:
+        return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
+    return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
+
+
 def _reader(tensor: Tensor) -> tuple[str, Need]:
     """Find the operator that saves `tensor` now, and its need; empty if unknown, or if `tensor` is its result."""
     frame = caller()
-    find = None if frame is None else READERS.get(frame.f_code)
-    if find is None or frame is None or _is_result(tensor):
+    if frame is None:
+        return "", ""
+    find = READERS.get(frame.f_code)
+    if find is None:
+        return _named_reader(frame)
+    need = find(frame)
+    if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name
-    return type(frame.f_locals["self"]).__name__ if name == "forward" else name, find(frame)
+    return type(frame.f_locals["self"]).__name__ if name == "forward" else name, need
 
 
 def _is_result(tensor: Tensor) -> bool:

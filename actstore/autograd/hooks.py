@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from actstore.autograd.census import Census
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, has_values, is_parameter, parts_of
-from actstore.autograd.deciders import READERS, keep_decisions
+from actstore.autograd.deciders import caller, is_reader, keep_decisions
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import (
@@ -350,7 +350,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MOST_NODES
             or _current_graph_task_id() != -1
-            or _getframe(2).f_code in READERS
+            or (not target[0].lossless and is_reader(_getframe(2)))
         ):
             return None
         node: Any = tensor.grad_fn
@@ -376,7 +376,9 @@ class Scope:
     ) -> None:
         """Let the next tensor of a site follow the one that was encoded just now."""
         is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
-        if is_plain and (target[0].lossless or "Norm" not in producer):
+        if not target[0].lossless and ("Norm" in producer or ((frame := caller()) is not None and is_reader(frame))):
+            return
+        if is_plain:
             handle.account.precedent = Precedent(
                 target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
             )

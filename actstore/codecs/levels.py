@@ -57,7 +57,7 @@ class Levels(Codec):
         return (1 << self.bits) - 3
 
     def within(self, nbytes: int, numel: int) -> Levels | None:
-        """Find the most bits with which `nbytes` hold `numel` elements, without what fills planes; None for fewer than 2."""
+        """Find the most bits with which `nbytes` hold `numel` elements, planes unfilled; None for fewer than 2."""
         fits = (bits for bits in BITS if bits * numel <= 8 * nbytes)
         bits = next(fits, 0)
         return replace(self, bits=bits) if bits else None

@@ -26,6 +26,43 @@ CASES = {
     "torch.relu": torch.relu,
     "a view of relu": lambda x: torch.relu(x).view(-1),
 }
+NAMED = {  # what a model calls itself
+    "x.clamp": lambda x: x.clamp(0),
+    "x.clamp of two": lambda x: x.clamp(-0.5, max=0.3),
+    "x.clamp of what is computed": lambda x: x.clamp(0.1 * len(x.shape), 3),
+    "x.clamp of tensors": lambda x: x.clamp(torch.zeros_like(x), torch.ones_like(x)),
+    "x.clamp of a list": lambda x: x.clamp(*[-0.5, 0.3]),
+    "x.clamp of keywords": lambda x: x.clamp(**dict.fromkeys(["min"], 0.1)),
+    "x.clamp_": lambda x: x.clone().clamp_(0),
+    "x.clamp_min": lambda x: x.clamp_min(0.1),
+    "torch.clamp": lambda x: torch.clamp(x, max=1.0),
+    "in a row": lambda x: (
+        x.add(1)  # in lines of its own
+        .clamp(
+            0.3,
+            3,
+        )
+        .add(1)
+    ),
+    "x.abs": lambda x: x.abs(),
+    "abs": lambda x: abs(x),  # noqa: PLW0108  (a call by its name)
+    "torch.abs": lambda x: torch.abs(x),  # noqa: PLW0108
+    "in a list": lambda x: [torch.abs(row) for row in (x,)][0],  # noqa: RUF015
+    "x.relu_": lambda x: x.relu_(),
+    "torch.hardshrink": lambda x: torch.hardshrink(x, 0.5),
+    "F.softshrink": lambda x: F.softshrink(x, 0.3),
+    "torch.threshold": lambda x: torch.threshold(x, 0.3, 0.1),
+    "F.prelu": lambda x: F.prelu(x, x.new_tensor([0.1])),
+    "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "amax": lambda x: x.view(-1, 2).amax(1),
+    "x.max": lambda x: x.max(),
+    "max of dim": lambda x: x.view(-1, 2).max(1).values,
+    "x.median": lambda x: x.median(),
+    "norm of order 1": lambda x: x.view(-1, 5).norm(1, dim=1),
+    "norm of order inf": lambda x: x.view(-1, 5).norm(torch.inf, dim=1),
+    "x.sign": lambda x: x.sign() * x.detach(),
+    "copysign": lambda x: torch.copysign(x, x),
+}
 ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
 KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
 
@@ -91,6 +128,38 @@ def test_what_cannot_keep_signs_stays_exact_with_a_reason():
     found, report = gradient(torch.relu, x, "topk(fraction=0.1)")
     assert torch.equal(found, expected)
     assert "ReluBackward0 decides by its sign, which topk loses" in str(report)
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_calls_an_operator_itself(name, policy):
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+    expected, _ = gradient(NAMED[name], x, "keep")
+    found, _ = gradient(NAMED[name], x, policy)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.gelu(F.linear(x.view(-1, 50), torch.ones(50, 50))),
+        lambda x: torch.sin(x) @ x,
+        lambda x: x.pow(2) * x.sigmoid() / 2,
+        lambda x: next(map(torch.sin, [x])),
+        lambda x: next(f(x) for f in (torch.sin,)),
+        lambda x: torch.ops.aten.sin(x),  # noqa: PLW0108
+        lambda x: F.layer_norm(x.view(-1, 50), (50,)).exp(),
+        lambda x: F.grid_sample(x.view(1, 1, 50, 100), torch.zeros(1, 50, 100, 2), align_corners=False),
+        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.TransformerEncoderLayer(50, 5, 50, activation=F.gelu)),
+        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Mish()),
+    ],
+)
+def test_nothing_else_costs_bytes(function):
+    x = values(torch.float32)
+    _, report = gradient(function, x[x.isfinite()][:5000], "int8")
+    assert report.lossy
+    assert not [site for site in report.sites if "compare" in site.note or "decides" in site.note]
 
 
 @pytest.mark.parametrize(
