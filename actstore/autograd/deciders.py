@@ -36,9 +36,10 @@ _BY_RESULT = frozenset(
 # By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
 _BY_SIGN = frozenset(
     {
-        "abs", "absolute", "norm", "vector_norm", "prelu", "prelu_kernel", "elu", "selu", "celu",
+        "abs", "absolute", "prelu", "prelu_kernel", "elu", "selu", "celu",
         # They divide by it: a small number that comes back as zero gives infinity.
-        "sqrt", "log", "log2", "log10", "entr", "special_entr", "triangular_solve", "solve_triangular", "lu_solve",
+        "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div",
+        "cosine_similarity",
     }
 )  # fmt: skip
 _BY_VALUE = frozenset(
@@ -46,10 +47,12 @@ _BY_VALUE = frozenset(
         "clamp", "clip", "clamp_min", "clamp_max", "hardshrink", "softshrink", "hardtanh", "threshold",
         "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin",
         "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
-        "copysign", "nextafter", "remainder", "fmod", "%", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
-        # A small error crosses a pole of their slopes.
+        "norm", "vector_norm", "matrix_norm", "corrcoef", "copysign", "nextafter", "remainder", "fmod", "%",
+        "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+        # A small error crosses a pole of their slopes, or grows exponentially.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
-        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln",
+        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
+        "logcumsumexp", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
     }
 )  # fmt: skip
 _MOST_VIEWS = 8  # of one tensor that are followed
@@ -144,7 +147,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
             return None, f"{codec.name} has no room for what backward of {reader} reads"
         return codec.replaced_by(fitting), f"{fitting.bits} bits an element, of what backward of {reader} reads"
     if need == EXACT:
-        return None, f"backward of {reader} compares it"
+        return None, f"backward of {reader} needs all of its bits"
     decider = reader if need == SIGN else _by_result(tensor, producer)
     if not decider:
         return codec, ""

@@ -159,7 +159,7 @@ def test_nothing_else_costs_bytes(function):
     x = values(torch.float32)
     _, report = gradient(function, x[x.isfinite()][:5000], "int8")
     assert report.lossy
-    assert not [site for site in report.sites if "compare" in site.note or "decides" in site.note]
+    assert not [site for site in report.sites if "needs all" in site.note or "decides" in site.note]
 
 
 @pytest.mark.parametrize(

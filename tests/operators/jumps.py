@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from actstore import ActivationStore
 from actstore.session import activation_store
@@ -56,7 +57,8 @@ def pairs(op: Any, limit: int | None) -> Iterator[Pair]:
             calls = (sampled(name, function, each, in_place=False) for each in (sample, _double(sample)))
             pair = Pair(*map(_of_results, calls))
             yield pair
-            kinked = Pair(*map(_at_kinks, pair))
+            numbers = [n for n in tree_leaves((sample.args, sample.kwargs)) if type(n) in (int, float) and abs(n) < 100]
+            kinked = Pair(*(_at_kinks(call, numbers) for call in pair))
             if kinked.single is not pair.single:
                 yield kinked
 
@@ -91,8 +93,9 @@ KINKS = (0.0, 1.0, 3.0, -1.0, -3.0, 6.0, 0.5, -0.5)
 BESIDE = (1e-3, -1e-3, 0.0, 2e-2, -2e-2)
 
 
-def _at_kinks(call: Call) -> Call:
-    ends = torch.tensor([kink + off for kink in KINKS for off in BESIDE])
+def _at_kinks(call: Call, numbers: Sequence[float]) -> Call:
+    """Put a call's inputs at kinks and beside them: first at the numbers that it is given, such as bounds."""
+    ends = torch.tensor([kink + off for kink in dict.fromkeys((*numbers, *KINKS)) for off in BESIDE])
     inputs = []
     for number, tensor in enumerate(call.inputs):
         if tensor.layout is not torch.strided or not tensor.is_floating_point():
@@ -176,21 +179,22 @@ def through(store: ActivationStore, call: Call) -> tuple[Tensor, list[Tensor]]:
 
 
 def verdict(pair: Pair, store: ActivationStore) -> str:
-    """What `store` has changed of backward's decisions; empty where nothing, "skipped" where that cannot be told."""
+    """Tell what `store` changes of backward's decisions: nothing, or "skipped: " and why that cannot be told."""
     try:
-        ways = Way(pair.single), Way(pair.double)
+        single, double = Way(pair.single), Way(pair.double)
     except REFUSALS:
-        return "skipped"
-    single, double = ways
+        return "skipped: plain refuses it"
     floats = [t for t in single.read if t.is_floating_point()]
-    if any(t.layout is not torch.strided for t in floats) or not all(bool(t.isfinite().all()) for t in floats):
-        return "skipped"
-    if not _largest(double.exact):
-        return "skipped"
+    if any(t.layout is not torch.strided for t in floats):
+        return "skipped: sparse"
+    if not all(bool(t.isfinite().all()) for t in floats):
+        return "skipped: reads what is not finite"
+    if not double.exact.numel():
+        return "skipped: no gradient"
     found, given = through(store, pair.single)
     shapes = [[t.shape for t in tensors] for tensors in (given, single.read, double.read)]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-        return "skipped"
+        return "skipped: reads something else in float64"
     if bool((single.exact.isfinite() & ~found.isfinite()).any()):
         return "a finite gradient comes back infinite"
     double.move(given, single.read)
@@ -209,6 +213,8 @@ def _jump(way: Way) -> float:
         return 0.0
     values = [way.at(number / POINTS) for number in range(POINTS + 1)]
     scale = max(map(_largest, values))
+    if not scale:
+        return 0.0
     gaps = [(_largest(values[i + 1] - values[i]) / scale, i) for i in range(POINTS)]
     followed = {*sorted(gaps)[-WIDEST:], gaps[0]}
     return max(_followed(way, i / POINTS, values[i], values[i + 1], gap, scale) for gap, i in followed)
@@ -226,4 +232,4 @@ def _followed(way: Way, low: float, below: Tensor, above: Tensor, gap: float, sc
             above, left = middle, first
         else:
             low, below, left = low + distance, middle, second
-    return left if left <= POLE * gap else 0.0
+    return left if BOUND < left <= POLE * gap else 0.0
