@@ -17,7 +17,7 @@ _known: dict[tuple[int, int], tuple[CodeType, str]] = {}
 
 
 def called_name(frame: FrameType) -> str:
-    """Tell the name by which `frame` calls a function now; empty for a variable, and for all that is no call."""
+    """Tell the name by which `frame` calls a function now; empty for a variable, and outside of calls."""
     code, at = frame.f_code, frame.f_lasti
     found = _known.get((id(code), at))
     if found is None:

@@ -36,10 +36,10 @@ _BY_RESULT = frozenset(
 # By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
 _BY_SIGN = frozenset(
     {
-        "abs", "absolute", "prelu", "prelu_kernel", "elu", "selu", "celu",
+        "abs", "absolute", "prelu", "prelu_kernel", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
         # They divide by it: a small number that comes back as zero gives infinity.
         "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div",
-        "cosine_similarity",
+        "cosine_similarity", "addcdiv", "prod", "cumprod", "vander",
     }
 )  # fmt: skip
 _BY_VALUE = frozenset(
@@ -52,7 +52,7 @@ _BY_VALUE = frozenset(
         # A small error crosses a pole of their slopes, or grows exponentially.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
         "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
-        "logcumsumexp", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
+        "logcumsumexp", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
     }
 )  # fmt: skip
 _MOST_VIEWS = 8  # of one tensor that are followed

@@ -195,6 +195,31 @@ def test_what_has_no_room_for_levels_stays_exact_with_a_reason():
     assert "topk has no room for what backward of hardswish reads" in str(report)
 
 
+class Named(nn.Module):
+    """Modules with names of operators that need all bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.clamp, self.norm = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def forward(self, x):
+        return self.norm(self.clamp(x * 1).sin())
+
+
+@pytest.mark.parametrize("policy", ["clamp : recompute(int8)\nnorm : recompute(int8)", "int8"])
+def test_a_module_with_the_name_of_an_operator_is_no_operator(policy):
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model = Named()
+    store = ActivationStore(model, policy, min_bytes=0)
+    with store:
+        out = model(x)
+    out.sum().backward()
+    report = store.report()
+    store.close()
+    assert len(report.lossy) >= 2
+    assert not [site for site in report.sites if "needs all" in site.note]
+
+
 def test_a_function_of_a_users_stays_lossy_as_its_codec_says():
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -35,6 +35,7 @@ HALVINGS = 44  # of the distance of two of them
 WIDEST = 2  # differences that are followed, and the first one: elements that lie on a kink leave it at once
 BOUND = 1e-3  # of the largest gradient on the way
 POLE = 8.0  # growth of a difference while its distance was halved
+ROUNDING = 1e-12  # a gradient of numbers of the order of 1 that is smaller has cancelled to rounding errors
 REFUSALS = RuntimeError, ValueError, NotImplementedError, IndexError, AssertionError, TypeError
 
 
@@ -213,7 +214,7 @@ def _jump(way: Way) -> float:
         return 0.0
     values = [way.at(number / POINTS) for number in range(POINTS + 1)]
     scale = max(map(_largest, values))
-    if not scale:
+    if scale < ROUNDING:
         return 0.0
     gaps = [(_largest(values[i + 1] - values[i]) / scale, i) for i in range(POINTS)]
     followed = {*sorted(gaps)[-WIDEST:], gaps[0]}
