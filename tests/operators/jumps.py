@@ -108,6 +108,10 @@ def _at_kinks(call: Call, numbers: Sequence[float]) -> Call:
     return call._replace(name=f"{call.name}, at kinks", inputs=inputs)
 
 
+class Refused(Exception):
+    """A call that plain PyTorch refuses."""
+
+
 class Way:
     """The gradients of a call for what it saved, moved by a part of the way to what was given in its place."""
 
@@ -117,9 +121,20 @@ class Way:
         self.moved: dict[int, Tensor] = {}  # by how much, of the tensors that are
         self._number = 0
         self._inputs = call.inputs
-        with saved_tensors_hooks(Tensor.detach, self._unpack):
-            self._outputs = call.outputs(call.inputs)
-        self.exact = self._gradients()
+        self._outputs: list[Tensor] = []
+        try:
+            with saved_tensors_hooks(Tensor.detach, self._unpack):
+                self._outputs = call.outputs(call.inputs)
+            self.exact = self._gradients()
+        except REFUSALS as error:
+            self._outputs.clear()
+            raise Refused from error
+
+    def __enter__(self) -> Way:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outputs.clear()  # their graph holds this, which no collector sees
 
     def _unpack(self, tensor: Tensor) -> Tensor:
         number = self._number
@@ -182,9 +197,13 @@ def through(store: ActivationStore, call: Call) -> tuple[Tensor, list[Tensor]]:
 def verdict(pair: Pair, store: ActivationStore) -> str:
     """Tell what `store` changes of backward's decisions: nothing, or "skipped: " and why that cannot be told."""
     try:
-        single, double = Way(pair.single), Way(pair.double)
-    except REFUSALS:
+        with Way(pair.single) as single, Way(pair.double) as double:
+            return _compare(single, double, pair.single, store)
+    except Refused:
         return "skipped: plain refuses it"
+
+
+def _compare(single: Way, double: Way, call: Call, store: ActivationStore) -> str:
     floats = [t for t in single.read if t.is_floating_point()]
     if any(t.layout is not torch.strided for t in floats):
         return "skipped: sparse"
@@ -192,7 +211,7 @@ def verdict(pair: Pair, store: ActivationStore) -> str:
         return "skipped: reads what is not finite"
     if not double.exact.numel():
         return "skipped: no gradient"
-    found, given = through(store, pair.single)
+    found, given = through(store, call)
     shapes = [[t.shape for t in tensors] for tensors in (given, single.read, double.read)]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         return "skipped: reads something else in float64"
