@@ -1,8 +1,10 @@
 """Operators whose backward decides by a saved float, and the part of that float that the decision needs.
 
-A store finds the reader of a tensor in two ways. An operator that saves its own result is the producer of that tensor.
-The reader of an input is known where a function of `torch.nn.functional`, or the forward of a module of `torch.nn`,
-calls the operator: the hook's caller is then its frame. A direct call in a model (``x.clamp(0)``) is unknown.
+A store finds the reader of a tensor in three ways. An operator that saves its own result is the producer of that
+tensor. The reader of an input is known where a function of `torch.nn.functional`, or the forward of a module of
+`torch.nn`, calls the operator: the hook's caller is then its frame. An operator that a model itself calls
+(``x.clamp(0)``) is known by its name in the source; such a name only ever makes a payload keep more: signs, or all
+bits. A call without a name counts as one that decides nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
+from actstore.autograd.called import called_name
 from actstore.autograd.protect import TRANSPARENT
+from actstore.base.spec import Spec
 from actstore.codecs import Codec
+from actstore.codecs.levels import Levels
 from actstore.codecs.side import Side
 
 # Nodes that save their result, and pass a gradient where it is above 0.
@@ -28,6 +34,28 @@ _BY_RESULT = frozenset(
         "ThresholdBackward1",
     }
 )  # fmt: skip
+# By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
+_BY_SIGN = frozenset(
+    {
+        "abs", "absolute", "prelu", "prelu_kernel", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
+        # They divide by it: a small number that comes back as zero gives infinity.
+        "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div",
+        "cosine_similarity", "addcdiv", "prod", "cumprod", "vander",
+    }
+)  # fmt: skip
+_BY_VALUE = frozenset(
+    {
+        "clamp", "clip", "clamp_min", "clamp_max", "hardshrink", "softshrink", "hardtanh", "threshold",
+        "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin",
+        "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
+        "norm", "vector_norm", "matrix_norm", "corrcoef", "copysign", "nextafter", "remainder", "fmod", "%",
+        "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+        # A small error crosses a pole of their slopes, or grows exponentially.
+        "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
+        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
+        "logcumsumexp", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
+    }
+)  # fmt: skip
 _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _PACKAGE = __name__.partition(".")[0] + "."
@@ -35,7 +63,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 SIGN = "sign"  # backward needs the sign: zero, positive or negative
 EXACT = "exact"  # backward needs all bits
 
-Need = str | Side
+Need = str | Side | Levels
 
 
 def _function(name: str) -> CodeType:
@@ -57,7 +85,13 @@ def _shrink(frame: FrameType) -> Need:
     return Side(-width, width, nan=False, closed=True) if width >= 0 else EXACT
 
 
-# Keyed by the code that calls the operator. A Side is all that backward reads; its bounds may be in the caller's frame.
+def _celu(frame: FrameType) -> Need:
+    alpha = _local("alpha")(frame)
+    return Levels(curve="exp", rate=1 / alpha) if alpha > 0 else EXACT
+
+
+# Keyed by the code that calls the operator. A Side, or Levels, is all that backward reads; the bounds of a Side may be
+# in the caller's frame.
 READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     _function("hardtanh"): lambda frame: Side(_local("min_val")(frame), _local("max_val")(frame)),
     _function("relu6"): lambda frame: Side(0.0, 6.0),
@@ -66,16 +100,19 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     _function("threshold"): lambda frame: Side(_local("threshold")(frame), inf),
     _forward(nn.Hardshrink): _shrink,
     _forward(nn.Softshrink): _shrink,
-    _function("elu"): lambda frame: SIGN if _local("alpha")(frame) != 1 else "",  # no kink at 0
-    **dict.fromkeys(map(_function, ("selu", "l1_loss")), lambda frame: SIGN),
+    _function("hardswish"): lambda frame: Levels(-3.0, 3.0),
+    **dict.fromkeys(map(_function, ("elu", "selu")), lambda frame: Levels(curve="exp")),
+    _function("celu"): _celu,
+    _function("l1_loss"): lambda frame: SIGN,
+    _function("rrelu"): lambda frame: "" if frame.f_locals["inplace"] else EXACT,
     _forward(nn.PReLU): lambda frame: SIGN,
     **dict.fromkeys(
         map(
             _function,
             (
-                "rrelu", "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
+                "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
                 "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss", "cosine_embedding_loss",
-                "triplet_margin_loss", "gaussian_nll_loss", "poisson_nll_loss",
+                "triplet_margin_loss", "gaussian_nll_loss", "poisson_nll_loss", "grid_sample",
             ),
         ),
         lambda frame: EXACT,
@@ -96,7 +133,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
 
     Returns
     -------
-    Codec : `codec`, one that keeps signs, or a `Side`; None where the tensor must stay exact
+    Codec : `codec`, one that keeps signs, a `Side`, or `Levels`; None where the tensor must stay exact
     str : the reason; empty where the tensor goes through `codec`
     """
     kept = codec.keeping_signs
@@ -105,22 +142,55 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
     reader, need = _reader(tensor)
     if isinstance(need, Side):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
+    if isinstance(need, Levels):
+        spec = Spec.of(tensor)
+        fitting = need.within(codec.size(spec).nbytes, spec.numel)
+        if fitting is None:
+            return None, f"{codec.name} has no room for what backward of {reader} reads"
+        return codec.replaced_by(fitting), f"{fitting.bits} bits an element, of what backward of {reader} reads"
     if need == EXACT:
-        return None, f"backward of {reader} compares it"
+        return None, f"backward of {reader} needs all of its bits"
     decider = reader if need == SIGN else _by_result(tensor, producer)
     if not decider:
         return codec, ""
     return kept, f"{decider} decides by its sign" + ("" if kept else f", which {codec.name} loses")
 
 
+# By the code that has the order of a norm as its local `p`: orders that need no more than signs.
+_ORDERS: dict[CodeType, tuple[Any, ...]] = {
+    torch_functional.norm.__code__: (None, "fro", 1, 2),
+    torch_functional.cdist.__code__: (2,),
+}
+_SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
+
+
+def is_reader(frame: FrameType) -> bool:
+    """Return whether an operator that decides by a float is known to be called by `frame` now."""
+    name = called_name(frame).strip("_")
+    return name in _BY_SIGN or name in _BY_VALUE or frame.f_code in READERS
+
+
+def _named_reader(frame: FrameType) -> tuple[str, Need]:
+    """Find the operator that `frame` calls by its name, and its need."""
+    name = called_name(frame).strip("_")
+    if frame.f_code in _ORDERS:
+        return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
+    return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
+
+
 def _reader(tensor: Tensor) -> tuple[str, Need]:
     """Find the operator that saves `tensor` now, and its need; empty if it is unknown, or if `tensor` is its result."""
     frame = caller()
-    find = None if frame is None else READERS.get(frame.f_code)
-    if find is None or frame is None or _is_result(tensor):
+    if frame is None:
+        return "", ""
+    find = READERS.get(frame.f_code)
+    if find is None:
+        return _named_reader(frame)
+    need = find(frame)
+    if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name
-    return type(frame.f_locals["self"]).__name__ if name == "forward" else name, find(frame)
+    return type(frame.f_locals["self"]).__name__ if name == "forward" else name, need
 
 
 def _is_result(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
 
+from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
 from actstore.autograd.protect import TRANSPARENT
 from actstore.autograd.regions import is_whole, region_of
@@ -142,7 +143,9 @@ class Encoder:
 def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
     """Let the next tensor of a site follow the tensor that was just encoded."""
     is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
-    if is_plain and (target[0].lossless or "Norm" not in producer):
+    if not target[0].lossless and ("Norm" in producer or ((frame := caller()) is not None and is_reader(frame))):
+        return
+    if is_plain:
         handle.account.precedent = Precedent(
             target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
         )

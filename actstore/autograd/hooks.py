@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
-from actstore.autograd.deciders import READERS
+from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.encoder import Encoder, SavedTensor, name, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored
@@ -272,7 +272,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MAX_NODES_INSPECTED
             or _current_graph_task_id() != -1
-            or _getframe(2).f_code in READERS
+            or (not target[0].lossless and is_reader(_getframe(2)))
         ):
             return None
         node: Any = tensor.grad_fn

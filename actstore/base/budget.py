@@ -1,4 +1,4 @@
-"""Budget of bytes that are held on the compute device."""
+"""DeviceBudget of bytes that are held on the compute device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 from weakref import ref
 
 
-class Mover(Protocol):
+class RoomMaker(Protocol):
     """An engine that can move bytes off the compute device."""
 
     def make_room(self, nbytes: int) -> None:
         """Let bytes leave the compute device, so that `nbytes` more fit."""
 
 
-class Budget:
+class DeviceBudget:
     """Most bytes that may be held on the compute device, and the engines that make room for more.
 
     Attributes
@@ -26,13 +26,13 @@ class Budget:
 
     def __init__(self) -> None:
         self.limit: float = inf
-        self._movers: list[ref[Mover]] = []
+        self._movers: list[ref[RoomMaker]] = []
 
     def set(self, nbytes: float) -> None:
         """Set the limit."""
         self.limit = nbytes
 
-    def add(self, mover: Mover) -> None:
+    def add(self, mover: RoomMaker) -> None:
         """Ask `mover` for room from now on, for as long as it lives."""
         self._movers.append(ref(mover))
 

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
-from actstore.base.budget import Budget
+from actstore.base.budget import DeviceBudget
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 
@@ -153,7 +153,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.budget = Budget()
+        self.budget = DeviceBudget()
         self.reserve = self._transient = 0
         self._lock = Lock()
         self.gone: deque[Booking | Claim] = deque()  # appended to by finalizers at any moment

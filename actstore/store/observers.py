@@ -48,7 +48,7 @@ class PayloadSampler(Protocol):
         """Return the memory."""
 
 
-class Observers:
+class StoreObservers:
     """Observers of one store. They wrap codecs in the steps that they observe; other steps run without any.
 
     Attributes

@@ -21,7 +21,7 @@ from actstore.codecs import Codec
 from actstore.errors import CapacityError, StateError
 from actstore.store.comparison import Later
 from actstore.store.late import LatePayloads
-from actstore.store.observers import Gauge, Observers, PayloadSampler
+from actstore.store.observers import Gauge, PayloadSampler, StoreObservers
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
 from actstore.tiers import Disk, Slot
@@ -44,7 +44,7 @@ class Store:
         self.ledger = ledger or Ledger()
         self.unproved: Later = []  # payloads that backward read before the device had compared them
         self.trace = options.trace
-        self.observers = Observers(verify=options.verify, trace=options.trace, gauge=gauge, sampler=sampler)
+        self.observers = StoreObservers(verify=options.verify, trace=options.trace, gauge=gauge, sampler=sampler)
         self.alone: str | None = None  # the one site that is lossy while all other sites must be exact
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}

@@ -34,7 +34,7 @@ from benchmarks.markdown import table
 
 ACTIVATIONS = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.ELU, nn.SELU,
-    nn.Softshrink,
+    nn.CELU, nn.Softshrink,
 )  # fmt: skip
 CODECS = ("int8", "int8(affine)", "fp8", "int6", "int4", "nf4")
 TIMED_CODECS = ("int8", "int8(axis=token)", "int8(affine)", "fp8", "int6", "int4", "nf4", "e5m6")

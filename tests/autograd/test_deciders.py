@@ -26,6 +26,43 @@ CASES = {
     "torch.relu": torch.relu,
     "a view of relu": lambda x: torch.relu(x).view(-1),
 }
+NAMED = {  # what a model calls itself
+    "x.clamp": lambda x: x.clamp(0),
+    "x.clamp of two": lambda x: x.clamp(-0.5, max=0.3),
+    "x.clamp of what is computed": lambda x: x.clamp(0.1 * len(x.shape), 3),
+    "x.clamp of tensors": lambda x: x.clamp(torch.zeros_like(x), torch.ones_like(x)),
+    "x.clamp of a list": lambda x: x.clamp(*[-0.5, 0.3]),
+    "x.clamp of keywords": lambda x: x.clamp(**dict.fromkeys(["min"], 0.1)),
+    "x.clamp_": lambda x: x.clone().clamp_(0),
+    "x.clamp_min": lambda x: x.clamp_min(0.1),
+    "torch.clamp": lambda x: torch.clamp(x, max=1.0),
+    "in a row": lambda x: (
+        x.add(1)  # in lines of its own
+        .clamp(
+            0.3,
+            3,
+        )
+        .add(1)
+    ),
+    "x.abs": lambda x: x.abs(),
+    "abs": lambda x: abs(x),  # noqa: PLW0108  (a call by its name)
+    "torch.abs": lambda x: torch.abs(x),  # noqa: PLW0108
+    "in a list": lambda x: [torch.abs(row) for row in (x,)][0],  # noqa: RUF015
+    "x.relu_": lambda x: x.relu_(),
+    "torch.hardshrink": lambda x: torch.hardshrink(x, 0.5),
+    "F.softshrink": lambda x: F.softshrink(x, 0.3),
+    "torch.threshold": lambda x: torch.threshold(x, 0.3, 0.1),
+    "F.prelu": lambda x: F.prelu(x, x.new_tensor([0.1])),
+    "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "amax": lambda x: x.view(-1, 2).amax(1),
+    "x.max": lambda x: x.max(),
+    "max of dim": lambda x: x.view(-1, 2).max(1).values,
+    "x.median": lambda x: x.median(),
+    "norm of order 1": lambda x: x.view(-1, 5).norm(1, dim=1),
+    "norm of order inf": lambda x: x.view(-1, 5).norm(torch.inf, dim=1),
+    "x.sign": lambda x: x.sign() * x.detach(),
+    "copysign": lambda x: torch.copysign(x, x),
+}
 ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
 KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
 
@@ -91,3 +128,111 @@ def test_what_cannot_keep_signs_stays_exact_with_a_reason():
     found, report = gradient(torch.relu, x, "topk(fraction=0.1)")
     assert torch.equal(found, expected)
     assert "ReluBackward0 decides by its sign, which topk loses" in str(report)
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_calls_an_operator_itself(name, policy):
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+    expected, _ = gradient(NAMED[name], x, "keep")
+    found, _ = gradient(NAMED[name], x, policy)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.gelu(F.linear(x.view(-1, 50), torch.ones(50, 50))),
+        lambda x: torch.sin(x) @ x,
+        lambda x: x.pow(2) * x.sigmoid() / 2,
+        lambda x: next(map(torch.sin, [x])),
+        lambda x: next(f(x) for f in (torch.sin,)),
+        lambda x: torch.ops.aten.sin(x),  # noqa: PLW0108
+        lambda x: F.layer_norm(x.view(-1, 50), (50,)).exp(),
+        lambda x: F.grid_sample(x.view(1, 1, 50, 100), torch.zeros(1, 50, 100, 2), align_corners=False),
+        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.TransformerEncoderLayer(50, 5, 50, activation=F.gelu)),
+        nn.Sequential(nn.Unflatten(0, (-1, 1, 50)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Mish()),
+    ],
+)
+def test_nothing_else_costs_bytes(function):
+    x = values(torch.float32)
+    _, report = gradient(function, x[x.isfinite()][:5000], "int8")
+    assert report.lossy
+    assert not [site for site in report.sites if "needs all" in site.note or "decides" in site.note]
+
+
+@pytest.mark.parametrize(
+    ("function", "slope"),
+    [
+        (F.hardswish, 2.0),
+        (nn.Hardswish(), 2.0),
+        (F.elu, 1.0),
+        (nn.ELU(alpha=2.0), 2.0),
+        (F.selu, 1.7581),
+        (nn.SELU(), 1.7581),
+        (F.celu, 1.0),
+        (nn.CELU(alpha=0.5), 1.0),
+    ],
+)
+@pytest.mark.parametrize(("policy", "bits"), [("int8", 8), ("int4", 5), ("int3 @ host", 4)])
+def test_slopes_are_off_by_half_a_level_of_as_many_bits(function, slope, policy, bits):
+    """Hardswish's slope goes from -0.5 to 1.5 where it is not constant, ELU's over `slope`."""
+    x = values(torch.float32)
+    expected, _ = gradient(function, x, "keep")
+    found, report = gradient(function, x, policy)
+    assert any(site.note.startswith(f"{bits} bits an element") for site in report.sites)
+    off = (found - expected)[x.isfinite()].abs()
+    assert 0 < off.max() <= 0.5 * slope / (2**bits - 3) * 1.001 + 1e-6
+    assert off[x[x.isfinite()] >= 3].max() == 0
+
+
+def test_what_has_no_room_for_levels_stays_exact_with_a_reason():
+    x = values(torch.float32)
+    expected, _ = gradient(F.hardswish, x, "keep")
+    found, report = gradient(F.hardswish, x, "topk(fraction=0.01)")
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    assert "topk has no room for what backward of hardswish reads" in str(report)
+
+
+class Named(nn.Module):
+    """Modules with names of operators that need all bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.clamp, self.norm = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def forward(self, x):
+        return self.norm(self.clamp(x * 1).sin())
+
+
+@pytest.mark.parametrize("policy", ["clamp : recompute(int8)\nnorm : recompute(int8)", "int8"])
+def test_a_module_with_the_name_of_an_operator_is_no_operator(policy):
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model = Named()
+    store = ActivationStore(model, policy, min_bytes=0)
+    with store:
+        out = model(x)
+    out.sum().backward()
+    report = store.report()
+    store.close()
+    assert len(report.lossy) >= 2
+    assert not [site for site in report.sites if "needs all" in site.note]
+
+
+def test_a_function_of_a_users_stays_lossy_as_its_codec_says():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    expected, _ = gradient(Doubled.apply, x, "keep")
+    found, report = gradient(Doubled.apply, x, "int8")
+    assert report.lossy
+    assert not torch.equal(found, expected)

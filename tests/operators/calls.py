@@ -71,11 +71,11 @@ def samples(op: Any, dtype: torch.dtype, limit: int | None, variant: str = "") -
             if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
                 continue
             sample = sample.noncontiguous()
-        call = _sampled(f"{op.full_name}, sample {i}", function, sample, in_place=variant == "in place")
+        call = sampled(f"{op.full_name}, sample {i}", function, sample, in_place=variant == "in place")
         yield _lazily(call) if variant == "lazy" else call
 
 
-def _sampled(name: str, function: Callable[..., Any], sample: Any, *, in_place: bool) -> Call:
+def sampled(name: str, function: Callable[..., Any], sample: Any, *, in_place: bool) -> Call:
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 

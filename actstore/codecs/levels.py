@@ -1,0 +1,120 @@
+"""The part of a number that some operators' slopes depend on, in even levels. No codec of the policy text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from actstore.base.spec import Spec
+from actstore.codecs.base import Codec, Exact
+from actstore.codecs.bit1 import Bit1
+from actstore.codecs.checks import check_buffers, check_dtype
+from actstore.codecs.int8 import DTYPES
+from actstore.errors import PayloadError, SpecError
+from actstore.kernels.base import storage_slice
+
+PLANE = Bit1()
+BITS = (8, 6, 5, 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class Levels(Codec):
+    """Numbers between two bounds in even steps; of a number outside, only on which side it is.
+
+    Parameters
+    ----------
+    low, high : the bounds, which are outside themselves; with `curve` exp all numbers up to 0 are inside
+    curve : what is rounded: the number (line), or exp(`rate` * number), of which ELU's slope is a multiple (exp)
+    rate : of exp
+    bits : 2 to 6 or 8, of an element
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16. Of ``2**bits`` codes one is for each side and one for NaN, so that what is
+    rounded is off by at most half of ``(high - low) / (2**bits - 3)``, or of ``1 / (2**bits - 3)``. No scale is stored.
+    Codes of 8 bits are bytes; those of fewer lie in planes of one bit of each element, each plane filled up to 16
+    bytes. Allocates some float32 numbers and bytes for each element.
+    """
+
+    name = "levels"
+    lossless = False
+
+    low: float = -3.0
+    high: float = 3.0
+    curve: Literal["line", "exp"] = "line"
+    rate: float = 1.0
+    bits: int = 8
+
+    @property
+    def decides(self) -> bool:
+        return True
+
+    @property
+    def count(self) -> int:
+        """Levels between the bounds."""
+        return (1 << self.bits) - 3
+
+    def within(self, nbytes: int, numel: int) -> Levels | None:
+        """Find the most bits with which `nbytes` hold `numel` elements, planes unfilled; None for fewer than 2."""
+        fits = (bits for bits in BITS if bits * numel <= 8 * nbytes)
+        bits = next(fits, 0)
+        return replace(self, bits=bits) if bits else None
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    def size(self, spec: Spec) -> Exact:
+        check_dtype(self, spec.dtype)
+        return Exact(spec.numel if self.bits == 8 else self.bits * _plane_nbytes(spec.numel))
+
+    def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
+        nbytes = self.size(Spec.of(src)).nbytes
+        check_buffers(self, src, out, nbytes, "encode", SpecError)
+        elements = storage_slice(src, 0, src.numel()).to(torch.float32)
+        if self.curve == "exp":
+            levels = elements.mul(self.rate).clamp_(max=0).exp_().mul_(self.count)
+        else:
+            levels = elements.sub(self.low).mul_(self.count / (self.high - self.low))
+        codes = levels.floor_().clamp_(0, self.count - 1).add_(1)
+        if self.curve == "exp":
+            codes.masked_fill_(elements > 0, self.count + 1)
+        else:
+            codes.masked_fill_(elements <= self.low, 0).masked_fill_(elements >= self.high, self.count + 1)
+        whole = codes.masked_fill_(elements.isnan(), self.count + 2).to(torch.uint8)
+        if self.bits == 8:
+            out[:nbytes].copy_(whole)
+            return nbytes
+        step = _plane_nbytes(src.numel())
+        for bit in range(self.bits):
+            PLANE.encode(whole.bitwise_and(1 << bit).to(torch.bool), out[bit * step : (bit + 1) * step])
+        return nbytes
+
+    def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
+        nbytes = self.size(Spec.of(out)).nbytes
+        check_buffers(self, out, buf, nbytes, "decode", PayloadError)
+        numel = out.numel()
+        if self.bits == 8:
+            codes = buf[:nbytes].to(torch.int64)
+        else:
+            step, plane = _plane_nbytes(numel), torch.empty(numel, dtype=torch.bool, device=out.device)
+            codes = torch.zeros(numel, dtype=torch.int64, device=out.device)
+            for bit in range(self.bits):
+                PLANE.decode(buf[bit * step : (bit + 1) * step], plane)
+                codes |= plane.to(torch.int64) << bit
+        storage_slice(out, 0, numel).copy_(self._values(out.device)[codes])
+
+    def _values(self, device: torch.device) -> torch.Tensor:
+        """List the numbers that codes come back as."""
+        middles = (torch.arange(self.count, dtype=torch.float32, device=device) + 0.5) / self.count
+        if self.curve == "exp":
+            inside, ends = middles.log() / self.rate, (0.0, 1.0)
+        else:
+            inside, ends = self.low + middles * (self.high - self.low), (self.low - 1, self.high + 1)
+        below, above, nan = (inside.new_tensor([value]) for value in (*ends, torch.nan))
+        return torch.cat([below, inside, above, nan])
+
+
+def _plane_nbytes(numel: int) -> int:
+    return (PLANE._nbytes(numel, 1) + 15) & -16

@@ -1,0 +1,94 @@
+"""The name by which Python calls C: found in the source of the caller, and empty where the source has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from actstore.autograd.called import called_name
+
+ABS = torch.abs
+
+
+def divided(x):
+    y = x.mul(1)
+    y /= x
+    return y
+
+
+CASES = {  # and the names of what saves a tensor, in their order
+    "x.abs": (lambda x: x.abs(), "abs"),
+    "torch.abs": (lambda x: torch.abs(x), "abs"),  # noqa: PLW0108  (a call by its name)
+    "abs": (lambda x: abs(x), "abs"),  # noqa: PLW0108
+    "in a row": (lambda x: x.sin().abs().clamp(0), "sin abs clamp"),
+    "in lines": (
+        lambda x: x.sin().clamp(
+            0,
+            max=1,
+        ),
+        "sin clamp",
+    ),
+    "in an argument": (lambda x: torch.clamp(x.sin(), min=x.exp().max().item()), "sin exp max max clamp"),
+    "positions": (lambda x: x.clamp(*[0, 1]), "clamp"),
+    "keywords": (lambda x: x.clamp(**dict.fromkeys(["min"], 0)), "clamp"),
+    "both": (lambda x: torch.clamp(*(x,), **dict.fromkeys(["min"], 0)), "clamp"),
+    "in place": (lambda x: x.mul(1).clamp_(0), "clamp_"),
+    "an operator": (lambda x: x.detach() % x, "% %"),
+    "an operator in place": (divided, "/ /"),
+    "in a function of PyTorch's": (lambda x: F.hardtanh(x), "hardtanh"),  # noqa: PLW0108
+    "a comprehension": (lambda x: [torch.abs(row) for row in (x,)], "abs"),
+    "a variable of the module": (lambda x: ABS(x), "ABS"),  # noqa: PLW0108
+    "a variable": (lambda x, f=torch.abs: f(x), ""),
+    "either": (lambda x: (torch.abs if x.dim() else torch.sin)(x), ""),
+    "an item": (lambda x: [torch.abs][0](x), ""),  # noqa: PLW0108
+    "getattr": (lambda x: getattr(x, "abs")(), ""),  # noqa: B009
+    "map": (lambda x: next(map(torch.abs, [x])), "next"),
+    "a partial": (lambda x: partial(torch.clamp, min=0)(x), ""),  # noqa: PLW0108
+}
+
+
+def names(function, x):
+    seen = []
+
+    def pack(tensor):
+        seen.append(called_name(sys._getframe(1)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(x)
+    return " ".join(seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names(name):
+    """Also of calls that Python has specialized after some runs."""
+    function, expected = CASES[name]
+    x = torch.randn(4, requires_grad=True)
+    assert {names(function, x) for _ in range(40)} == {expected}
+
+
+def test_without_positions_no_call_has_a_name():
+    code = "import torch, sys; from actstore.autograd.called import called_name\n"
+    code += (
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: print(repr(called_name(sys._getframe(1)))), int):\n"
+    )
+    code += "    torch.ones(2, requires_grad=True).abs()"
+    run = subprocess.run(
+        [sys.executable, "-X", "no_debug_ranges", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "''\n"
+
+
+def test_memory_of_calls_is_bounded(monkeypatch):
+    from actstore.autograd import called
+
+    monkeypatch.setattr(called, "_MOST", 3)
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(2):
+        assert names(lambda x: x.sin().abs().cos().exp().clamp(0), x) == "sin abs cos exp clamp"
+    assert len(called._known) <= 3
