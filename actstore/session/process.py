@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -116,7 +116,11 @@ class Optimizers:
         return found
 
     def _versions(self) -> int:
-        return sum(p._version for p in self._model.parameters() if not is_lazy(p) and not p.is_inference())
+        return sum(
+            p._version
+            for p in self._model.parameters()
+            if not isinstance(p, UninitializedParameter) and not p.is_inference()
+        )
 
 
 def status_bytes() -> dict[str, int]:
