@@ -1,4 +1,4 @@
-"""Which storages a forward has met, and which of them plain autograd would hold."""
+"""Storages that a forward has met, and those of them that plain autograd would hold."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from actstore.base.storage import expired, free_weak, hold_weak
 
 
 class Census:
-    """Counts each storage once. Until `clear`, no storage that was met shares its identity with another one."""
+    """Count of storages, each once. Until `clear`, no new storage gets the identity of one that was met."""
 
     def __init__(self) -> None:
         self.met: set[int] = set()
         self.counted: set[int] = set()
         self._held: list[int] = []
-        self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # of all that are there by then
+        self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
 
     def meet(self, key: int, storage: UntypedStorage) -> None:
-        """Keep the identity `key` of `storage` from being used again."""
+        """Keep the identity `key` of `storage` from reuse."""
         if key not in self.met:
-            hold_weak(storage)  # first: what an interrupt leaves is a reference too many, never one too few
+            hold_weak(storage)  # first, so that an interrupt leaves one reference too many, never one too few
             self._held.append(key)
             self.met.add(key)
 
     def count(self, key: int, storage: UntypedStorage) -> int:
-        """Bytes that plain autograd holds of `storage` because it is saved now: 0 when it was before."""
+        """Return the bytes that plain autograd holds because `storage` is saved now; 0 where it was saved before."""
         if key in self.counted:
             return 0
         self.counted.add(key)
@@ -35,7 +35,7 @@ class Census:
         return storage.nbytes()
 
     def prune(self) -> set[int]:
-        """Forget storages that are gone; returns their identities."""
+        """Forget storages that are freed. Returns their identities."""
         gone = {key for key in self.met if expired(key)}
         self.met -= gone
         self.counted -= gone

@@ -1,7 +1,7 @@
-"""Names for modules that were compiled by ``module.compile()``, and saves of compiled regions.
+"""Names of modules that were compiled by ``module.compile()``, and saves of compiled regions.
 
-Their hooks are compiled with them, where none may tell the name of a module. While a store is active, the compiled
-call is therefore wrapped. A copy or a pickle of a module leaves its compiled call out.
+The hooks of such a module are compiled with it, and compiled hooks cannot tell the name of a module. While a store is
+active, the compiled call is therefore wrapped. A copy or a pickle of a module leaves its compiled call out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def region_saves() -> bool:
-    """Return whether the saved-tensor hook that calls this runs for a compiled region: one autograd function."""
+    """Return whether the calling saved-tensor hook runs for a compiled region, which is one autograd function."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("actstore."):
         frame = frame.f_back
@@ -30,7 +30,7 @@ def region_saves() -> bool:
 
 
 class NamedCall:
-    """The compiled call of a module, which follows it like a hook of it. Shared by all stores that are active."""
+    """The compiled call of a module, with the tracker's hooks around it. All active stores share it."""
 
     def __init__(self, module: Module, call: Callable[..., Any]) -> None:
         self.call = call
@@ -39,7 +39,7 @@ class NamedCall:
         self.watches: list[CallWatch] = []
 
     def watch(self, before: Callable[..., None], after: Callable[..., None]) -> CallWatch:
-        """Have functions called like hooks of the module, which are not compiled with it."""
+        """Register two functions that run before and after the compiled call, outside of the compiled code."""
         watch = CallWatch(self, before, after)
         self.watches.append(watch)
         return watch
@@ -72,7 +72,7 @@ class CallWatch:
 
 
 def wrap(modules: Iterable[Module], user: object, wrapped: list[NamedCall]) -> None:
-    """Wrap the calls of those modules that are compiled, and note them in `wrapped`; `unwrap` takes them away."""
+    """Wrap the calls of the compiled modules, and append them to `wrapped`; `unwrap` removes them."""
     with _lock:
         tell_compiler()
         for module in modules:
@@ -86,7 +86,7 @@ def wrap(modules: Iterable[Module], user: object, wrapped: list[NamedCall]) -> N
 
 
 def unwrap(wrapped: list[NamedCall], user: object) -> None:
-    """Give modules their own calls back, unless another store still needs the names or they were compiled anew."""
+    """Restore the modules' own calls, unless another store still needs the names or the module was compiled anew."""
     with _lock:
         for named in wrapped:
             named.users.discard(user)

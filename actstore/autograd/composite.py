@@ -1,7 +1,7 @@
-"""Tensors that are made of others: DTensor, jagged nested tensors, and all that have ``__tensor_flatten__``.
+"""Tensors that hold other tensors: DTensor, jagged nested tensors, and all classes with ``__tensor_flatten__``.
 
-Autograd knows the wrapper: its gradient, its producer, its version. The bytes are those of its parts, and each part
-waits where a tensor of its own would.
+Autograd knows the wrapper: its gradient, its producer, its version. The bytes are those of its parts. Each part waits
+where a plain tensor would.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
 
 class StoredPart(Stored):
-    """A part whose bytes wait in the store. Writes to the wrapper change its version, and not that of the part."""
+    """A part whose bytes wait in the store. A write to the wrapper changes the wrapper's version, not the part's."""
 
     __slots__ = ("saved_at",)
 
     def belong_to(self, outer: Tensor) -> None:
-        """Be a part of `outer`, as it is now."""
+        """Join the part to `outer` at its present version."""
         base = outer._base
         self.root = ref(outer if base is None else base)
         self.saved_at = outer._version
@@ -36,10 +36,10 @@ class StoredPart(Stored):
 
 
 class Composite:
-    """A wrapper of which some parts wait in the store.
+    """A wrapper some of whose parts wait in the store.
 
-    The alias holds the parts that do not, and the wrapper's version counter; in place of the others it has empty ones.
-    The handles of all parts live as long as this one, for the accounts' sake.
+    The alias holds the remaining parts and the wrapper's version counter, and an empty tensor for each stored part.
+    The handles of all parts live as long as this object, because they hold the accounts.
     """
 
     __slots__ = ("alias", "any_version", "form", "handles", "shape", "site", "stride", "version")
@@ -71,10 +71,11 @@ class Composite:
 
 
 def parts_of(alias: Tensor) -> dict[str, Tensor] | None:
-    """The parts of a detached wrapper by name; None for what is no wrapper, or one whose parts cannot be taken out of
-    it or are not plain tensors.
+    """Return the parts of a detached wrapper by name.
 
-    A part that a collective still fills is waited for, as the operator that saves the wrapper is about to do.
+    Returns None for any other tensor, and for a wrapper with parts that are not plain tensors or cannot be replaced.
+
+    Waits for a part that a collective still fills, as the operator that saves the wrapper is about to do.
     """
     if not _is_wrapper(alias):
         return None
@@ -87,20 +88,20 @@ def parts_of(alias: Tensor) -> dict[str, Tensor] | None:
 
 
 def has_values(outer: Tensor, part: Tensor) -> bool:
-    """Whether a part holds the values of its wrapper, and not codes or scales of them."""
+    """Return whether a part holds the values of its wrapper, rather than codes or scales of them."""
     return part.dtype is outer.dtype and len(_names(outer)) == 1
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor of any class is a parameter or a view of one."""
+    """Return whether a tensor of any class is a parameter or a view of one."""
     base = tensor._base
-    if tensor.__class__ is Tensor and base is None:  # most are, and to ask whether one is a Parameter takes longer
+    if tensor.__class__ is Tensor and base is None:  # the common case, and faster than a test for Parameter
         return False
     return isinstance(tensor, Parameter) or isinstance(base, Parameter)
 
 
 def _names(wrapper: Any) -> list[str]:
-    """The names of the parts that may move: of a jagged tensor the values only, its offsets are known by identity."""
+    """Return the names of the movable parts: of a jagged tensor the values; its offsets are known by identity."""
     if wrapper.is_nested:
         return ["_values"]
     return [name for name in wrapper.__tensor_flatten__()[0] if isinstance(getattr(wrapper, name), Tensor)]
@@ -112,6 +113,6 @@ def _read_only(kind: type, name: str) -> bool:
 
 
 def _arrived(part: Tensor) -> Tensor:
-    """The tensor itself, its bytes there, where `part` is what a functional collective returns before it has ended."""
+    """Return the tensor after its bytes have arrived. A functional collective returns `part` before it has ended."""
     wait: Any = getattr(part, "trigger_wait", None)
     return part if wait is None else wait()

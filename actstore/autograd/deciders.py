@@ -1,8 +1,8 @@
-"""Operators whose backward decides by a saved float: what of it they need, and how a store knows that they read it.
+"""Operators whose backward decides by a saved float, and the part of that float that the decision needs.
 
-Two ways lead to a reader. An operator that saves its own result is the producer of that tensor. The reader of an input
-is known where a function of `torch.nn.functional`, or the forward of a module of `torch.nn`, calls the operator: its
-frame is then the one that the hook is called from. What a model calls itself (``x.clamp(0)``) is not known.
+A store finds the reader of a tensor in two ways. An operator that saves its own result is the producer of that tensor.
+The reader of an input is known where a function of `torch.nn.functional`, or the forward of a module of `torch.nn`,
+calls the operator: the hook's caller is then its frame. A direct call in a model (``x.clamp(0)``) is unknown.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from actstore.autograd.protect import TRANSPARENT
 from actstore.codecs import Codec
 from actstore.codecs.side import Side
 
-# They save their result and let a gradient through where it is above 0.
+# Nodes that save their result, and pass a gradient where it is above 0.
 _BY_RESULT = frozenset(
     {
         "ReluBackward0", "LeakyReluBackward1", "EluBackward1", "CeluBackward1", "RreluWithNoiseBackward1",
         "ThresholdBackward1",
     }
 )  # fmt: skip
-_MOST_VIEWS = 8  # of one tensor that are followed
+_MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _PACKAGE = __name__.partition(".")[0] + "."
 
-SIGN = "sign"  # zero, positive and negative elements stay apart
-EXACT = "exact"  # bits
+SIGN = "sign"  # backward needs the sign: zero, positive or negative
+EXACT = "exact"  # backward needs all bits
 
 Need = str | Side
 
@@ -57,7 +57,7 @@ def _shrink(frame: FrameType) -> Need:
     return Side(-width, width, nan=False, closed=True) if width >= 0 else EXACT
 
 
-# By the code that calls the operator. A Side is all that backward reads; its bounds may stand in the caller's frame.
+# Keyed by the code that calls the operator. A Side is all that backward reads; its bounds may be in the caller's frame.
 READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     _function("hardtanh"): lambda frame: Side(_local("min_val")(frame), _local("max_val")(frame)),
     _function("relu6"): lambda frame: Side(0.0, 6.0),
@@ -92,12 +92,12 @@ def caller() -> FrameType | None:
 
 
 def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec | None, str]:
-    """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as plain.
+    """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as in plain.
 
     Returns
     -------
     Codec : `codec`, one that keeps signs, or a `Side`; None where the tensor must stay exact
-    str : why; empty where it goes through `codec`
+    str : the reason; empty where the tensor goes through `codec`
     """
     kept = codec.keeping_signs
     if kept is codec:  # lossless, or its options say it
@@ -114,7 +114,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
 
 
 def _reader(tensor: Tensor) -> tuple[str, Need]:
-    """Find the operator that saves `tensor` now, and its need; empty if unknown, or if `tensor` is its result."""
+    """Find the operator that saves `tensor` now, and its need; empty if it is unknown, or if `tensor` is its result."""
     frame = caller()
     find = None if frame is None else READERS.get(frame.f_code)
     if find is None or frame is None or _is_result(tensor):
@@ -124,18 +124,18 @@ def _reader(tensor: Tensor) -> tuple[str, Need]:
 
 
 def _is_result(tensor: Tensor) -> bool:
-    """Return whether `tensor` is the result of the operator that saves it; later ones share the payload."""
+    """Return whether `tensor` is the result of the operator that saves it; later operators share the payload."""
     node: Any = tensor.grad_fn
     return node is not None and node._sequence_nr() == _get_sequence_nr() - 1
 
 
 def _by_result(tensor: Tensor, producer: str) -> str:
-    """Find the node that decides by the sign of its result, `tensor`; empty for no such node.
+    """Find the node that decides by the sign of its result, `tensor`; empty where no node does.
 
-    A tensor without a known producer may be the result of any: it counts as one that is decided by.
+    A tensor without a known producer may be the result of any node, and counts as one that a node decides by.
     """
     node: Any = tensor.grad_fn
-    for _ in range(_MOST_VIEWS):
+    for _ in range(_MAX_VIEWS):
         if producer in _BY_RESULT:
             return producer
         if producer not in TRANSPARENT:

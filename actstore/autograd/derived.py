@@ -1,8 +1,8 @@
-"""Tensors that backward can make again, by one cheap operator, of others that it reads anyway.
+"""Tensors that backward can derive: one cheap operator computes them from other saved tensors.
 
-GELU's backward reads GELU's input. So the output, which the next linear layer saves, need not be held: it is what GELU
-makes of that input. Activations, products and normalisations are like that. The same operator runs again on the same
-bytes, and so gives the same bytes.
+GELU's backward reads GELU's input. So the store need not hold GELU's output, which the next linear layer saves: GELU
+computes it from that input. The same holds for activations, products and normalisations. The same operator on the same
+bytes returns the same bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch._C import _current_graph_task_id
 
 from actstore.autograd.handles import Kept, Stored, check_version
 from actstore.autograd.readers import Reader
-from actstore.autograd.tracker import NORM, SMALL, Frame
+from actstore.autograd.tracker import NORM, SMALL_INDEX, Frame
 from actstore.base.ledger import Account, Ledger
 from actstore.base.spec import Site, Spec
 from actstore.errors import ActstoreError, StateError
 
-MOST_DEEP = 4  # operators that are run one after the other for one tensor
+MAX_CHAINED_OPERATORS = 4  # that run one after the other for one tensor
 
 Function = Callable[..., Tensor]
 
@@ -31,14 +31,14 @@ _aten = torch.ops.aten
 
 
 class Rule(NamedTuple):
-    """How to make the output of one autograd node again.
+    """Rule to compute the output of one autograd node anew.
 
     Attributes
     ----------
-    inputs : the saved tensors that it is made of, as the node's attributes
-    optional : how many of them, the last ones, may be None
-    bind : the function of these tensors, for a node
-    norm : whether it needs what is known of the module: nodes keep neither eps nor the bias of GroupNorm
+    inputs : the saved tensors that the output is computed from, as attributes of the node
+    optional : how many of them, from the end, may be None
+    bind : returns the function of these tensors, for a node
+    norm : whether it needs facts of the module: nodes keep neither eps nor the bias of GroupNorm
     """
 
     inputs: tuple[str, ...]
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 
 def _unary(function: Function, *options: str) -> Rule:
-    """An operator on one tensor with options that its node keeps."""
+    """Return the rule of an operator on one tensor, with options that its node keeps."""
     names = [f"_saved_{name}" for name in options]
 
     def bind(node: Any) -> Function:
@@ -68,7 +68,7 @@ def _gelu(node: Any) -> Function:
 
 def _glu(node: Any) -> Function:
     dim: int = node._saved_dim
-    return partial(_aten.glu, dim=dim - 2**64 if dim >= 2**63 else dim)  # nodes tell of -1 as an unsigned number
+    return partial(_aten.glu, dim=dim - 2**64 if dim >= 2**63 else dim)  # nodes return -1 as an unsigned number
 
 
 def _layer_norm(node: Any) -> Function:
@@ -104,9 +104,9 @@ def _group_norm(node: Any) -> Function:
 
 
 def _proved(made: Tensor, again: Tensor, saved: Tensor, name: str, eps: float | None) -> Tensor:
-    """`made`, which depends on eps through the reciprocal deviations alone: the same as those saved, or an error.
+    """Return `made` if its reciprocal deviations equal the saved ones, which proves that eps is the same.
 
-    Looked at on a CPU only: elsewhere the host would wait for the device.
+    The comparison runs on a CPU only: on an accelerator the host would wait for the device.
     """
     if again.device.type == "cpu" and not torch.equal(_bits(again), _bits(saved)):
         raise StateError(
@@ -117,7 +117,7 @@ def _proved(made: Tensor, again: Tensor, saved: Tensor, name: str, eps: float | 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Integers, of which NaN equals itself."""
+    """Return the bits as integers, so that NaN equals itself."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
@@ -140,7 +140,7 @@ RULES: dict[str, Rule] = {
 
 
 class Recipe(NamedTuple):
-    """A function, the handles of its arguments, and how many operators run one after the other to read them all."""
+    """A function, the handles of its arguments, and the number of operators in a row that reading them all takes."""
 
     function: Function
     inputs: list[Any]
@@ -148,7 +148,7 @@ class Recipe(NamedTuple):
 
 
 def is_plain(tensor: Tensor, root: Tensor) -> bool:
-    """Whether `tensor` is `root` or a view of it that is told by shape, strides and offset alone."""
+    """Return whether `tensor` is `root`, or a view of it that shape, strides and offset alone determine."""
     return (
         type(tensor) is type(root) is Tensor
         and tensor.layout is root.layout is torch.strided
@@ -160,11 +160,11 @@ def is_plain(tensor: Tensor, root: Tensor) -> bool:
 
 
 def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
-    """How to make the output of an operator again of what its node has saved through a store; None where one cannot.
+    """Return the recipe of an operator's output from what its node saved through a store; None where one is impossible.
 
     Parameters
     ----------
-    unpack : the hook of what a store has saved
+    unpack : the unpack hook of the store
     """
     node: Any = tensor.grad_fn
     rule = RULES.get(node.name())
@@ -189,20 +189,20 @@ def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
         if saved.unpack_hook is not unpack or not _comes_back_exactly(handle):
             return None
         if rule.norm and not tensor.is_cpu and isinstance(handle, Stored) and handle.region is not None:
-            return None  # it may come back aligned in another way, and a GPU's kernel then adds in another order
+            return None  # it may come back with another alignment, and a GPU's kernel then adds in another order
         inputs.append(handle)
     deep = 1 + max(handle.deep if isinstance(handle, Derived) else 0 for handle in inputs)
-    if deep > MOST_DEEP:
+    if deep > MAX_CHAINED_OPERATORS:
         return None
     for index, handle in enumerate(inputs):
         if type(handle) is tuple:
             alias, version, frame = handle
-            inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL), frame)
+            inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL_INDEX), frame)
     return Recipe(rule.bind(node), inputs, deep)
 
 
 def _comes_back_exactly(handle: Any) -> bool:
-    """Whether a saved tensor will be there in backward, bit for bit, whenever it is asked for, as far as is known."""
+    """Return whether a saved tensor will be available in backward, bit for bit, as far as is known now."""
     if isinstance(handle, Stored):
         if handle.alias is not None or handle.any_version or not (handle.owner or handle).codec.lossless:
             return False
@@ -215,12 +215,12 @@ def _comes_back_exactly(handle: Any) -> bool:
 
 
 class _Pinned(NamedTuple):
-    """A small tensor or a weight, which must be in the same memory when it is read: a weight may have other data then.
+    """A small tensor or a weight, which must have the same memory when it is read, because a weight may get other data.
 
     Attributes
     ----------
     storage : the identity of its memory
-    frame : what accounts for a small tensor, as long as somebody holds it
+    frame : accounts for a small tensor as long as a handle holds the frame; None for a weight
     """
 
     alias: Tensor
@@ -247,7 +247,7 @@ class _Pinned(NamedTuple):
 
 
 class Derived:
-    """A tensor that is made again when backward reads it. It holds the handles of what it is made of."""
+    """A tensor that an operator computes anew when backward reads it. It holds the handles of the operator's inputs."""
 
     __slots__ = (
         "__weakref__", "account", "deep", "function", "inputs", "ledger", "made", "offset", "shape", "stride",
@@ -267,13 +267,13 @@ class Derived:
         self.account = account
         self.ledger = ledger
         self.function, self.inputs, self.deep = recipe
-        self.working = working  # is told when a tensor is made, and what it returns when that is done
-        self.threads = torch.get_num_threads()  # each rounds the ends of its share in another way
+        self.working = working  # called when the operator starts; returns a function to call at its end
+        self.threads = torch.get_num_threads()  # the rounding at the ends of each thread's share depends on it
         self.made = root.shape, root.stride()
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         self.version = tensor._version
         self.witness = witness = tensor.detach()
-        witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
+        witness.data = empty  # keeps the version counter, dtype and device, without the memory
         for handle in self.inputs:
             if isinstance(handle, Stored) and (berth := (handle.owner or handle).berth) is not None:
                 berth.readers += 1

@@ -1,11 +1,11 @@
-"""What autograd holds in place of a saved tensor. A handle dies exactly when the graph no longer needs it.
+"""Handles: objects that autograd holds in place of saved tensors. A handle dies exactly when the graph releases it.
 
-Each keeps the version that its tensor had, beside something that shares the tensor's version counter, so that a
-change in place gets the verdict that autograd gives without a store. It is never the packed tensor itself, save for
-parameters, which are in no graph's output: an output in its own graph would be a cycle that no collector frees.
+Each handle keeps the version of its tensor, and an object that shares the tensor's version counter. So a change in
+place raises the error that autograd raises without a store. A handle never holds the packed tensor itself, except for
+parameters, which no graph outputs: an output in its own graph would be a cycle that no collector frees.
 
 * Small: a tuple (alias, version, frame) for parameters and small tensors; the frame accounts for them.
-* Kept: a tensor that waits as it is.
+* Kept: a tensor that waits without a codec, on its device.
 * Stored: a tensor whose bytes wait in the store.
 """
 
@@ -40,11 +40,11 @@ _empty_strided_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Te
 
 
 class Kept:
-    """A tensor that waits as it is.
+    """A tensor that waits without a codec, on its device.
 
     Attributes
     ----------
-    holds : what books its storage as held; or the first `Kept` of the same storage, which has that
+    holds : books its storage as held; or the first `Kept` of the same storage, which has that finalizer
     """
 
     __slots__ = ("__weakref__", "account", "alias", "holds", "version")
@@ -62,7 +62,7 @@ class Kept:
 
 
 class Stored(Payload):
-    """A tensor whose bytes wait in the store, in this handle's own entry or in that of an `owner`."""
+    """A tensor whose bytes wait in the store, in this handle's own payload or in that of an `owner`."""
 
     __slots__ = (
         "alias", "any_version", "born", "conj", "fresh", "neg", "offset", "owner", "proof", "region", "root",
@@ -87,16 +87,16 @@ class Stored(Payload):
         base = tensor._base
         self.root = ref(tensor if base is None else base)
         self.version = tensor._version
-        self.born = _get_sequence_nr()  # that of the node which saves it, and one more
+        self.born = _get_sequence_nr()  # one more than that of the node that saves it
         self.any_version = any_version  # the tensor may change after it was saved
         self.witness = witness = tensor.detach()
-        witness.data = empty  # keeps the version counter, dtype and device, and none of the memory
-        self.alias: Kept | None = None  # the tensor itself, while it is not encoded yet
-        self.snapshot: Tensor | None = None  # its values when it was saved, where it may change before that
-        self.owner: Stored | None = None  # who holds the payload, when it is another one's
-        self.proof: PayloadComparison | None = None  # whether the owner's bytes are those of this tensor
-        self.fresh: _Fresh | None = None  # the last decoded copy that several views share
-        self.region: Region | None = None  # None: the payload is this tensor, contiguous and all of its storage
+        witness.data = empty  # keeps the version counter, dtype and device, without the memory
+        self.alias: Kept | None = None  # the tensor itself, until it is encoded
+        self.snapshot: Tensor | None = None  # its values when it was saved, if it may change before it is encoded
+        self.owner: Stored | None = None  # another handle, whose payload serves this tensor
+        self.proof: PayloadComparison | None = None  # whether the owner's bytes equal this tensor
+        self.fresh: _Fresh | None = None  # the last decoded copy, which several views share
+        self.region: Region | None = None  # None: the payload is this tensor, which is contiguous and its whole storage
 
     @property
     def spec(self) -> Spec:
@@ -118,20 +118,20 @@ class Stored(Payload):
             raise
 
     def covers(self, other: Stored) -> bool:
-        """Whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
+        """Return whether `other`, which was saved from the same storage, can be rebuilt from this payload."""
         if self.witness.dtype != other.witness.dtype or self.version != other.version or not same_root(self, other):
             return False
         region = self.region or Region(0, prod(self.shape))
         return region.covers(other.offset, layout_of(other.shape, other.stride))
 
     def _read(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """The payload as a dense tensor of its own."""
+        """Return the payload as a dense tensor with memory of its own."""
         memory = None if self.berth is None else self.store.borrow(self, self.witness.dtype)
         if memory is not None:
             return memory.as_strided(shape, stride)
         if self.memory is None or _len_torch_dispatch_stack():
             tensor = self.witness.new_empty_strided(shape, stride)
-        else:  # in a pool, which is of host memory
+        else:  # in a pool, which is in host memory
             tensor = _empty_strided_cpu(shape, stride, self.witness.dtype)
         self.store.get(self, tensor)
         return tensor
@@ -158,11 +158,11 @@ class Stored(Payload):
         return tensor
 
     def _prove(self, proof: PayloadComparison, owner: Stored) -> None:
-        """Look whether the payload of `owner` is what this tensor was when it was saved.
+        """Check that the payload of `owner` is what this tensor was when it was saved.
 
         Raises
         ------
-        MutationError : it is not; where the device has not compared them yet, the next entry of the store raises it
+        MutationError : it differs. Where the device has not compared them yet, the next entry of the store raises it
         """
         proof.refuse(
             MutationError(
@@ -177,10 +177,10 @@ class Stored(Payload):
         )
 
     def _share(self, owner: Stored, numel: int) -> Tensor:
-        """The decoded region, in memory that the views of one backward node share as their originals did.
+        """Return the decoded region, in memory that the views of one backward node share as their originals did.
 
-        A copy is given to each handle once: whoever asks again gets a fresh one. So does everybody once a copy was
-        changed in place, or its memory is gone, or another stream is current.
+        Each handle gets a copy once; a second read gets a fresh copy. So does each read after a change of the copy in
+        place, after its memory is freed, and on another stream.
         """
         device = self.witness.device
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
@@ -192,7 +192,7 @@ class Stored(Payload):
 
 
 class _Fresh:
-    """A decoded copy that is used again while its memory lives, its version stands and its stream is current."""
+    """A decoded copy, reusable while its memory lives, its version is the same and its stream is current."""
 
     __slots__ = ("key", "last", "served", "stream", "version", "witness")
 
@@ -212,26 +212,26 @@ class _Fresh:
         if storage is None:
             return None
         self.served.add(id(handle))
-        base = self.witness.detach()  # shares the version counter, so that a change is seen by all
+        base = self.witness.detach()  # shares the version counter, so that every view sees a change
         base.data = whole_of(storage, self.witness.dtype)
         return base
 
 
 def same_root(a: Stored, b: Stored) -> bool:
-    """Whether two tensors are views of one tensor, and so share its version counter: equal versions mean equal values.
+    """Return whether two tensors are views of one tensor and so share its version counter: same version, same values.
 
-    Tensors over one storage need not: ``x.data``, `unsafe_chunk` and `set_` start counters of their own.
+    Tensors over one storage need not share it: ``x.data``, `unsafe_chunk` and `set_` start their own counters.
     """
     root = a.root()
     return root is not None and root is b.root()
 
 
 def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:
-    """Give the verdict that autograd gives without a store, with the site named.
+    """Raise the error that autograd raises without a store, with the name of the site.
 
     Raises
     ------
-    MutationError : `tensor`, or what it is the witness of, is at another version than `expected`
+    MutationError : `tensor`, or the tensor that it is the witness of, has another version than `expected`
     """
     found = tensor._version
     if found != expected:

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks: pack decides where a tensor waits, unpack brings it back."""
+"""Saved-tensor hooks: pack decides where a tensor waits, unpack brings it back."""
 
 from __future__ import annotations
 
@@ -27,16 +27,25 @@ from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.protect import (
     COMPILED,
-    MOST_NODES,
+    MAX_NODES_INSPECTED,
     TRANSPARENT,
     WITHOUT_GRADIENT,
     is_cast_parameter,
     lossy_reason,
 )
 from actstore.autograd.readers import Reader, Readers
-from actstore.autograd.regions import SPARE, can_be_lossy, exact_copy, is_whole, region_of
+from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy, exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
-from actstore.autograd.tracker import ASK, COMPUTED, DEVICE, GROUP, SMALL, Deriving, Precedent, target_of
+from actstore.autograd.tracker import (
+    ASK,
+    COMPUTED,
+    DEVICE,
+    MAX_SMALL_PER_FRAME,
+    SMALL_INDEX,
+    Deriving,
+    Precedent,
+    target_of,
+)
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.layout import layout_of
 from actstore.base.spec import Site, Spec, describe
@@ -55,7 +64,7 @@ if TYPE_CHECKING:
     from actstore.store.store import Store
 
 RAW = Raw()
-BITS = Bit1()  # for masks, whatever the policy says of floats
+BITS = Bit1()  # for masks, whatever codec the policy has for floats
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # bytes would be lost to a trace
 
 Handle = Small | Kept | Stored | Derived | Composite
@@ -63,7 +72,7 @@ Handle = Small | Kept | Stored | Derived | Composite
 _COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
 
 
-turns: list[Scope] = []  # to be told when a backward begins: none has, or they have stored something since
+turns: list[Scope] = []  # scopes that need to know when a backward begins
 
 
 def unpack(handle: Handle | Reader) -> Tensor:
@@ -72,7 +81,7 @@ def unpack(handle: Handle | Reader) -> Tensor:
     if type(handle) is tuple:
         alias, version, frame = handle
         if alias._version != version:
-            check_version(alias, version, Site(frame.place.name, SMALL))
+            check_version(alias, version, Site(frame.place.name, SMALL_INDEX))
         return alias
     tensor = handle.get()  # type: ignore[union-attr]
     if _COMPILER in modules:
@@ -81,19 +90,19 @@ def unpack(handle: Handle | Reader) -> Tensor:
 
 
 def _turn() -> None:
-    """Tell scopes of this thread that backward begins; on an accelerator it runs on threads of autograd's."""
+    """Tell scopes of this thread that backward begins. On an accelerator it runs on autograd's threads."""
     here = get_ident()
     for scope in turns[:]:
         if scope.thread == here or scope.on_accelerator:
-            with suppress(ValueError):  # another thread has told it
+            with suppress(ValueError):  # another thread has removed it
                 turns.remove(scope)
                 scope.turn(here)
 
 
 class Scope:
-    """One entry of a store on one thread: the hooks, and what they remember until the exit.
+    """One entry of a store on one thread: the hooks, and their state until the exit.
 
-    What a storage was saved as is remembered within a scope only, so that no later step can meet stale bytes.
+    The scope forgets saved storages at its end, so that no later step can find stale bytes.
     """
 
     def __init__(
@@ -112,7 +121,7 @@ class Scope:
         self.thread = get_ident()
         self.on_accelerator = on_accelerator
         self.tracker = tracker
-        self.parameters = parameters  # identities of the storages that are never counted nor moved
+        self.parameters = parameters  # identities of storages that are neither counted nor moved
         self.ledger = store.ledger
         self.gauge = store.gauge
         self.recomputing = partial(store.recomputing, forward)
@@ -126,27 +135,27 @@ class Scope:
         self._stored: dict[int, list[ref[Stored]]] = {}
         self._sharing = Sharing(store)
         self._turned = False  # whether a backward has begun
-        self.readers: Readers | None = None  # who reads the payloads, in steps whose gradients are looked at
+        self.readers: Readers | None = None  # readers of the payloads, in sampled steps
         self._alone = store.alone
         self._census = census
         self._tags: dict[int, str] = {}
         self._unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
         self._unsettled_nr = 0
-        self._looked = 0  # nodes that Python has looked at
+        self._looked = 0  # nodes that Python has inspected
         self._prune_at = 1024
         self._empty: dict[torch.dtype, Tensor] = {}
 
     # -- pack ---------------------------------------------------------------------------------------------------------
 
     def entry_hook(self) -> Callable[..., Handle | Reader]:
-        """The hook for an entry of the store, which somebody may look at."""
+        """Return the pack hook of one entry of the store, with readers in a sampled step."""
         pack, tracker = self.pack_hook(), self.tracker
         if self.readers is None:
             return pack
         return self.readers.hook(pack, lambda: tracker.frame.inputs is not None)
 
     def pack_hook(self) -> Callable[..., Handle]:
-        """The hook. A closure, because it runs for each saved tensor: its names are found without a look-up."""
+        """Return the pack hook. A closure, because it runs for each saved tensor: its names need no look-up."""
         tracker, parameters, unsettled = self.tracker, self.parameters, self._unsettled
         follow = self._follow
 
@@ -161,7 +170,7 @@ class Scope:
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     if tensor.untyped_storage()._cdata not in parameters:
                         tracker.adopt(tensor)
-                    # As autograd does: who shares weights out gives a Parameter new data, and means them here too.
+                    # As autograd does: a library that shards weights gives a Parameter new data, for backward too.
                     return tensor if kind is Parameter and tensor.is_leaf else tensor.detach(), tensor._version, frame
                 handle = self._of_class(tensor, frame)
                 if handle is not None:
@@ -178,7 +187,7 @@ class Scope:
             if nbytes < frame.keep_below:
                 small = frame.small
                 small[key] = nbytes
-                if len(small) == GROUP:
+                if len(small) == MAX_SMALL_PER_FRAME:
                     tracker.renew()
                 return tensor.detach(), tensor._version, frame
             index = frame.index
@@ -200,9 +209,9 @@ class Scope:
         return pack
 
     def _of_class(self, tensor: Tensor, frame: Frame) -> Handle | None:
-        """The handle of a tensor whose class is its own; None for one that is no parameter and has no parts."""
+        """Return the handle of a tensor of another class; None for one that is neither a parameter nor a wrapper."""
         alias = tensor.detach()
-        if isinstance(tensor, FakeTensor):  # no bytes, and nothing to count
+        if isinstance(tensor, FakeTensor):  # without bytes to count
             return alias, tensor._version, frame
         if is_parameter(tensor):
             self.tracker.adopt(tensor)
@@ -210,12 +219,12 @@ class Scope:
         parts = parts_of(alias)
         if parts is None:
             return None
-        pack = self.pack_hook()  # a hook that knew itself would be a cycle
+        pack = self.pack_hook()  # a hook with a reference to itself would be a cycle
         handles = {name: pack(part, tensor) for name, part in parts.items()}
-        return Composite(alias, handles, Site(frame.place.name, SMALL), self.allows_mutation())
+        return Composite(alias, handles, Site(frame.place.name, SMALL_INDEX), self.allows_mutation())
 
     def allows_mutation(self) -> bool:
-        """Whether a saved tensor may change before backward."""
+        """Return whether a saved tensor may change before backward."""
         return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
     def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, reason: str = "") -> Kept:
@@ -241,7 +250,7 @@ class Scope:
         nbytes: int,
         outer: Tensor | None,
     ) -> Handle:
-        """Where a tensor of some size waits. Where it is a part of `outer`, that is what autograd knows."""
+        """Return the handle of a tensor, where the policy decides. Autograd knows `outer` if the tensor is its part."""
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
@@ -249,7 +258,7 @@ class Scope:
             account, decided = self._tagged(frame, account, key)
         else:
             decided = frame.target
-        if decided is ASK and tensor.is_nested:  # of no one shape to ask for
+        if decided is ASK and tensor.is_nested:  # it has no single shape to ask for
             decided = None
         elif decided is ASK:
             decided = target_of(self._policy(account.site, Spec.of(tensor)))
@@ -275,11 +284,11 @@ class Scope:
         whole = is_whole(tensor, nbytes)
         if not whole and not _fits(tensor, nbytes):
             return self._keep(tensor, account, key, storage, "its storage has been resized and holds less")
-        if not whole and tensor.nbytes < self._min_nbytes and nbytes <= SPARE * tensor.nbytes:
+        if not whole and tensor.nbytes < self._min_nbytes and nbytes <= MAX_STORAGE_RATIO * tensor.nbytes:
             return self._keep(tensor, account, key, storage, "small")
         known = tensor if outer is None else outer
-        if self._looked == MOST_NODES:
-            return self._keep(tensor, account, key, storage, f"one of more than {MOST_NODES} in one forward")
+        if self._looked == MAX_NODES_INSPECTED:
+            return self._keep(tensor, account, key, storage, f"one of more than {MAX_NODES_INSPECTED} in one forward")
         name = self._producer(known)
         if name in TRANSPARENT and is_cast_parameter(known, self.parameters):
             return self._keep(tensor, account, key, storage, "a view or a cast of a parameter")
@@ -322,7 +331,7 @@ class Scope:
             if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
                 self._set_precedent(handle, target, name, nbytes, empty, route)
             return handle
-        # An operator may still write into what it saves without a gradient (rrelu's noise): encode it one node later.
+        # An operator may still write to a tensor that it saves without a gradient (rrelu's noise): wait one node.
         handle.alias = self._keep(tensor, account, key, storage)
         handle.snapshot = exact_copy(tensor) if allow else None
         self._unsettled.append((ref(handle), codec, tiers))
@@ -332,7 +341,7 @@ class Scope:
     def _follow(
         self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
     ) -> Kept | Stored | None:
-        """The same as `_place` for a tensor that is like the last one of its site; None where more must be asked."""
+        """Return the handle as `_place` would, for a tensor like the last of its site; None if `_place` must decide."""
         target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
         if (
             tensor.is_nested
@@ -348,7 +357,7 @@ class Scope:
             or key in self.tracker.computed
             or self._tags
             or self._alone is not None
-            or self._looked == MOST_NODES
+            or self._looked == MAX_NODES_INSPECTED
             or _current_graph_task_id() != -1
             or _getframe(2).f_code in READERS
         ):
@@ -374,7 +383,7 @@ class Scope:
     def _set_precedent(
         self, handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route
     ) -> None:
-        """Let the next tensor of a site follow the one that was encoded just now."""
+        """Let the next tensor of a site follow the tensor that was just encoded."""
         is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
         if is_plain and (target[0].lossless or "Norm" not in producer):
             handle.account.precedent = Precedent(
@@ -382,9 +391,9 @@ class Scope:
             )
 
     def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
-        """The handle of a tensor that can be made again, bit for bit, of what is saved anyway; None for others."""
+        """Return the handle of a tensor that saved tensors can derive, bit for bit; None for any other tensor."""
         root = tensor if tensor._base is None else tensor._base
-        if root.is_leaf or tensor._version or self._looked == MOST_NODES or not is_plain(tensor, root):
+        if root.is_leaf or tensor._version or self._looked == MAX_NODES_INSPECTED or not is_plain(tensor, root):
             return None
         self._looked += 1
         recipe = None if self.allows_mutation() else find_recipe(root, unpack)
@@ -395,12 +404,12 @@ class Scope:
         return Derived(tensor, root, account, self.ledger, self._empty_like(tensor), recipe, working)
 
     def _is_kept(self, key: int) -> bool:
-        """Whether a storage is kept as it is: a second form would only add bytes."""
+        """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
         kept = self._kept.get(key)
         return kept is not None and kept() is not None
 
     def _producer(self, tensor: Tensor) -> str:
-        """The name of the autograd node whose output `tensor` is; empty for none."""
+        """Return the name of the autograd node whose output `tensor` is; empty where it has no node."""
         node: Any = tensor.grad_fn
         if node is None:
             return ""
@@ -409,7 +418,7 @@ class Scope:
         return name
 
     def _tagged(self, frame: Frame, account: Account, key: int) -> tuple[Account, Target | Deriving | None]:
-        """The account and the target of a storage that may have a tag."""
+        """Return the account and the target of a storage that may have a tag."""
         if key not in self._tags:
             return account, frame.target
         account.count -= 1
@@ -429,7 +438,7 @@ class Scope:
         whole: bool,
         protected: bool,
     ) -> str:
-        """Why `tensor` cannot go through `codec`; empty when it can."""
+        """Return the reason why `tensor` cannot go through `codec`; empty when it can."""
         if not codec.accepts(dtype):
             return f"{codec.name} does not take {str(dtype).removeprefix('torch.')}"
         if not whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
@@ -446,13 +455,13 @@ class Scope:
         return COMPILED if reason is WITHOUT_GRADIENT and _COMPILER in modules and region_saves() else reason
 
     def _is_alone(self, account: Account, key: int) -> bool:
-        """Whether this is the one site that is lossy, or reads what that has stored."""
+        """Return whether this is the one lossy site, or reads what that site has stored."""
         owners = [weak() for weak in self._stored.get(key, ())]
         sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
         return any(str(site) == self._alone for site in sites)
 
     def _find_owner(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
-        """Let an earlier payload of the same storage serve `handle`, where one can."""
+        """Let an earlier payload of the same storage serve `handle`, if one can. Returns whether one does."""
         owner = self._sharing.find(self._stored[key], handle, tensor, codec)
         if owner is None:
             return False
@@ -463,12 +472,12 @@ class Scope:
         return True
 
     def follow(self, policy: Policy, places: dict[Module, ModuleSites]) -> None:
-        """Decide by another policy for what is saved from now on."""
+        """Apply another policy to tensors that are saved from now on."""
         self._policy, self.tracker.places = policy, places
         self.tracker.derives = derives(policy)
 
     def settle(self) -> None:
-        """Encode what waited for its operator to end. What cannot be encoded stays an alias."""
+        """Encode the tensors that waited for their operator to end. A tensor that cannot be encoded stays an alias."""
         unsettled = self._unsettled[:]
         self._unsettled.clear()
         for weak, codec, tiers in unsettled:
@@ -478,7 +487,7 @@ class Scope:
             tensor = handle.alias.alias
             if tensor._version != handle.version:
                 if handle.snapshot is None:
-                    continue  # its unpack gives autograd's verdict
+                    continue  # unpack raises autograd's error
                 tensor, handle.offset = handle.snapshot, 0
             storage = tensor.untyped_storage()
             try:
@@ -492,9 +501,9 @@ class Scope:
                 handle.account.note = f"kept: {_no_room(tiers)}"
 
     def turn(self, thread: int) -> None:
-        """Backward begins inside of the context; the first one is the end of forward.
+        """Note that backward begins inside of the context. The first backward is the end of forward.
 
-        Trackers are for the thread of their forward.
+        A tracker belongs to the thread of its forward.
         """
         self._sharing.over = True
         if self._turned:
@@ -506,12 +515,12 @@ class Scope:
         self.ledger.mark_turn()
 
     def _go_on(self) -> None:
-        """Something is stored after a backward: be told of the next one."""
+        """Continue after a backward, because a tensor is stored: register for the next backward."""
         self._sharing.begin()
         turns.append(self)
 
     def close(self, *, failed: bool) -> None:
-        """Book what is still open, and forget every storage. After a `failed` forward nothing more is encoded."""
+        """Record the open frames, and forget every storage. After a `failed` forward, nothing more is encoded."""
         try:
             if not failed:
                 self.settle()
@@ -526,23 +535,23 @@ class Scope:
             self._census.clear()
 
     def _count_alive(self) -> None:
-        """Book the storages that were stored and that something else than autograd still holds."""
+        """Record the stored storages that another owner than autograd still holds."""
         for key, stored in self._stored.items():
             handle = stored[0]()
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
                 handle.account.alive += storage.nbytes()
 
-    # -- what others tell ---------------------------------------------------------------------------------------------
+    # -- counts and tags of other modules -----------------------------------------------------------------------------
 
     def count(self, key: int, storage: UntypedStorage, account: Account) -> None:
-        """Book a storage that plain autograd would save, and that a recomputed region does not."""
+        """Record a storage that plain autograd would save, and that a recomputed region does not save."""
         if key not in self.parameters and not self.tracker.knows(key):
             nbytes = self._census.count(key, storage)
             if nbytes:
                 self.ledger.add(account, nbytes, 0, 0)
 
     def tag(self, tensor: Tensor, name: str) -> None:
-        """Name the storage under `tensor`, for the rules of tensors that are saved after this."""
+        """Name the storage of `tensor`, for the rules of tensors that are saved from now on."""
         for storage in storages_of(tensor):
             self._census.meet(storage._cdata, storage)
             self._tags[storage._cdata] = name
@@ -558,13 +567,13 @@ class Scope:
         codec: Codec,
         tiers: tuple[str, ...],
     ) -> Route | None:
-        """Put the bytes that `handle` needs into the store: by which route; None when no tier has room."""
+        """Put the bytes that `handle` needs into the store. Returns the route; None when no tier has room."""
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         key = storage._cdata
         if handle.alias is None:
             saved = self._saved_nbytes(key, storage)
-        else:  # it has been counted; its snapshot has a storage of its own, which is gone after this
+        else:  # it has been counted; its snapshot has a storage of its own, which is freed after this
             saved = 0
             self._census.meet(key, storage)
         route = self._store.route(handle.account, tensor, codec, tiers)
@@ -576,12 +585,12 @@ class Scope:
             self._go_on()
         if key in self._stored:
             self._stored[key].append(weak)
-        else:  # never an empty list, at whatever moment an interrupt comes
+        else:  # never an empty list, even if an interrupt comes between
             self._stored[key] = [weak]
         return route
 
     def _saved_nbytes(self, key: int, storage: UntypedStorage) -> int:
-        """What plain autograd holds of a storage because it is saved now."""
+        """Return the bytes of a storage that plain autograd holds because it is saved now."""
         census, tracker = self._census, self.tracker
         if len(census.met) > self._prune_at:
             self._prune()
@@ -593,12 +602,12 @@ class Scope:
         return 0 if key in tracker.owned or key in frame.small else nbytes
 
     def _uncount(self, key: int, saved: int) -> None:
-        """Take back what `_saved_nbytes` has counted: whoever keeps the storage counts it."""
+        """Undo the count of `_saved_nbytes`, because the handle that keeps the storage counts it."""
         if saved:
             self._census.counted.discard(key)
 
     def _prune(self) -> None:
-        """Forget what is gone, so that a context without an end does not grow."""
+        """Forget freed storages, so that a context without an end does not grow."""
         gone = self._census.prune()
         self.tracker.forget(gone)
         self._store.remember([weak for key in gone for weak in self._stored.pop(key, ())])
@@ -627,7 +636,7 @@ def _note_compiled(handle: Handle | Reader, tensor: Tensor) -> None:
 
 
 def _alias_of(tensor: Tensor) -> Tensor:
-    """An alias that holds what `tensor` holds, also where a mode makes each new tensor a fake one."""
+    """Return an alias of `tensor` with its memory, even where a mode makes each new tensor a fake one."""
     with unset_fake_temporarily():
         return tensor.detach()
 
@@ -637,11 +646,11 @@ def _no_room(tiers: tuple[str, ...]) -> str:
 
 
 def _fits(tensor: Tensor, nbytes: int) -> bool:
-    """Whether a storage of `nbytes` holds all elements of `tensor`."""
+    """Return whether a storage of `nbytes` holds all elements of `tensor`."""
     span = layout_of(tensor.shape, tensor.stride()).span
     return span == 0 or (int(tensor.storage_offset()) + span) * tensor.itemsize <= nbytes
 
 
 def _name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
-    """Say in an error what was being saved."""
+    """Add the saved tensor to the context of an error."""
     error.add_context(f"while saving {account.site} ({describe(tensor)}, {account.where})")

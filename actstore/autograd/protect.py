@@ -1,4 +1,4 @@
-"""Which tensors are never encoded with loss, and which are not activations at all."""
+"""Tensors that must not be encoded with loss, and tensors that are not activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from actstore.base.storage import storages_of
 
-# Outputs whose error is amplified: by exp, by a division of small differences, or by being the loss itself.
+# Producers whose output error is amplified: by exp, by a division of small differences, or because it is the loss.
 # Measured on a character GPT: norm statistics are 0.14 % of the saved bytes and up to 86 % of the gradient error when
 # encoded; log-softmax 1.5 % of the bytes and up to 20,000 %.
 _EXACT_PRODUCERS = frozenset(
@@ -24,7 +24,7 @@ _EXACT_PRODUCERS = frozenset(
     }
 )  # fmt: skip
 
-# Nodes that only look at a tensor in another way, or cast it: what they give is still the parameter.
+# Nodes that view or cast a tensor: the output is still the parameter.
 TRANSPARENT = frozenset(
     {
         "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ReshapeAliasBackward0",
@@ -34,24 +34,24 @@ TRANSPARENT = frozenset(
     }
 )  # fmt: skip
 
-# Autograd nodes that Python may look at in one forward. PyTorch frees a chain of nodes one after the other, but those
-# that Python has looked at one inside the other: 40,000 overflow a stack of 8 MiB (PyTorch 2.13, also without a store).
+# MAX_NODES_INSPECTED bounds the nodes that Python inspects in one forward. PyTorch frees a chain of nodes in a loop,
+# but inspected nodes by recursion: 40,000 overflow a stack of 8 MiB (PyTorch 2.13, also without a store).
 _STACK_NBYTES, _NODE_NBYTES = 8 * 2**20, 512
 _soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
-MOST_NODES = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
+MAX_NODES_INSPECTED = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
 
 WITHOUT_GRADIENT = "requires no gradient: a statistic, a mask or an index"
-# The same of a compiled region: what it saves has no graph of its own, whatever it is.
+# The same for a compiled region, whose saved tensors have no graph of their own.
 COMPILED = "saved by a compiled region, which does not tell activations from statistics and masks"
 
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
-    """Why `tensor`, the output of the autograd node `producer`, must come back exactly; empty when it need not.
+    """Return the reason why `tensor`, the output of the node `producer`, must come back exactly, or an empty text.
 
-    Exact are integers and bools, float64 and complex, what requires no gradient (norm statistics, logsumexp, masks,
-    noise), and the outputs of softmax, log-softmax and other producers whose error training amplifies.
+    Exact are integers and bools, float64 and complex, and tensors that require no gradient (norm statistics, logsumexp,
+    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies.
     """
     if dtype not in LOSSY_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is never lossy"
@@ -65,9 +65,9 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
 
 
 def is_cast_parameter(tensor: Tensor, parameters: Set[int]) -> bool:
-    """Whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer.
+    """Return whether `tensor` is a view or a cast copy of a parameter, as autocast makes one for each layer.
 
-    `parameters` are the storages of those that are plain tensors, as for `functional_call`.
+    `parameters` are the storages of parameters that are plain tensors, as for `functional_call`.
     """
     node = tensor.grad_fn
     while node is not None and node.name() in TRANSPARENT:

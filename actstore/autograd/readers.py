@@ -1,4 +1,4 @@
-"""Which autograd nodes read the payloads of a sampled step, and what they read."""
+"""Readers: the autograd nodes that read the payloads of a sampled step, and the tensors that they read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from actstore.store.payload import Payload
 
 
 class Reader:
-    """What autograd holds in place of a stored tensor in a sampled step: its handle, which is read only once.
+    """Wrapper of a stored tensor's handle that autograd holds in a sampled step. The handle is read only once.
 
     Attributes
     ----------
-    capture : whether to keep what is read until the node has run
-    captured : what was read
-    shown : what to give instead of reading, while the node runs once more
+    capture : whether to keep the tensor that is read until the node has run
+    captured : the tensor that was read
+    shown : the tensor to return instead of reading, while the node runs once more
     """
 
     __slots__ = ("__weakref__", "capture", "captured", "handle", "shown")
@@ -40,17 +40,17 @@ class Reader:
         return tensor
 
     def forget(self) -> None:
-        """Let go of what was read; later readings are plain."""
+        """Release the captured tensor; later reads are plain."""
         self.capture, self.captured, self.shown = False, None, None
 
     @property
     def lossy(self) -> Account | None:
-        """The account of the payload that the reader gets, where it was encoded with loss."""
+        """Account of the payload, where it was encoded with loss; else None."""
         return lossy_account(self.handle)
 
 
 def lossy_account(handle: Any) -> Account | None:
-    """The account of the payload of `handle`; None where it is exact, or not encoded yet."""
+    """Return the account of the payload of `handle`; None where it is exact, or not encoded yet."""
     if handle.alias is not None:
         return None
     payload = handle if handle.owner is None else handle.owner
@@ -59,14 +59,14 @@ def lossy_account(handle: Any) -> Account | None:
 
 
 class Readers:
-    """The readers of one step, by the sequence number of the autograd node that saved them.
+    """Readers of one step, by the sequence number of the autograd node that saved them.
 
-    A node takes its number before it saves anything; the counter is one ahead. Readers live as long as the graph.
+    A node takes its number before it saves a tensor; the counter is one ahead. Readers live as long as the graph.
 
     Attributes
     ----------
-    seen : the numbers of all nodes whose saved tensors went through the store's hook: none of a recomputed region
-    wrapped : the numbers of nodes that read tensors which are made of others
+    seen : numbers of all nodes whose saved tensors went through the store's hook, without nodes of recomputed regions
+    wrapped : numbers of the nodes that read tensor wrappers
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Readers:
         self._apart: list[tuple[ref[Payload], str]] = []
 
     def hook(self, pack: Callable[..., Any], in_region: Callable[[], bool]) -> Callable[..., Any]:
-        """The pack hook of a sampled step.
+        """Return the pack hook of a sampled step.
 
         Parameters
         ----------
-        pack : the store's own
-        in_region : whether what is saved now is the input of a recomputed region
+        pack : the store's own pack hook
+        in_region : returns whether the tensor saved now is the input of a recomputed region
         """
 
         def watching(tensor: Tensor) -> Any:
@@ -106,17 +106,17 @@ class Readers:
 
     @property
     def alive(self) -> bool:
-        """Whether some are: a backward may come."""
+        """True while a reader lives, so that a backward may come."""
         return any(weak() is not None for readers in self._readers.values() for weak in readers)
 
     def of(self, number: int) -> list[Reader]:
-        """Those of one node."""
+        """Return the readers of one node."""
         return [reader for weak in self._readers.get(number, ()) if (reader := weak()) is not None]
 
     def lossy(self, why_not: Callable[[int], str]) -> dict[Account, str]:
-        """All sites whose payloads are lossy and alive, with why they cannot be predicted, if so.
+        """Return all sites with a live lossy payload, each with the reason why its error cannot be predicted, or empty.
 
-        why_not : of the number of a node: why what it reads cannot be predicted; empty where it can
+        why_not : returns for the number of a node the reason why its reads cannot be predicted; empty where they can
         """
         found: dict[Account, str] = {}
         for number in self._readers:

@@ -1,4 +1,4 @@
-"""Which bytes of a storage one payload holds."""
+"""The region of a storage that one payload holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actstore.base.layout import Layout, layout_of, storage_view
 
-SPARE = 4  # a view takes its whole storage along when that is at most this many times its own bytes
+MAX_STORAGE_RATIO = 4  # a view's payload is its whole storage where that is at most so many times larger
 
 
 class Region(NamedTuple):
@@ -17,7 +17,7 @@ class Region(NamedTuple):
 
     Attributes
     ----------
-    start, numel : the elements `start` to `start + numel` of the storage; or, where `compact` is given, just the
+    start, numel : the elements `start` to `start + numel` of the storage; or, where `compact` is given, only the
         elements of one strided view from `start`
     compact : (shape, stride) of unique elements in storage order
     """
@@ -27,25 +27,25 @@ class Region(NamedTuple):
     compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def covers(self, offset: int, layout: Layout) -> bool:
-        """Whether a view of the same storage can be rebuilt from this region."""
+        """Return whether a view of the same storage can be rebuilt from this region."""
         if self.compact is not None:
             return offset == self.start and layout.compact == self.compact
         return self.start <= offset and offset + layout.span <= self.start + self.numel
 
 
 def is_whole(tensor: Tensor, total: int) -> bool:
-    """Whether `tensor` is all of a storage of `total` bytes, contiguous and without lazy bits."""
+    """Return whether `tensor` is all of a storage of `total` bytes, contiguous and without lazy bits."""
     return tensor.nbytes == total and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
-    """What to encode so that `tensor` can be rebuilt: a dense source, and the region of the storage that it is.
+    """Return a dense tensor to encode, from which `tensor` can be rebuilt, and the region of the storage that it is.
 
-    * the whole storage, when it is little more than the view: all its views then share one payload, as q, k and v do.
-      A lossy codec must know that the rest of the storage means something, since it shares scales with the view: it
-      does when one differentiable operator wrote all of it;
+    * the whole storage, where it is little more than the view: all its views then share one payload, as q, k and v do.
+      A lossy codec shares scales between the view and the rest of the storage, so the rest must be meaningful: it is
+      where one differentiable operator wrote all of it;
     * else the span of the view, where that is little more than the view;
-    * else just the elements of the view, gathered.
+    * else only the elements of the view, gathered.
     """
     total, nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.nbytes, tensor.dtype.itemsize
     layout = layout_of(tensor.shape, tensor.stride())
@@ -54,12 +54,12 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
     tensor = _stored_bits(tensor.detach())
     if layout.dense and total == nbytes:
         return tensor, Region(0, layout.span)
-    if whole_is_meant and total <= SPARE * nbytes and total % itemsize == 0:
+    if whole_is_meant and total <= MAX_STORAGE_RATIO * nbytes and total % itemsize == 0:
         count = total // itemsize
         return storage_view(tensor, 0, count), Region(0, count)
     if layout.dense:
         return tensor, Region(offset, layout.span)
-    if layout.compact is None or (lossless and layout.span * itemsize <= SPARE * nbytes):
+    if layout.compact is None or (lossless and layout.span * itemsize <= MAX_STORAGE_RATIO * nbytes):
         return storage_view(tensor, offset, layout.span), Region(offset, layout.span)
     gathered = tensor.as_strided(*layout.compact).contiguous()
     return gathered, Region(offset, gathered.numel(), layout.compact)
@@ -88,7 +88,7 @@ def source_at(tensor: Tensor, region: Region | None, shape: tuple[int, ...], str
 
 
 def exact_copy(tensor: Tensor) -> Tensor:
-    """The same values with the same strides in memory of its own, at offset 0."""
+    """Return a copy with the same values and strides in memory of its own, at offset 0."""
     bits = _stored_bits(tensor.detach())
     span = layout_of(tensor.shape, tensor.stride()).span
     copy = storage_view(bits, int(tensor.storage_offset()), span).clone().as_strided(tensor.shape, tensor.stride(), 0)
@@ -98,17 +98,17 @@ def exact_copy(tensor: Tensor) -> Tensor:
 
 
 def can_be_lossy(layout: Layout) -> bool:
-    """Whether the unique elements of a view can be told: a lossy codec then encodes them and nothing else."""
+    """Return whether the unique elements of a view are known, so that a lossy codec can encode these alone."""
     return layout.dense or layout.compact is not None
 
 
 def _written_at_once(base: Tensor) -> bool:
-    """Whether all of `base`'s storage is the output of one differentiable operator, unchanged since."""
+    """Return whether all of `base`'s storage is the output of one differentiable operator, unchanged since."""
     return not base.is_leaf and base._version == 0 and base.nbytes == base.untyped_storage().nbytes()
 
 
 def _stored_bits(tensor: Tensor) -> Tensor:
-    """The same memory without lazy conjugation or negation."""
+    """Return the same memory without lazy conjugation or negation."""
     if tensor.is_conj():
         tensor = tensor.conj()
     return torch._neg_view(tensor) if tensor.is_neg() else tensor

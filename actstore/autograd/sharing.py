@@ -1,17 +1,17 @@
-"""Payloads that serve a tensor which is saved once more.
+"""Payloads that serve a tensor that is saved again.
 
-In plain autograd all that is saved of one storage is the storage itself. A store has the bytes as they were when they
-were saved, and so one payload serves two saves only where nothing was written in between. The version counter does not
-tell: a write through ``x.data`` leaves it as it is. So the bytes are compared with the payload, unless one node of the
-graph saves both, with no code of Python in between:
+Plain autograd saves a storage once, however many of its tensors are saved. A store has the bytes as they were when
+saved, so one payload serves two saves only if no write came in between. The version counter does not prove that: a
+write through ``x.data`` leaves it unchanged. So the bytes are compared with the payload, unless one node of the graph
+saves both, without Python code in between:
 
-* where the payload lies in host memory, at once. Where it differs, the tensor gets a payload of its own;
+* where the payload is in host memory, at once. Where it differs, the tensor gets a payload of its own;
 * where an accelerator has it, and both saves are of the same elements, by the accelerator; the host does not wait.
   Where it differs, backward raises an error, or the next entry of the store if backward was faster than the device.
 
-Where the payload has left for another tier, the tensor gets one of its own.
+Where the payload has left for another tier, the tensor gets a payload of its own.
 
-No payload of before a backward serves a save after it: between the two an optimizer may well write.
+No payload from before a backward serves a save after it, because an optimizer may write between the two.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from actstore.codecs import Codec
 from actstore.store.comparison import compare
 from actstore.store.store import Store
 
-_APPLY = Function.apply.__code__  # what saves for a Function of a user's, who may have written meanwhile
-_DEEP = 8  # frames from here to who calls autograd, at most
-_NEVER = -1  # the number of no node
+_APPLY = Function.apply.__code__  # the code that saves for a user's Function, which may have written meanwhile
+_MAX_FRAMES = 8  # from the hook to the caller of autograd
+_NO_NODE = -1  # as a sequence number
 
 
 class Sharing:
-    """Of one scope: the payload that may serve a tensor, where there is one.
+    """Search of one scope for a payload that can serve a tensor.
 
     Attributes
     ----------
-    over : whether a backward has begun since something was stored
+    over : whether a backward has begun since the last tensor was stored
     """
 
     def __init__(self, store: Store) -> None:
         self.over = False
         self._store = store
-        self._since = 0  # the number of the first node that has stored something after the last backward
+        self._since = 0  # number of the first node that stored a tensor after the last backward
 
     def begin(self) -> None:
-        """Go on after a backward: a node stores something."""
+        """Continue after a backward, because a node stores a tensor."""
         self.over = False
         self._since = _get_sequence_nr()
 
     def find(self, owners: Iterable[ref[Stored]], handle: Stored, tensor: Tensor, codec: Codec) -> Stored | None:
         """Find one of `owners`, all of the same storage, whose payload has the bytes of `tensor` as it is saved now.
 
-        Where it is known later only whether it has, `handle` gets the `proof` to ask then.
+        Where the result of the comparison is known only later, `handle` gets it as `proof`.
         """
         if self.over:
             return None
@@ -79,10 +79,10 @@ class Sharing:
         source = source_at(tensor, owner.region, owner.shape, owner.stride)
         place = self._store.place(tensor.device)
         if source is not None and source.numel() != tensor.numel() and not place.device.on_host:
-            return False  # the others may be written to, by views with version counters of their own
+            return False  # the remaining elements may change, through views with version counters of their own
         found = source is not None and compare(owner, source, place, self._store.unproved)
         if found is False:
-            owner.born = _NEVER  # its storage has gone on
+            owner.born = _NO_NODE  # its storage has changed since
             return False
         handle.proof = None if found is True else found
         return True
@@ -90,7 +90,7 @@ class Sharing:
 
 def _in_function() -> bool:
     frame: FrameType | None = _getframe(1)
-    for _ in range(_DEEP):
+    for _ in range(_MAX_FRAMES):
         if frame is None or frame.f_code is _APPLY:
             return frame is not None
         frame = frame.f_back

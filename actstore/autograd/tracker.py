@@ -1,7 +1,7 @@
-"""The name of the module that is running, per thread, while some store is active.
+"""Names of the running modules, per thread, while a store is active.
 
-Two hooks common to all modules are registered while at least one store is active, and none otherwise; nothing is
-attached to a model, so that it can be copied and pickled at any time.
+Two global module hooks are registered while at least one store is active. Nothing is attached to a model, so that it
+can be copied and pickled at any time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from actstore.codecs import Codec, Raw
 from actstore.policy import Decision, Derive, Encode, Offload
 from actstore.store.payload import Route
 
-SMALL = -1  # the index of the account of all tensors of a module that are kept because they are small
-GROUP = 64  # small tensors that share one frame at most
+SMALL_INDEX = -1  # of the account of all tensors of a module that are kept because they are small
+MAX_SMALL_PER_FRAME = 64  # small tensors
 
 
 Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
 
 
 class Precedent(NamedTuple):
-    """The last tensor of a site, where nothing spoke against its target, and it was all of its storage.
+    """The last tensor of a site, if it went to its target without exception and was all of its storage.
 
-    The next one like it goes the same way.
+    The next tensor like it goes the same way.
     """
 
     target: Target
-    producer: str  # the autograd node that had made it
+    producer: str  # the autograd node that returned it
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -56,19 +56,19 @@ class Precedent(NamedTuple):
 
 
 class Deriving(NamedTuple):
-    """Where tensors go that can be made again of others; `rest` is where all others go, None where they stay."""
+    """Target of tensors that can be derived; `rest` is the target of all other tensors, None where they stay."""
 
     rest: Target | None
     where: str
 
 
 DEVICE: tuple[str, ...] = ("device",)
-COMPUTED = "a weight that is computed from parameters"  # why what a call saves must be exact
+COMPUTED = "a weight that is computed from parameters"  # a reason why the tensors that a call saves must be exact
 ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
 
 
 def target_of(decision: Decision) -> Target | Deriving | None:
-    """Where a decision sends a tensor; None where it stays as it is."""
+    """Return the target of a decision for a tensor; None where the tensor stays on its device."""
     if isinstance(decision, Derive):
         rest = target_of(decision.rest)
         assert not isinstance(rest, Deriving), "a Derive holds none"
@@ -81,7 +81,7 @@ def target_of(decision: Decision) -> Target | Deriving | None:
 
 
 class ModuleSites:
-    """What is remembered of one module name: its accounts in the order of its saves, and where they go."""
+    """Record of one module name: its accounts in the order of its saves, and their target."""
 
     __slots__ = ("_ledger", "_small", "accounts", "hidden", "keep_below", "name", "target", "watched")
 
@@ -89,11 +89,11 @@ class ModuleSites:
         self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int, *, watched: bool = False
     ) -> None:
         self.name = name
-        self.watched = watched  # whether it is looked at if the module runs in a checkpoint of the model's own,
-        self.hidden = False  # and whether it did, when it ran last
+        self.watched = watched  # whether `hidden` is to be set,
+        self.hidden = False  # which says that the module's last call was in a checkpoint of the model's own
         self.accounts: list[Account] = []
         self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
-        self.keep_below = keep_below  # storages below this many bytes are kept, and accounted for in groups
+        self.keep_below = keep_below  # bytes: smaller storages are kept, and accounted for in groups
         self._ledger = ledger
         self._small: Account | None = None
 
@@ -104,26 +104,26 @@ class ModuleSites:
         return accounts[index]
 
     def book(self, nbytes: int, count: int) -> Finalizer:
-        """Book a group of small tensors as saved, and as held until what this returns dies."""
+        """Record a group of small tensors as saved, and as held until the returned finalizer dies."""
         if self._small is None:
-            self._small = self._ledger.account(Site(self.name, SMALL))
+            self._small = self._ledger.account(Site(self.name, SMALL_INDEX))
         self._small.note = "" if self.target is None else "small"
         self._small.count += count
         return self._ledger.hold(self._small, nbytes, 0, nbytes)
 
 
 class Frame:
-    """One call of a module: its place, how many tensors it has saved, and the decision for a region's inputs.
+    """One call of a module: its record, the number of its saved tensors, and the decision for a region's inputs.
 
-    Handles of small tensors hold their frame, and so it dies with the last of them: their bytes are booked once, when
-    the call ends, and released once. That is what makes a kept tensor cheap.
+    Handles of small tensors hold their frame, so that it dies with the last of them. Their bytes are booked once, when
+    the call ends, and released once, which makes a kept tensor cheap.
 
     Attributes
     ----------
-    counted : whether what it saves counts. What a reentrant checkpoint runs again in backward waits as it is, and is
-        gone with that: it is no part of the forward
-    exact : why all that it saves must be exact; empty where it need not
-    follows : the target for which tensors may follow precedents of their sites; None where each is looked at anew
+    counted : whether its saved tensors count. Tensors that a reentrant checkpoint saves in its rerun stay as they are,
+        and are freed with it: they are not part of the forward
+    exact : the reason why all that it saves must be exact; empty where it need not be
+    follows : the target for which tensors may follow precedents of their sites; None where `_place` decides on each
     """
 
     __slots__ = (
@@ -151,11 +151,11 @@ class Frame:
         self.keep_below = (place.keep_below if inputs is None else 0) if counted else sys.maxsize
         self.index = 0
         self.small: dict[int, int] = {}  # bytes of small storages, by identity
-        self.owned = owned  # the small storages of all calls that have ended; each belongs to the first
+        self.owned = owned  # the small storages of all ended calls; each belongs to the first call that saved it
         self.last: tuple[Finalizer, Finalizer] | None = None
 
     def end(self, counted: set[int]) -> None:
-        """Book the small tensors of this call, but for storages that are `counted` elsewhere."""
+        """Record the small tensors of this call, except storages that are `counted` elsewhere."""
         if self.small and self.counted:
             self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
             self.owned.update(small)
@@ -164,11 +164,11 @@ class Frame:
 
 
 class Norm(NamedTuple):
-    """What no autograd node keeps of a normalisation that ran: it is put into the metadata of the node.
+    """Facts of a normalisation that its autograd node does not keep, put into the metadata of that node.
 
     Attributes
     ----------
-    bias : of a GroupNorm, with its version then; an alias, because a node must not hold itself
+    bias : bias of a GroupNorm, with its version then; an alias, because a node must not hold itself
     """
 
     eps: Any
@@ -177,25 +177,25 @@ class Norm(NamedTuple):
     site: Site
 
 
-NORM = "actstore.norm"  # in the metadata of a node
+NORM = "actstore.norm"  # key in a node's metadata
 _NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
 
 
 def _note_norm(module: Module, output: Tensor, name: str) -> None:
-    """Have the node of a normalisation's output know what it was made with, where that is certain."""
+    """Note the module's options in the node of a normalisation's output, where they are certain."""
     if "forward" in module.__dict__ or output.grad_fn is None:
         return
     bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None
-    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: it would be computed anew
+    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: computed in each call
         return
     alias = None if bias is None else bias.detach()
     version = 0 if bias is None else bias._version
     metadata: Any = output.grad_fn.metadata
-    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL))
+    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL_INDEX))
 
 
 class Tracker:
-    """The modules that are running on one thread under one entry of a store."""
+    """The running modules of one thread under one entry of a store."""
 
     __slots__ = (
         "census", "computed", "counted", "derives", "ended", "frame", "hidden", "owned", "parameters", "places",
@@ -211,14 +211,14 @@ class Tracker:
         self.parameters = parameters  # storages of parameters
         self.computed: set[int] = set()  # storages of weights that are computed from parameters
         self.owned: set[int] = set()
-        self.ended: Callable[[Any], None] | None = None  # is given the output of each call that no other is around
+        self.ended: Callable[[Any], None] | None = None  # called with the output of each outermost call
         self.hidden = 0  # calls of watched modules in checkpoints of the model's own
-        self.derives = False  # whether something may be made again of what normalisations were given
+        self.derives = False  # whether the policy derives tensors, which needs facts of normalisations
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.owned, exact=exact)
 
     def knows(self, key: int) -> bool:
-        """Whether a storage is small and saved."""
+        """Return whether a storage is small and saved."""
         return key in self.owned or key in self.frame.small
 
     def push(self, module: Module | None, place: ModuleSites, inputs: Decision | None = None) -> None:
@@ -232,9 +232,9 @@ class Tracker:
         self.frame = self.stack.pop()
 
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
-        """Know a weight by its storage, which may die before the forward ends: ZeRO-3 gathers weights and frees them.
+        """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
 
-        What is no Parameter was given to `functional_call`, or was `computed` from parameters.
+        A weight that is not a Parameter was given to `functional_call`, or was `computed` from parameters.
         """
         known = self.computed if computed else self.parameters
         for storage in storages_of(weight):
@@ -242,12 +242,12 @@ class Tracker:
             known.add(storage._cdata)
 
     def forget(self, gone: set[int]) -> None:
-        """Forget weights whose storages are gone."""
+        """Forget weights whose storages are freed."""
         self.parameters -= gone
         self.computed -= gone
 
     def leave(self, module: Module) -> None:
-        """End the innermost call of `module`, and what it called (an interrupt runs no hooks)."""
+        """End the innermost call of `module`, and the calls inside it, because an interrupt runs no hooks."""
         if self.frame.module is not module and all(frame.module is not module for frame in self.stack):
             return
         while self.frame.module is not module:
@@ -255,25 +255,25 @@ class Tracker:
         self.pop()
 
     def unwind(self, depth: int = 0) -> None:
-        """End all calls but the outermost `depth`."""
+        """End all calls except the outermost `depth`."""
         while len(self.stack) > depth:
             self.pop()
 
     def renew(self) -> None:
-        """Go on with a fresh frame of the same call: the old one has its share of small tensors."""
+        """Continue with a new frame of the same call, because the old frame has its share of small tensors."""
         old = self.frame
         old.end(self.counted)
         self.frame = Frame(old.module, old.place, self.owned, old.inputs, old.exact, counted=old.counted)
         self.frame.index = old.index
 
     def end(self) -> None:
-        """Book what frames that are still open hold."""
+        """Record what frames that are still open hold."""
         self.unwind()
-        self.renew()  # from here on the last frame belongs to its handles alone
+        self.renew()  # from here on only its handles hold the last frame
 
 
 class GlobalHook:
-    """A hook of all modules that comes and goes, always under the same id: compiled code runs again only where the ids
+    """A hook of all modules that comes and goes, always under the same id: compiled code is valid only while the ids
     of such hooks are those that it was compiled with.
 
     Parameters
@@ -292,7 +292,7 @@ class GlobalHook:
             return
         hooks: Any = self._handle.hooks_dict_ref()
         hooks[self._handle.id] = self._hook
-        for marks in self._handle.extra_dict_ref:  # such as those that are always called
+        for marks in self._handle.extra_dict_ref:  # such as the ids of hooks that are always called
             marks()[self._handle.id] = True
 
     def remove(self) -> None:
@@ -306,8 +306,8 @@ _trackers = set[Tracker]()  # those that follow modules now, on all threads
 
 
 def before_call(module: Module, _: Any) -> None:
-    """A module starts to run on this thread."""
-    if is_dynamo_compiling():  # what is compiled has no modules
+    """Push the frame of a module that starts to run on this thread."""
+    if is_dynamo_compiling():  # compiled code has no modules
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
     if tracker is not None:
@@ -321,7 +321,7 @@ def before_call(module: Module, _: Any) -> None:
             original: Any = module._modules["_orig_mod"]
             place = tracker.places.get(original)
         if place is not None:
-            if not place.name:  # the model itself starts: what an interrupt may have left on the stack is over
+            if not place.name:  # the model itself starts: frames that an interrupt left on the stack are over
                 tracker.unwind()
             if place.watched and not in_reentrant():
                 place.hidden = in_checkpoint()
@@ -330,7 +330,7 @@ def before_call(module: Module, _: Any) -> None:
 
 
 def after_call(module: Module, _args: Any, output: Any) -> None:
-    """A module has run, or failed."""
+    """Pop the frame of a module that has run, or failed."""
     if is_dynamo_compiling():
         return
     tracker: Tracker | None = getattr(_active, "tracker", None)
@@ -351,13 +351,13 @@ _hooks = (
 
 
 def current() -> Tracker | None:
-    """What follows the modules of this thread."""
+    """Return the tracker that follows the modules of this thread."""
     tracker: Tracker | None = getattr(_active, "tracker", None)
     return tracker
 
 
 def start(tracker: Tracker) -> None:
-    """Follow modules of this thread with `tracker`."""
+    """Follow the modules of this thread with `tracker`."""
     with _lock:
         _trackers.add(tracker)
         if len(_trackers) == 1:
@@ -367,7 +367,7 @@ def start(tracker: Tracker) -> None:
 
 
 def stop(tracker: Tracker, before: Tracker | None) -> None:
-    """End what `start` began, wherever that was interrupted, and go back to the tracker `before`."""
+    """End what `start` began, wherever that was interrupted, and restore the tracker `before`."""
     _active.tracker = before
     with _lock:
         _trackers.discard(tracker)

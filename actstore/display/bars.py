@@ -1,4 +1,4 @@
-"""Where the bytes of each part of a model wait, as bars."""
+"""Bar charts of the bytes that each part of a model holds, moves and frees."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_NAMES = 48  # at the axis
-MOST_DECISIONS = 9  # that have a colour of their own
+MAX_AXIS_NAMES = 48
+MAX_COLORED_DECISIONS = 9
 COLORS = look.SERIES
 KEEP, KEPT, OTHERS = "keep", "#9aa5b1", "#444444"
 SCALES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class Bar(NamedTuple):
-    """A part of a model; sizes in bytes: what plain training holds, and of that what is held and moved."""
+    """One part of a model. `saved` is in bytes what plain training holds, of which `held` stay and `moved` leave."""
 
     name: str
     decision: str
@@ -34,28 +34,28 @@ class Bar(NamedTuple):
 
 
 def picture(bars: Sequence[Bar], title: str) -> Figure:
-    """Bars alone, at least one."""
+    """Return a figure with a bar chart alone, of at least one bar."""
     figure = look.figure(height(len(bars)))
     draw(figure.subplots(), bars, title)
     return figure
 
 
 def height(count: int) -> float:
-    """Inches for so many bars."""
-    return 1.6 + 0.16 * max(8, min(count, MOST_NAMES))
+    """Return the height in inches of a chart with `count` bars."""
+    return 1.6 + 0.16 * max(8, min(count, MAX_AXIS_NAMES))
 
 
 def scale(largest: float) -> tuple[int, str]:
-    """The unit for sizes up to `largest` bytes, and how many bytes it is."""
+    """Return the unit for sizes up to `largest` bytes, and its size in bytes."""
     return next((scale, unit) for scale, unit in SCALES if max(largest, 1) >= scale)
 
 
 def draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
-    """A bar for each part: held solid, moved hatched, freed pale."""
+    """Draw a bar for each part: held solid, moved hatched, freed pale."""
     largest = max(bar.saved for bar in bars)
     nbytes, unit = scale(largest)
     decisions = list(dict.fromkeys(bar.decision for bar in bars if bar.decision != KEEP))
-    colors = dict.fromkeys(decisions, OTHERS) | dict(zip(decisions[:MOST_DECISIONS], COLORS, strict=False))
+    colors = dict.fromkeys(decisions, OTHERS) | dict(zip(decisions[:MAX_COLORED_DECISIONS], COLORS, strict=False))
     colors[KEEP] = KEPT
     at = range(len(bars))
     color = [colors[bar.decision] for bar in bars]
@@ -64,7 +64,7 @@ def draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
     axes.barh(at, moved, left=held, color="white", edgecolor=color, hatch="////", height=0.8, linewidth=0.6)
     start = [a + b for a, b in zip(held, moved, strict=True)]
     axes.barh(at, freed, left=start, color=color, alpha=0.22, height=0.8)
-    every = -(-len(bars) // MOST_NAMES)  # names at the axis: one of so many
+    every = -(-len(bars) // MAX_AXIS_NAMES)  # the axis names one bar of so many
     ticks = list(at)[::every]
     axes.set_yticks(ticks, [bars[i].name for i in ticks], fontsize=look.SMALL)
     axes.set_ylim(len(bars) - 0.4, -0.6)

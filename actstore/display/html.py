@@ -1,4 +1,4 @@
-"""What objects show of themselves in notebooks: plain HTML that needs nothing else, in light and in dark."""
+"""HTML of objects in notebooks, in light and in dark themes, without any other resource."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STYLE = (
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading with parts that `table`, `line` and `items` made; empty ones are left out."""
+    """Return a heading and the parts that `table`, `line` and `items` made; empty parts are left out."""
     return f'<div class="actstore">{STYLE}<p><b>{escape(title)}</b></p>{"".join(parts)}</div>'
 
 
 def line(text: str) -> str:
-    """A paragraph."""
+    """Return a paragraph, or nothing for an empty text."""
     return f"<p>{escape(text)}</p>" if text else ""
 
 
 def items(texts: Iterable[str]) -> str:
-    """A list, such as of advice; nothing where there is none."""
+    """Return a list, such as of advice, or nothing for no texts."""
     listed = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{listed}</ul>" if listed else ""
 
@@ -47,13 +47,13 @@ def table(
     bar: int = -1,
     total: bool = False,
 ) -> str:
-    """A table; all text is escaped.
+    """Return a table, with all text escaped.
 
     Parameters
     ----------
-    words : columns that hold words and stand at the left; the others are numbers and stand at the right
+    words : columns of words, aligned left; the remaining columns are numbers, aligned right
     bars : a part from 0 to 1 for each row, drawn behind the text of column `bar`
-    total : whether the last row is a sum of the others
+    total : whether the last row is the sum of the rows above it
     """
     rows = list(rows)
     lines = [_row("th", head, words)]

@@ -1,4 +1,4 @@
-"""Many names of modules in few words."""
+"""Short texts for many module names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ NUMBER = re.compile(r"\d+")
 
 
 def pattern_of(name: str) -> str:
-    """The name without its numbers; the same for all names without any."""
+    """Return `name` with `#` for each number; empty for a name without numbers."""
     return NUMBER.sub("#", name) if NUMBER.search(name) else ""
 
 
 def short(names: Sequence[str], width: int = 40) -> str:
-    """``blocks.0, blocks.1, blocks.2, blocks.4 -> blocks.0-2, 4``, within `width` characters where there are several.
+    """Return ``blocks.0-2, 4`` for ``blocks.0, blocks.1, blocks.2, blocks.4``.
 
-    Names are taken in their order; what does not fit is counted.
+    Names keep their order. Several pieces take at most `width` characters; names that do not fit are counted.
     """
     pieces = list(_pieces(names))
     shown = ", ".join(text for text, _ in pieces)
@@ -33,7 +33,7 @@ def short(names: Sequence[str], width: int = 40) -> str:
 
 
 def _pieces(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Runs of names that differ in their last number only, and how many names each stands for."""
+    """Yield the text of each run of names that differ in their last number only, and the count of its names."""
     last = None
     for (before, after), group in groupby((_split(name) for name in names), key=lambda parts: (parts[0], parts[2])):
         numbers = [number for _, number, _ in group]
@@ -48,7 +48,7 @@ def _pieces(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def _split(name: str) -> tuple[str, int | None, str]:
-    """What stands before the last number, the number, and what follows; numbers with leading zeros are no numbers."""
+    """Split `name` into text, its last number, and text. A last number with leading zeros is part of the text."""
     found = list(NUMBER.finditer(name))
     if not found or str(int(found[-1][0])) != found[-1][0]:
         return name, None, ""
@@ -56,7 +56,7 @@ def _split(name: str) -> tuple[str, int | None, str]:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
-    """First, last and count of runs of consecutive numbers."""
+    """Yield the first number, the last number and the length of each run of consecutive numbers."""
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield run[0], run[-1], len(run)

@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, sizes, headings."""
+"""Colours, sizes and headings of all pictures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ except ModuleNotFoundError as error:
         raise
     raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'") from error
 
-# Okabe and Ito's, which stay apart for people who see fewer colours; some are darker here, to serve for letters.
+# Okabe and Ito's palette, for colour-blind readers; some colours are darker here, so that text stays legible
 BLACK, BLUE, VERMILION, GREEN = "#222222", "#0072b2", "#d55e00", "#009e73"
 PURPLE, ORANGE, SKY = "#a8578a", "#b87a00", "#56b4e9"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
 GREY, NOTE, RULE, GRID = "#6f6f6f", "#555555", "#cccccc", "#eeeeee"
 MARKERS = "osD^vPX*<"
-TIMES = {  # what a step does
+TIMES = {  # by the kind of work in a step
     "forward": "#cfe0f3",
     "backward": "#dcd3ee",
     "recompute": "#9aa5b1",
@@ -32,12 +32,12 @@ TIMES = {  # what a step does
     "stall": VERMILION,
 }
 
-WIDTH, DPI = 9.0, 150  # inches, of the picture; shown at 800 pixels a letter of 9 points is 11 high
+WIDTH, DPI = 9.0, 150  # WIDTH in inches; shown at 800 pixels, a letter of 9 points is 11 pixels high
 SMALL, NORMAL = 8.5, 9.0  # points
 
 
 class RowStyle(NamedTuple):
-    """How the rows of one kind are drawn."""
+    """The style of all rows of one kind."""
 
     label: str
     color: str
@@ -62,14 +62,14 @@ class Picture(Figure):
 
 
 def figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty picture, in inches, that finds room for its texts by itself."""
+    """Return an empty picture of a size in inches, whose layout makes room for its texts."""
     made = Picture(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(made)
     return made
 
 
 def heading(axes: Axes, title: str, note: str = "", letters: int = 128) -> None:
-    """What the axes show, and below it in small letters of what; lines are broken after so many `letters`."""
+    """Write a title above the axes, and below it `note` in small letters, in lines of at most `letters` characters."""
     text = fill(note, letters)
     lines = text.count("\n") + 1 if note else 0
     axes.set_title(title, loc="left", fontweight="bold", pad=6 + 13 * lines)
@@ -80,12 +80,12 @@ def heading(axes: Axes, title: str, note: str = "", letters: int = 128) -> None:
 
 
 def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """A pale grid behind everything, and no frame."""
+    """Draw a pale grid behind everything, and remove the top and right frame."""
     axes.grid(True, axis=grid, color=GRID, zorder=0)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend(axes: Axes) -> None:
-    """At the right of the axes."""
+    """Draw the legend at the right of the axes."""
     axes.legend(frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1, 1))

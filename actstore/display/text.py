@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
 WIDTH = 118
-UNIT = re.compile(r"(?<=\d) (?=%|ms|B|[KMGT]iB)")  # the space before one
+UNIT = re.compile(r"(?<=\d) (?=%|ms|B|[KMGT]iB)")  # the space before a unit
 
 
 def percent(fraction: float, form: str = ".1f") -> str:
@@ -15,14 +15,17 @@ def percent(fraction: float, form: str = ".1f") -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Lines of at most WIDTH characters, numbers and their units on one; under an indent, later lines deeper."""
+    """Return lines of at most WIDTH characters that keep a number and its unit together.
+
+    Lines after the first have twice the indent.
+    """
     whole = UNIT.sub("\N{NO-BREAK SPACE}", text)
     lines = wrap(whole, WIDTH, initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def unwrapped(lines: Iterable[str]) -> list[str]:
-    """The texts that `wrapped` broke into lines with an indent."""
+    """Return the texts that `wrapped` broke into lines with an indent."""
     found: list[str] = []
     for line in lines:
         if found and line.startswith("    "):
@@ -33,7 +36,10 @@ def unwrapped(lines: Iterable[str]) -> list[str]:
 
 
 def columns(cells: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """Lines of a table: the last column to the left, and the first one unless it has numbers; others to the right."""
+    """Return the lines of a table.
+
+    The last column is aligned left, and so is the first one unless it has `numbers`; the rest are aligned right.
+    """
     last = len(cells[0]) - 1
     widths = [max(len(line[i]) for line in cells) for i in range(last)]
     return [

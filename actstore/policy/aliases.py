@@ -1,4 +1,4 @@
-"""Names that stand for the parts of any model: ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` in a policy."""
+"""Aliases: names for the parts of any model, ``@blocks``, ``@attention``, ``@mlp`` and ``@norm``, in a policy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MLP = re.compile(
 
 
 def expand(rules: Rules, model: Module) -> Rules:
-    """The same rules with the names of `model` in the place of aliases.
+    """Return the same rules with the module names of `model` in place of aliases.
 
-    ``@blocks`` are the modules that the model repeats; ``@attention`` and ``@mlp`` the outermost modules in them with a
-    name that models give to attention (``self_attn``, ``SelfAttention``) and to feed-forward networks and experts
-    (``mlp``, ``DenseReluDense``, ``block_sparse_moe``); ``@norm`` all normalisations outside of these two. What follows
-    an alias follows each of its names: ``@mlp.down_proj``.
+    ``@blocks`` are the modules that the model repeats. ``@attention`` and ``@mlp`` are the outermost modules in them
+    with a name that models give to attention (``self_attn``, ``SelfAttention``), and to feed-forward networks and
+    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalisations outside of these two.
+    Text after an alias follows each of its names: ``@mlp.down_proj``.
 
     Raises
     ------
-    PolicyError : an unknown alias, or one that the model has nothing for; the message lists the names that there are
+    PolicyError : an unknown alias, or an alias without a module in the model; the message lists the known names
     """
     if not any(pattern.startswith("@") for pattern, _ in rules.rules):
         return rules
@@ -69,12 +69,12 @@ def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:
 
 
 def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -> list[str]:
-    """Patterns for what an alias and its rest mean: one for all layers where that covers nothing else."""
+    """Return patterns for an alias and its further text: one pattern for all layers where it covers nothing else."""
     alias, dot, rest = module.partition(".")
     if alias not in parts:
         raise PolicyError(
-            f"'{alias}' is no alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}; other modules "
-            "go by their names",
+            f"'{alias}' is an unknown alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}; "
+            "other modules go by their names",
             alias=alias,
         )
     if not parts[alias]:

@@ -1,4 +1,4 @@
-"""Values for policies that choose by themselves: `Auto` and `Bits`, and their text."""
+"""Policies that choose decisions: `Auto` and `Bits`, and their text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from actstore.errors import ConfigError
 class Auto:
     """The policy that measures the first steps, then runs the fastest decisions that fit into a budget.
 
-    All decisions have exact gradients, unless `max_noise` is above 0. Host memory is used as far as the budget of
-    `Host` goes, a disk only where `Disk` is given with a budget. As text: ``"auto(20GiB, max_noise=0.1)"``.
+    All decisions have exact gradients, unless `max_noise` is above 0. Host memory is used up to the budget of `Host`,
+    and a disk only where `Disk` has a budget. As text: ``"auto(20GiB, max_noise=0.1)"``.
 
     Parameters
     ----------
-    budget : most bytes of activations on the compute device (`Report.peak_held_bytes`), as an int or text such as
+    budget : bound on bytes of activations on the compute device (`Report.peak_held_bytes`), an int or text such as
         ``"20GiB"``; with ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
     max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
         batch to batch; 0.1 costs what a batch that is a tenth smaller costs. Above 0, lossy codecs are among the
@@ -44,22 +44,23 @@ class Auto:
 
     @property
     def budget_nbytes(self) -> int:
-        """The budget of this process."""
+        """Budget of this process in bytes."""
         return parse_budget(self.budget, "Auto(budget)")
 
 
 @dataclass(frozen=True)
 class Bits:
-    """The policy that chooses a codec for each site, by what its errors do to the gradients of the weights.
+    """The policy that chooses a codec for each site, by the effect of its errors on the gradients of the weights.
 
-    The first two steps measure with 8 bits, and later pairs of steps with what was chosen. As text:
+    The first two steps measure with 8 bits, and later pairs of steps with the chosen codecs. As text:
     ``"bits(max_noise=0.1)"`` or ``"bits(budget=4GiB)"``.
 
     Parameters
     ----------
-    max_noise : the variance that payloads may add to the gradients, as of `Auto`: the codecs with the fewest bytes that
-        stay below
-    budget : most bytes that are held when forward ends, as an int or text: the codecs that disturb the gradients least
+    max_noise : the variance that payloads may add to the gradients, as for `Auto`: Bits chooses the fewest bytes that
+        stay below it
+    budget : bound on bytes held at the end of forward, an int or text: Bits chooses the codecs that disturb gradients
+        least
 
     Raises
     ------
@@ -85,12 +86,12 @@ class Bits:
 
     @property
     def budget_nbytes(self) -> int | None:
-        """The budget of this process; None where noise is the limit."""
+        """Budget of this process in bytes; None where noise is the limit."""
         return None if self.budget is None else parse_budget(self.budget, "Bits(budget)")
 
 
 _TEXT = re.compile(r"\s*(auto|bits)\s*(?:\(([^()]*)\))?\s*", re.DOTALL)
-_FIRST = {"auto": "budget", "bits": "max_noise"}  # the argument that needs no name
+_POSITIONAL = {"auto": "budget", "bits": "max_noise"}  # the argument that needs no name
 
 
 def parse_chooser(text: str) -> Auto | Bits | None:
@@ -112,7 +113,7 @@ def parse_chooser(text: str) -> Auto | Bits | None:
     for number, part in enumerate(part.strip() for part in (inside or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
-            key, value = _FIRST[name] if number == 0 else "", key
+            key, value = _POSITIONAL[name] if number == 0 else "", key
         if not value:
             continue
         if key not in ("budget", "max_noise") or key in arguments:
@@ -135,7 +136,7 @@ def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text  # refused by its name
+        return text  # `check_noise` refuses it
 
 
 def check_noise(max_noise: float, name: str = "max_noise") -> None:
@@ -143,7 +144,7 @@ def check_noise(max_noise: float, name: str = "max_noise") -> None:
 
     Raises
     ------
-    ConfigError : it is not a number from 0 on
+    ConfigError : it is not a number >= 0
     """
     if type(max_noise) not in (int, float) or not 0 <= max_noise < inf:
         raise ConfigError(

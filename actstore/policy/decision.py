@@ -1,4 +1,4 @@
-"""What shall happen to a saved tensor, as values. The text of each parses back to an equal value."""
+"""Decisions on a saved tensor, as values. The text of each parses back to an equal value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from actstore.codecs.base import Codec
 from actstore.errors import ChainError
 from actstore.policy.options import codec_text
 
-TIERS = ("device", "host", "disk")  # downward: each is larger and slower than the one before
+TIERS = ("device", "host", "disk")  # each is larger and slower than the one before
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Leave the tensor where it is, as plain autograd does."""
+    """The decision to leave the tensor where it is, as plain autograd does."""
 
     def __str__(self) -> str:
         return "keep"
@@ -24,12 +24,12 @@ class Keep:
 
 @dataclass(frozen=True)
 class Encode:
-    """Encode the tensor; the payload stays on the compute device.
+    """The decision to encode the tensor; the payload stays on the compute device.
 
     Parameters
     ----------
-    protected : whether a lossy codec leaves out the tensors whose error training amplifies or cannot bear: what
-        requires no gradient (statistics, masks), outputs of softmax and the like, and the loss. They stay exact.
+    protected : whether a lossy codec skips the tensors whose error training amplifies or cannot bear: tensors that
+        require no gradient (statistics, masks), outputs of softmax and the like, and the loss. They stay exact.
 
     Raises
     ------
@@ -48,17 +48,17 @@ class Encode:
 
 @dataclass(frozen=True, init=False)
 class Offload:
-    """Encode the tensor and move the payload to the first of `tiers` that has room.
+    """The decision to encode the tensor and move the payload to the first of `tiers` that has room.
 
     Parameters
     ----------
-    codec : Codec, `Raw()` for the bytes as they are
+    codec : Codec; `Raw()` for the unchanged bytes
     tiers : a tier, or several from the fastest down: ``"host"``, ``("host", "disk")``
     protected : as for Encode
 
     Raises
     ------
-    ChainError : `codec` is not a codec; no tier, an unknown one, one twice, an upward step, or the device alone
+    ChainError : `codec` is not a codec; no tier, an unknown tier, a tier twice, an upward step, or the device alone
     """
 
     codec: Codec
@@ -83,17 +83,17 @@ class Offload:
 
 @dataclass(frozen=True)
 class Derive:
-    """Save nothing of tensors that backward can make again, by one cheap operator, of others that it reads anyway.
+    """The decision to save nothing of tensors that one cheap operator can compute from other saved tensors in backward.
 
-    GELU's backward reads GELU's input; so its output, which the next linear layer saves, is made of that input once
-    more when it is read. The same holds for SiLU and other activations that keep their inputs, for products, as in
+    GELU's backward reads GELU's input. So its output, which the next linear layer saves, is computed from that input
+    when backward reads it. The same holds for SiLU and other activations that keep their inputs, for products, as in
     SwiGLU, and for LayerNorm, RMSNorm and GroupNorm modules. ReLU, tanh and sigmoid save their outputs, and gain
     nothing. A rule covers the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are
-    the same, bit for bit.
+    identical, bit for bit.
 
     Parameters
     ----------
-    rest : what happens to all other tensors: Keep, or Encode or Offload without loss
+    rest : the decision on all other tensors: Keep, or Encode or Offload without loss
 
     Raises
     ------
@@ -101,12 +101,12 @@ class Derive:
 
     Notes
     -----
-    Made again are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
-    back exactly. At most four operators run one after the other for one tensor. In-place changes of the tensor, or of
-    what it is made of, are found as autograd finds them. What no version counter tells of is not seen, and is not made
-    again as it was: what writes through ``.data`` into the tensor, or into the weight of a normalisation before
-    backward has read what it gave. `actstore verify` shows whether a model does. Backends that were switched off in
-    forward (``torch.backends.mkldnn``) are to be so in backward.
+    Derived are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
+    back exactly. At most four operators run in a row for one tensor. In-place changes of the tensor, or of
+    its operator's inputs, raise the error that autograd raises. A change without a version counter is not noticed, and
+    the tensor then differs: a write through ``.data`` to the tensor, or to the weight of a normalisation before
+    backward has read its output. `actstore verify` shows whether a model does that. Backends that were switched off in
+    forward (``torch.backends.mkldnn``) must be off in backward.
     """
 
     rest: Keep | Encode | Offload = field(default_factory=Keep)
@@ -114,12 +114,12 @@ class Derive:
     def __post_init__(self) -> None:
         if not isinstance(self.rest, Keep | Encode | Offload):
             raise ChainError(
-                f"derive takes what happens to all other tensors, such as Keep() or Offload(Raw(), 'host'), not "
+                f"derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not "
                 f"{self.rest}"
             )
         if not isinstance(self.rest, Keep) and not self.rest.codec.lossless:
             raise ChainError(
-                f"derive({self.rest}) would make tensors of others that come back with an error; give a codec without "
+                f"derive({self.rest}) would derive tensors from inexact inputs; give a codec without "
                 f"loss, as in derive(raw @ host), or write '{self.rest}' alone"
             )
 
@@ -129,36 +129,36 @@ class Derive:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Save only the inputs of the module, and run its forward again in backward.
+    """The decision to save only the inputs of the module, and to run its forward again in backward.
 
-    Where an input is an output of an earlier recomputed call, as between the blocks of a model or the steps of a
-    recurrent cell, it need not be stored either: it is *replayed*, by running that call, and those before it, once more
-    from the last input that is stored. Such calls are a chain. `segment` and `schedule` say which inputs of a chain are
-    stored; that of its last call waits in any case, as it is. Gradients are the same, bit for bit.
+    An input that an earlier recomputed call returned need not be stored either, as between the blocks of a model or
+    the steps of a recurrent cell. It is *replayed*, by running that call, and those before it, once more
+    from the last stored input. Such calls are a chain. `segment` and `schedule` choose the inputs of a chain to
+    store; the input of its last call always waits as it is. Gradients are identical, bit for bit.
 
     Parameters
     ----------
-    inputs : what happens to the inputs that are stored: Keep, Encode or Offload
-    segment : the input of every so many-th call of a chain is stored, 1 or more; the others cost one more forward each,
-        and exist again while backward is in their segment
-    schedule : instead of a segment, "sqrt": segments of as many calls as the square root of the chain's length;
+    inputs : the decision on the stored inputs: Keep, Encode or Offload
+    segment : the input of every so many-th call of a chain is stored, 1 or more; each other input costs one forward,
+        and exists again while backward is in its segment
+    schedule : in place of a segment. "sqrt": segments of as many calls as the square root of the chain's length;
         "revolve": at most `slots` inputs exist at any moment, and forwards are the fewest that this allows;
         "auto": Revolve with the fewest slots that keep replays below two forwards for each call
     slots : for Revolve, 1 or more; the input of the chain's first call takes one of them, that of its last call none
-    first : only so many calls of the module in each entry of the store are recomputed, 1 or more; later ones are kept
+    first : only so many calls of the module in each entry of the store are recomputed, 1 or more; later calls are kept
     decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
-        element, chosen indices, results of comparisons. "anew": it decides for itself. None: kept where inputs are
-        stored with a loss, anew where they come back exactly
+        element, chosen indices, results of comparisons. "anew": it decides for itself. None: "kept" where inputs are
+        stored with a loss, "anew" where they come back exactly
 
     Raises
     ------
-    ChainError : values or combinations of them that are not possible
+    ChainError : an invalid value, or an invalid combination of values
 
     Notes
     -----
-    Revolve and sqrt place inputs by the length that the chain had in the last step. In the first one it is the number
-    of modules that the rule matches; a chain that grows longer, as of one cell called again and again, drops every
-    other stored input whenever the slots are full (sqrt: stores inputs ever farther apart). That costs forwards, never
+    Revolve and sqrt place inputs by the length that the chain had in the last step. In the first step it is the number
+    of modules that the rule matches. A chain that grows longer, as of one cell called again and again, drops every
+    second stored input whenever the slots are full (sqrt: stores inputs ever farther apart). That costs forwards, never
     exactness.
     """
 
@@ -177,13 +177,13 @@ class Recompute:
             )
         if not isinstance(self.inputs, Keep | Encode | Offload):
             raise ChainError(
-                f"Recompute takes what happens to its inputs, such as Keep() or Offload(Raw(), 'host'), "
+                f"Recompute takes the decision on its inputs, such as Keep() or Offload(Raw(), 'host'), "
                 f"not {self.inputs!r}"
             )
-        for name, what in COUNTS.items():
+        for name, what in COUNT_UNITS.items():
             value = getattr(self, name)
             if (value is not None or name == "segment") and (type(value) is not int or value < 1):
-                raise ChainError(f"{name}={value!r} of recompute is no number of {what}; give 1 or more")
+                raise ChainError(f"recompute({name}={value!r}): must be a number of {what}. Give an int >= 1")
         if self.schedule not in (None, *SCHEDULES):
             raise ChainError(
                 f"{self.schedule!r} is not a schedule of recompute; the schedules are {', '.join(SCHEDULES)}; for "
@@ -212,14 +212,14 @@ class Recompute:
 
     @property
     def keeps_decisions(self) -> bool:
-        """Whether the second run repeats the decisions of the first, should its inputs not come back exactly."""
+        """True if the second run repeats the decisions of the first, where its inputs do not come back exactly."""
         if self.decisions is not None:
             return self.decisions == "kept"
         return not (isinstance(self.inputs, Keep) or self.inputs.codec.lossless)
 
     @property
     def replays(self) -> bool:
-        """Whether inputs of a chain are replayed."""
+        """True if inputs of a chain are replayed."""
         return self.segment > 1 or self.schedule is not None
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ class Recompute:
 
 SCHEDULES = ("sqrt", "revolve", "auto")
 DECISIONS = ("kept", "anew")
-COUNTS = {"segment": "calls", "slots": "inputs", "first": "calls"}
+COUNT_UNITS = {"segment": "calls", "slots": "inputs", "first": "calls"}
 _OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None), ("decisions", None))
 
 Decision = Keep | Derive | Encode | Offload | Recompute
@@ -238,14 +238,14 @@ Policy = Callable[[Site, Spec], Decision]
 
 
 def waits_as(decision: Decision) -> Keep | Encode | Offload:
-    """How the tensors wait that a decision saves."""
+    """Return the decision on the tensors that a decision saves."""
     if isinstance(decision, Recompute):
         return decision.inputs
     return decision.rest if isinstance(decision, Derive) else decision
 
 
 def known_tiers() -> tuple[str, ...]:
-    """The tiers of actstore and those that installed packages offer."""
+    """Return the tiers of actstore and of installed packages."""
     return (*TIERS, *extensions.names(extensions.TIERS))
 
 

@@ -1,4 +1,4 @@
-"""One tensor through one codec, for use and study without a store."""
+"""Codecs on one tensor, for use and study without a store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from actstore.policy import Encode, parse_decision
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What `encode` made of a tensor.
+    """The result of `encode`: one payload, with its codec.
 
     Attributes
     ----------
     codec : Codec
-    spec : Spec, of what `decode` gives
+    spec : Spec of the tensor that `decode` returns
     payload : Tensor, (nbytes,), uint8, on the device of the tensor
-    key : where the random bits came from
+    key : seed of the random bits
     """
 
     codec: Codec
@@ -34,7 +34,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload."""
+        """Size of the payload in bytes."""
         return self.payload.numel()
 
     @property
@@ -43,11 +43,11 @@ class Encoded:
         return self.spec.nbytes / self.nbytes if self.nbytes else 1.0
 
     def decode(self) -> torch.Tensor:
-        """A fresh tensor of the encoded one's shape, strides, dtype and device.
+        """Return a new tensor with the shape, strides, dtype and device of the encoded one.
 
         Raises
         ------
-        PayloadError : the payload was changed, where the codec can tell
+        PayloadError : the payload has changed, where the codec can detect it
         """
         out = self.spec.empty()
         self.codec.decode(self.payload, out, self.key)
@@ -62,18 +62,18 @@ def encode(tensor: torch.Tensor, codec: str | Codec, key: int = 0) -> Encoded:
 
     Parameters
     ----------
-    tensor : Tensor, any shape and strides; what has gaps or overlaps comes back contiguous
+    tensor : Tensor, any shape and strides; a tensor with gaps or overlaps comes back contiguous
     codec : as the policy text writes it, such as ``"int8(affine)"``, or a Codec
-    key : where the random bits of `round=stochastic` and `round=dither` come from, 0 to 2**63 - 1
+    key : seed of the random bits of `round=stochastic` and `round=dither`, 0 to 2**63 - 1
 
     Raises
     ------
-    SpecError : the codec does not take the dtype, or the tensor has no bytes (sparse, nested, meta)
+    SpecError : the codec does not accept the dtype, or the tensor has no bytes (sparse, nested, meta)
     PolicyError, ChainError, UnknownCodecError : the text is not a codec
 
     Notes
     -----
-    Waits for the device where the size of the payload is variable and the device is not a CPU.
+    The host waits for the device where the size of the payload is variable and the device is not a CPU.
 
     >>> encoded = actstore.encode(torch.randn(1000, 1000), "int8(affine)")
     >>> encoded.ratio, (encoded.decode() - x).norm() / x.norm()
@@ -94,7 +94,7 @@ def encode(tensor: torch.Tensor, codec: str | Codec, key: int = 0) -> Encoded:
     payload = torch.empty(size.nbytes, dtype=torch.uint8, device=tensor.device)
     used = codec.encode(tensor, payload, key)
     if not isinstance(size, Exact) and used:
-        used = int(payload[:LENGTH_NBYTES].view(torch.int64))  # on a device, this waits
+        used = int(payload[:LENGTH_NBYTES].view(torch.int64))  # on an accelerator, the host waits
         payload = payload[:used].clone()
     return Encoded(codec, spec, payload, key)
 

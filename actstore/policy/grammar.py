@@ -20,7 +20,7 @@ from actstore.codecs import registry
 from actstore.codecs.base import Codec
 from actstore.errors import ConfigError, PolicyError, UnknownCodecError
 from actstore.policy.decision import (
-    COUNTS,
+    COUNT_UNITS,
     DECISIONS,
     SCHEDULES,
     TIERS,
@@ -57,7 +57,7 @@ class ParsedRule(NamedTuple):
 
 
 def parse_rules(text: str) -> list[ParsedRule]:
-    """Read a policy text: rules in their order, or a decision alone, which stands for ``* : decision``.
+    """Read a policy text: rules in their order, or a decision alone, which means ``* : decision``.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def parse_decision(text: str) -> Decision:
 
 
 class _Parser:
-    """Reads the tokens of one decision; `at` is the index of the next one."""
+    """Parser of one decision; `at` is the index of the next token."""
 
     def __init__(self, source: RuleText) -> None:
         self.source = source
@@ -119,7 +119,7 @@ class _Parser:
         return token
 
     def skip(self, sign: str) -> bool:
-        """Step over `sign` if it is next."""
+        """Skip `sign` if it is next. Returns whether it was."""
         found = self.next.text == sign
         self.at += found
         return found
@@ -161,7 +161,7 @@ class _Parser:
         return self.build(start, lambda: Offload(codec, tiers, protected))
 
     def recomputation(self) -> dict[str, Any]:
-        """Read what stands in the parentheses of a recompute."""
+        """Read the arguments of a recompute."""
         start = self.tokens[self.at - 1]
         self.take()
         values: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class _Parser:
             if token.text in values:
                 raise self.fail(token, f"recompute is given {token.text!r} twice; leave one out")
             if not self.skip("="):
-                raise self.fail(token, f"{token} is no flag: write '{token.text}={_RECOMPUTE[token.text]}'")
+                raise self.fail(token, f"{token} must have a value: write '{token.text}={_RECOMPUTE[token.text]}'")
             values[token.text] = self.setting(token)
             if not self.skip(","):
                 self.close(start)
@@ -202,7 +202,7 @@ class _Parser:
             raise self.fail(token, f"recompute's decisions must be {' or '.join(DECISIONS)}, not {token}")
         if not token.text.isdecimal():
             raise self.fail(
-                token, f"recompute takes a number of {COUNTS[option.text]} for '{option.text}', not {token}"
+                token, f"recompute takes a number of {COUNT_UNITS[option.text]} for '{option.text}', not {token}"
             )
         return int(token.text)
 
@@ -251,7 +251,7 @@ class _Parser:
             if hint:
                 error.args = (error.args[0] + "." * (not error.args[0].endswith("?")) + hint,)
             raise self.source.locate(error, token.offset, len(token.text)) from None
-        except ConfigError as error:  # of a package that offers it
+        except ConfigError as error:  # of the package that registers it
             raise self.source.locate(error, token.offset, len(token.text)) from error.__cause__
 
     def argument(self, kind: type[Codec], values: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ class _Parser:
         elif token.text in options:
             name, value = self.take().text, True
             if options[name].type is not bool:
-                raise self.fail(token, f"{token} is no flag: write '{name}=' and {options[name].expected}")
+                raise self.fail(token, f"{token} must have a value: write '{name}=' and {options[name].expected}")
         else:
             inner = [name for name, option in options.items() if option.takes_codec and name not in values]
             if not inner:
@@ -299,7 +299,7 @@ class _Parser:
             raise self.fail(self.next, f"expected ')' to close '{start.text}(', found {self.next}")
 
     def build(self, start: Token, make: Callable[[], T]) -> T:
-        """Call `make`, and say where in the text its values stand if it refuses them."""
+        """Call `make`. Adds the position in the text to its error."""
         try:
             return make()
         except ConfigError as error:
@@ -308,7 +308,7 @@ class _Parser:
 
 
 def _continuation(decision: Decision) -> str:
-    """What may stand after a decision, for a message about something else that does."""
+    """Return the text that may follow a decision, for an error about other text there."""
     if isinstance(decision, Keep):
         return "keep takes nothing more; to move tensors away, write 'raw @ host'"
     if isinstance(decision, Derive):

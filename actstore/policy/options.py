@@ -25,7 +25,7 @@ class CodecField:
 
     @property
     def expected(self) -> str:
-        """What a value of this option looks like, for people."""
+        """Description of the values that this option accepts."""
         if self.takes_codec:
             return "a codec"
         if get_origin(self.type) is Literal:
@@ -37,7 +37,7 @@ class CodecField:
 
         Raises
         ------
-        ValueError : the text is no such value
+        ValueError : the text is not such a value
         """
         if get_origin(self.type) is Literal:
             choices = {value_text(choice): choice for choice in get_args(self.type)}
@@ -55,7 +55,7 @@ class CodecField:
 
 @lru_cache(maxsize=256)
 def options_of(codec: type[Codec]) -> dict[str, CodecField]:
-    """The options of a codec class, by name."""
+    """Return the options of a codec class, by name."""
     types = get_type_hints(codec)
     return {
         field.name: CodecField(field.name, types[field.name], _default(field)) for field in fields(codec) if field.init
@@ -65,7 +65,7 @@ def options_of(codec: type[Codec]) -> dict[str, CodecField]:
 def codec_text(codec: Codec) -> str:
     """Write a codec as policy text: its name, then the options that differ from their defaults.
 
-    An inner codec stands there by itself, and so does the name of a flag: ``zmask(int8(affine))``.
+    An inner codec stands without its option's name, and a flag without its value: ``zmask(int8(affine))``.
     """
     changed = [
         option.name
@@ -87,14 +87,14 @@ def value_text(value: object) -> str:
 
 
 def near_words(word: str, known: Iterable[str]) -> str:
-    """The known words that are near, for people: ``"'host' or 'disk'"``; empty if none is."""
+    """Return the similar known words as text: ``"'host' or 'disk'"``; empty for none."""
     by_folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_folded, n=2, cutoff=0.6)
     return " or ".join(repr(by_folded[name]) for name in near)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: ``"; did you mean 'host'?"``, or a full stop if none is near."""
+    """Return the end of a sentence about an unknown word: ``"; did you mean 'host'?"``, or else a full stop."""
     near = near_words(word, known)
     return f"; did you mean {near}?" if near else "."
 

@@ -1,4 +1,4 @@
-"""Patterns over module names: what they cover, and what was meant by one that matches nothing."""
+"""Patterns over module names: the modules that they cover, and suggestions for a pattern that matches none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
 
         Raises
         ------
-        PolicyError : empty, more than one slash, or a character that no pattern holds
+        PolicyError : empty, more than one slash, or an invalid character
         """
         if not _VALID.fullmatch(text):
             raise PolicyError(
@@ -44,21 +44,21 @@ class Pattern(NamedTuple):
 
     @property
     def any_module(self) -> bool:
-        """Whether the module part covers every site, also those outside of any module."""
+        """True if the module part covers every site, also sites outside of any module."""
         return not self.module.strip("*")
 
     def matches(self, name: str) -> bool:
-        """Whether the module `name` itself is matched."""
+        """Return whether the pattern matches the module `name` itself."""
         return _compiled(self.module)(name) is not None
 
     def covers(self, name: str, tag: str = "") -> bool:
-        """Whether a tensor with this tag, saved in the module `name`, is covered."""
+        """Return whether the pattern covers a tensor with this tag, saved in the module `name`."""
         if self.tag and not (tag and _compiled(self.tag)(tag)):
             return False
         return self.any_module or any(map(self.matches, ancestry(name)))
 
     def includes(self, other: Pattern) -> bool:
-        """Whether all that `other` covers is plainly covered by this pattern too, in any model."""
+        """Return whether this pattern provably covers all that `other` covers, in any model."""
         if self.tag and not (other.tag and _includes(self.tag, other.tag)):
             return False
         return any(_includes(self.module, outer) for outer in ancestry(other.module))
@@ -68,15 +68,15 @@ EVERYTHING = Pattern("*")
 
 
 def ancestry(name: str) -> Iterator[str]:
-    """The module and the modules around it, inside out: ``a.b.c``, ``a.b``, ``a``."""
+    """Yield the module and the modules around it, from the inside out: ``a.b.c``, ``a.b``, ``a``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def near_modules(module: str, names: Sequence[str]) -> list[str]:
-    """Patterns or names of the model that the author of `module`, which matches none, may have meant."""
-    if re.search(r"\d", module):  # a number that does not exist: name the first and the last
+    """Return patterns or names of the model that are similar to `module`, which matches none."""
+    if re.search(r"\d", module):  # a number that does not exist: suggest the first and the last
         alike = [name for name in names if _shape(name) == _shape(module)]
         if alike:
             return [alike[0], alike[-1]] if len(alike) > 1 else alike
@@ -89,12 +89,12 @@ def near_modules(module: str, names: Sequence[str]) -> list[str]:
 
 
 def shapes(names: Iterable[str]) -> list[str]:
-    """The module names with ``*`` for their numbers, each once, outermost first."""
+    """Return the module names with ``*`` for their numbers, each once, outermost first."""
     return sorted(dict.fromkeys(_shape(name) for name in names if name), key=lambda shape: shape.count("."))
 
 
 def _closest(word: str, known: Iterable[str]) -> list[str]:
-    """The nearest of `known`, and those that are about as near: long names are alike by their common beginnings."""
+    """Return the nearest of `known`, and those about as near: long names are similar by their common beginnings."""
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(a=word, b=name).ratio() for name in near]
     return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.05]
@@ -110,9 +110,9 @@ def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _includes(glob: str, other: str) -> bool:
-    """Whether `glob` matches all that `other` matches: proved only for globs whose one wildcard is ``*``.
+    """Return whether `glob` provably matches all that `other` matches, for globs whose only wildcard is ``*``.
 
-    Its ``*`` then takes the wildcards of `other` as it takes any other character, and its letters take none.
+    Its ``*`` then matches the wildcards of `other` like any other character, and its letters match none of them.
     """
     if glob == other:
         return True

@@ -1,4 +1,4 @@
-"""Where a policy recomputes: the modules of a model whose forward is wrapped."""
+"""Modules of a model that a policy recomputes, whose forward is wrapped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Rule = tuple[Pattern, Decision]
 
 
 def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[str]) -> dict[str, Recompute]:
-    """The outermost modules that each Recompute rule matches itself and decides; see `Rules.recompute_roots`.
+    """Return the outermost modules that each Recompute rule matches itself and decides; see `Rules.recompute_roots`.
 
     Parameters
     ----------
-    ordered : the rules, the first match first; the last covers everything
+    ordered : the rules, in the order of matching; the last covers everything
     """
     if isinstance(ordered[-1][1], Recompute) and not blocks:
         raise PolicyError(
@@ -24,14 +24,14 @@ def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Seque
             f"the modules to recompute instead, such as 'encoder : {ordered[-1][1]}'"
         )
     names = [name for name in names if name]
-    owners = {name: next(rule for rule in ordered if rule[0].covers(name)) for name in names}  # never one for a tag
+    owners = {name: next(rule for rule in ordered if rule[0].covers(name)) for name in names}  # without rules for tags
     matched = {
         name
         for name, (pattern, decision) in owners.items()
         if isinstance(decision, Recompute) and (name in blocks if pattern == EVERYTHING else pattern.matches(name))
     }
     roots: dict[str, Recompute] = {}
-    inside: set[str] = set()  # the roots and all that they hold
+    inside: set[str] = set()  # the roots and all modules in them
     for name in names:
         around = [outer for outer in ancestry(name) if outer in matched]
         if not around:
@@ -47,7 +47,7 @@ def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Seque
 
 
 def _require_live_tags(ordered: Sequence[Rule], owners: dict[str, Rule], inside: set[str]) -> None:
-    """Refuse a rule for a tag all of whose modules are recomputed."""
+    """Refuse a rule for a tag whose modules are all recomputed."""
     for rule in ordered:
         if rule[0].tag and not rule[0].any_module:
             covered = [name for name in owners if rule[0].matches(name)]

@@ -1,4 +1,4 @@
-"""Rules: the policy that decides by module name and tag, the first matching rule first."""
+"""Rules: the policy that decides by module name and tag, by the first rule that matches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from actstore.policy.grammar import parse_rules
 from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
 from actstore.policy.roots import recompute_roots
 
-_SHOWN = 8  # names of the model that a message lists
+_MAX_NAMES_SHOWN = 8  # names of the model in an error
 
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """Decides by the first rule whose pattern covers the site, else by `default`.
+    """Policy of rules: the first rule whose pattern covers the site decides, else `default`.
 
     A pattern is a glob over dotted module names (``*`` crosses dots) and covers the modules that it matches and all
     inside them: ``blocks.*.attn`` covers ``blocks.0.attn.proj``. ``blocks.*/qkv`` covers only the tensors there that
-    were tagged ``qkv``; a pattern without a tag covers tagged and untagged ones. A last rule for ``*`` is the default.
+    were tagged ``qkv``; a pattern without a tag covers tensors with any tag or none. A last rule for ``*`` is the
+    default.
 
     Parameters
     ----------
@@ -30,12 +31,12 @@ class Rules:
 
     Raises
     ------
-    PolicyError : not pairs, an invalid pattern, one pattern twice, a rule that can never apply because earlier ones
-        cover all that it does, or Recompute for a tag
+    PolicyError : not pairs, an invalid pattern, a pattern twice, Recompute for a tag, or a rule that can never apply
+        because earlier rules cover all that it covers
 
     Notes
     -----
-    A value: equality, hash and repr see `rules` and `default` only, and the text of it parses back to an equal value.
+    A value: equality, hash and repr depend on `rules` and `default` alone, and its text parses back to an equal value.
     Thread-safe.
     """
 
@@ -78,12 +79,12 @@ class Rules:
         return self.decide(site.name, site.tag)
 
     def __add__(self, other: Rules) -> Rules:
-        """Return the rules of this policy, then those of `other`, whose default holds.
+        """Return the rules of this policy, then those of `other`, with the default of `other`.
 
         Raises
         ------
         PolicyError : the default of this policy is not keep, so that no rule of `other` could apply; or a rule of
-            `other` can never apply because earlier ones cover all that it does
+            `other` can never apply because earlier rules cover all that it covers
         """
         if not isinstance(other, Rules):
             return NotImplemented
@@ -92,27 +93,27 @@ class Rules:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The decisions of the rules in their order, the default last."""
+        """Decisions of the rules in their order, the default last."""
         return tuple(decision for _, decision in self._ordered)
 
     @property
     def names_tags(self) -> bool:
-        """Whether a rule is about a tag."""
+        """True if a rule has a tag."""
         return any(pattern.tag for pattern, _ in self._ordered)
 
     @property
     def recomputes(self) -> bool:
-        """Whether a rule recomputes."""
+        """True if a rule recomputes."""
         return any(isinstance(decision, Recompute) for decision in self.decisions)
 
     @property
     def tiers(self) -> set[str]:
-        """The tiers that rules name."""
+        """Names of the tiers in rules."""
         ladders = [inner.tiers for inner in map(waits_as, self.decisions) if isinstance(inner, Offload)]
         return {tier for ladder in ladders for tier in ladder}
 
     def decide(self, name: str, tag: str = "") -> Decision:
-        """The decision for a tensor with this tag, saved in the module `name`; cached."""
+        """Return the decision for a tensor with this tag, saved in the module `name`; cached."""
         decision = self._decided.get((name, tag))
         if decision is None:
             decision = next(decision for pattern, decision in self._ordered if pattern.covers(name, tag))
@@ -128,7 +129,7 @@ class Rules:
 
         Raises
         ------
-        PolicyError : one or more match none; `patterns` holds them, and the message names what may have been meant
+        PolicyError : one or more match none; `patterns` holds them, and the message suggests similar names
         """
         names = [name for name in names if name]
         patterns = [pattern for pattern, _ in self._ordered if not pattern.any_module]
@@ -138,32 +139,32 @@ class Rules:
             raise PolicyError("\n".join([*lines, _listed(names)]), patterns=tuple(map(str, idle)))
 
     def recompute_roots(self, names: Sequence[str], blocks: Sequence[str]) -> dict[str, Recompute]:
-        """The modules of a model to wrap for recomputation, each with its decision, in the order of `names`.
+        """Return the modules of a model to wrap for recomputation, each with its decision, in the order of `names`.
 
-        They are the outermost modules that the pattern of a Recompute rule matches itself, where no earlier rule
-        decides them. Under the default they are the model's repeated blocks. What such a decision covers outside of
-        these modules is not recomputed.
+        They are the outermost modules that the pattern of a Recompute rule matches itself, unless an earlier rule
+        decides on them. Under the default they are the model's repeated blocks. Modules that a decision covers outside
+        of these are not recomputed.
 
         Parameters
         ----------
         names : all module names of the model
-        blocks : those of its repeated blocks
+        blocks : module names of its repeated blocks
 
         Raises
         ------
-        PolicyError : another rule covers something inside one of these modules, where nothing is saved; or the
-            default is Recompute and there are no blocks
+        PolicyError : another rule covers a module inside one of these, where nothing is saved; or the
+            default is Recompute and the model has no blocks
         """
         return recompute_roots(self._ordered, names, blocks)
 
 
 def derives(policy: Policy) -> bool:
-    """Return whether some tensor may be made again of others, as far as the policy tells."""
+    """Return whether the policy may derive a tensor."""
     return not isinstance(policy, Rules) or any(isinstance(decision, Derive) for decision in policy.decisions)
 
 
 def may_be_lossy(policy: Policy) -> bool:
-    """Return whether some payload may be lossy, as far as the policy tells."""
+    """Return whether the policy may have a lossy payload."""
     if not isinstance(policy, Rules):
         return True
     inner = map(waits_as, policy.decisions)
@@ -205,7 +206,7 @@ def _read_decision(what: str, decision: object) -> Decision:
 
 
 def _require_reachable(ordered: Sequence[tuple[Pattern, Decision]]) -> None:
-    """Refuse a rule that can never apply: the first rule that matches wins."""
+    """Refuse a rule that can never apply, because the first rule that matches wins."""
     for number, (pattern, decision) in enumerate(ordered, 1):
         for earlier, (wider, other) in enumerate(ordered[: number - 1], 1):
             if not wider.includes(pattern):
@@ -227,5 +228,5 @@ def _meant(pattern: Pattern, names: Sequence[str]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     known = shapes(names)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return f"the model has {', '.join(known[:_SHOWN])}{more}" if known else "the model has no modules inside"
+    more = f" and {len(known) - _MAX_NAMES_SHOWN} more" if len(known) > _MAX_NAMES_SHOWN else ""
+    return f"the model has {', '.join(known[:_MAX_NAMES_SHOWN])}{more}" if known else "the model has no modules inside"

@@ -1,4 +1,4 @@
-"""The text of a policy: its rules, their words, and where each stands."""
+"""The text of a policy: its rules, their tokens, and the position of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ E = TypeVar("E", bound=ConfigError)
 
 
 class Token(NamedTuple):
-    """A word, a number or a sign of a rule, with its offset in the line; kind "end" follows the last one."""
+    """A word, a number or a sign of a rule, with its offset in the line; the kind "end" follows the last token."""
 
     kind: str
     text: str
@@ -37,7 +37,7 @@ class RuleText(NamedTuple):
         return self.line[self.start : self.end]
 
     def split(self) -> tuple[str | None, RuleText]:
-        """The pattern (None where the rule has no colon) and the text of the decision."""
+        """Return the pattern (None where the rule has no colon) and the text of the decision."""
         colon = self.text.find(":")
         if colon < 0:
             return None, self
@@ -49,7 +49,7 @@ class RuleText(NamedTuple):
 
         Raises
         ------
-        PolicyError : a character that no decision holds
+        PolicyError : an invalid character
         """
         tokens, at = [], self.start
         while at < self.end:
@@ -64,11 +64,11 @@ class RuleText(NamedTuple):
         return [*tokens, Token("end", "", self.end)]
 
     def error(self, offset: int, width: int, message: str) -> PolicyError:
-        """A PolicyError about `width` characters from `offset` of the line."""
+        """Return a PolicyError about `width` characters from `offset` of the line."""
         return self.locate(PolicyError(message), offset, width)
 
     def locate(self, error: E, offset: int, width: int) -> E:
-        """Add to `error` the line, the column and the text with carets under what is wrong."""
+        """Add to `error` the line, the column, and the text with carets under the wrong part."""
         shown = self.line.rstrip().expandtabs(1)
         margin = len(shown) - len(shown.lstrip())
         carets = " " * (offset - margin) + "^" * max(width, 1)
@@ -81,7 +81,7 @@ class RuleText(NamedTuple):
 
 
 def split_rules(text: str) -> list[RuleText]:
-    """Cut a policy text at newlines and semicolons; comments and empty rules are left out."""
+    """Cut a policy text at newlines and semicolons, without comments and empty rules."""
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
         start, code = 0, line.split("#", 1)[0]

@@ -1,4 +1,4 @@
-"""Checkpoints of a model's own: those that an exception has left, and those beside a region of a store."""
+"""The model's own checkpoints: those that an exception has left, and those beside a region of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODE = inspect.unwrap(checkpoint).__code__
 
 
 class DoubleCheckpoints:
-    """A warning of modules that both a rule and the model's own checkpoints recompute. One store gives it once."""
+    """A warning of modules that both a rule and the model's own checkpoints recompute. Each store gives it once."""
 
     def __init__(self) -> None:
         self.told = False
@@ -49,7 +49,7 @@ def end_left(error: BaseException, pack: Any) -> None:
     """End the checkpoints that `error` has left, until `pack` is the innermost hook again.
 
     A checkpoint enters its hooks in a generator. PyTorch before 2.13 does not end that when the forward inside fails:
-    the hooks stay entered for as long as the error's traceback lives, on top of those that are to be left next.
+    the hooks stay entered for as long as the error's traceback lives, above the hooks that must be left next.
     """
     for frame in reversed([frame for frame, _ in walk_tb(error.__traceback__)]):
         if innermost_pack() is pack:

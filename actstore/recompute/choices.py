@@ -1,4 +1,4 @@
-"""Choices of operators in the bytes that they need: bools in bits, indices in the narrowest integers."""
+"""Choices of operators in compact form: bools as bits, indices in the narrowest integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it holds."""
+        """Size in bytes."""
         return self.bits.nbytes
 
     def read(self) -> Tensor:
@@ -35,14 +35,14 @@ class Packed(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Values as they were, in the narrowest dtype that holds them."""
+    """Values in the narrowest dtype that holds them."""
 
     values: Tensor
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it holds."""
+        """Size in bytes."""
         return self.values.nbytes
 
     def read(self) -> Tensor:
@@ -54,7 +54,7 @@ Choice = Packed | Copy
 
 
 def choice_of(result: Any, bound: int | None = None) -> Any:
-    """Return what keeps a choice, whose indices do not exceed `bound`. Python numbers keep themselves."""
+    """Return the compact form of a choice, whose indices are at most `bound`. Python numbers stay as they are."""
     if not isinstance(result, Tensor):
         return result
     if result.dtype is torch.bool and type(result) is Tensor and result.numel() > PACKED_NUMEL and not result.is_meta:

@@ -1,4 +1,4 @@
-"""Hooks around those of PyTorch's checkpoint: they count what each run of a region saves."""
+"""Hooks around those of PyTorch's checkpoint, which count what each run of a region saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Delegating:
-    """Hooks that see what the checkpoint's own hooks pack, and leave it to them. Entered again for each later run."""
+    """Hooks that count what the checkpoint's own hooks pack, and call these. Each later run enters them again."""
 
     def __init__(self, account: Account) -> None:
         self.account = account
@@ -52,41 +52,41 @@ class Delegating:
         self.end(seen)
 
     def begin(self) -> _RegionBytes:
-        """Note that the region starts to run."""
+        """Begin to count a run of the region."""
         return _RegionBytes()
 
     def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
-        """Note that the region saved something in this storage."""
+        """Count a storage that the region has saved a tensor of."""
         raise AssertionError
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack what the region saves."""
+        """Pack a tensor that the region saves."""
         return pack(tensor)
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Return what reads back what the region saved."""
+        """Return the unpack hook of the region's saved tensors."""
         return unpack
 
     def end(self, seen: _RegionBytes) -> None:
-        """Note that the region has run, or stopped early."""
+        """End the count, after the region has run or stopped early."""
 
 
 class _RegionBytes:
-    """Bytes that one run of a region has saved, by storage, and what is given back at its end."""
+    """Bytes that one run of a region has saved, by storage, and the callbacks of its end."""
 
     __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
-        self.booked = set[int]()  # elsewhere
+        self.booked = set[int]()  # storages that the ledger books elsewhere
         self.repeating: Repeating | None = None
         self.last: AbstractContextManager[None] | None = None
-        self.done: Callable[[], None] | None = None  # tells who measures
-        self.traced: Callable[[], None] | None = None  # tells the trace
+        self.done: Callable[[], None] | None = None  # ends the gauge's measurement
+        self.traced: Callable[[], None] | None = None  # ends the trace's event
 
 
 class CountSaved(Delegating):
-    """Hooks of the first run: book what plain autograd would have saved inside the region."""
+    """Hooks of the first run: they book what plain autograd would have saved inside the region."""
 
     def __init__(
         self, scope: Scope, call: RegionCall, diverged: Callable[[RegionCall, CheckpointError], StateError]
@@ -97,8 +97,8 @@ class CountSaved(Delegating):
         self._diverged = diverged
         self._region = call.region
         self._weights = call.weights
-        self.inputs = set[int]()  # storages that the region was given
-        self.nbytes = 0  # of all others
+        self.inputs = set[int]()  # storages of the call's inputs
+        self.nbytes = 0  # bytes of all other storages
 
     def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         key = storage._cdata
@@ -127,9 +127,9 @@ class CountSaved(Delegating):
 
 
 class CountRecomputed(Delegating):
-    """Hooks of a recomputation: book its high-water, for all that the region saved exists when it ends.
+    """Hooks of a recomputation. They book its peak: all that the region saved exists when it ends.
 
-    Meanwhile the modules have the weights and buffers of the first run, and random generators their states before it.
+    During it, modules have the weights and buffers of the first run, and random generators their states before it.
     """
 
     def __init__(self, scope: Scope, call: RegionCall) -> None:
@@ -150,13 +150,13 @@ class CountRecomputed(Delegating):
         return seen
 
     def follow(self, booked: set[int], repeating: Repeating | None) -> None:
-        """Leave out these storages in the recomputation that runs on this thread, under a mode that repeats."""
+        """Exclude storages that are booked elsewhere from this thread's recomputation. `repeating` is its mode."""
         seen = self._entered[get_ident()][1]
         seen.booked, seen.repeating = booked, repeating
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack what is saved. Where nothing more is needed, the mode ends the run: before its next operator, which may
-        have to move what was saved.
+        """Pack a saved tensor. Where backward needs nothing more, the mode ends the run before its next operator, which
+        may first have to move the saved tensor.
         """
         repeating = seen.repeating
         if repeating is None:
@@ -167,7 +167,7 @@ class CountRecomputed(Delegating):
         try:
             if type(tensor) is not Tensor:
                 return pack(tensor)
-            with torch._C._DisableTorchDispatch():  # the mode has nothing to say about the copy that is kept
+            with torch._C._DisableTorchDispatch():  # the mode must not see the copy that the checkpoint keeps
                 return pack(tensor)
         except _StopRecomputationError:
             repeating.has_all = True

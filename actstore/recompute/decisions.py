@@ -1,4 +1,4 @@
-"""Decisions of one call of a recomputed region, in their order: what each operator that decides has chosen."""
+"""Decisions of one call of a recomputed region, in order: the choices of each operator that decides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Decision(NamedTuple):
 
     Attributes
     ----------
-    operator : its name
+    operator : name of the operator
     shape : of its first tensor
     choices : what it has chosen: tensors, or one Python number
     """
@@ -34,20 +34,20 @@ class Decision(NamedTuple):
 
 
 class Decisions:
-    """Decisions of one call of a region, in their order.
+    """Decisions of one call of a region, in order.
 
     Parameters
     ----------
     region : name of the module and its policy, for messages
-    ledger, account : where bytes are booked
-    compiled : whether it has compiled parts
+    ledger, account : the books of the kept bytes
+    compiled : whether the region has compiled parts
 
     Attributes
     ----------
-    kept : in their order
+    kept : the decisions, in order
     anew : parts of the region whose decisions no mode sees; empty for none
-    results : results of ReLU, by the number of the decision, with their versions when ReLU is done
-    nbytes : of what is kept
+    results : results of ReLU, by the number of the decision, with their versions after ReLU
+    nbytes : size of the kept decisions
     """
 
     __slots__ = (
@@ -77,14 +77,14 @@ class Decisions:
         self._shared = False
 
     def ended(self) -> None:
-        """Book what is kept as held, for as long as this lives."""
+        """Record the kept decisions as held, for as long as this object lives."""
         self.nbytes = sum(getattr(choice, "nbytes", 0) for decision in self.kept for choice in decision.choices)
         if self.kept:
             self._held = self._ledger.hold(self._account, 0, self.nbytes, self.nbytes)
         self._tell()
 
     def share(self, number: int, handle: Any, unpack: Callable[[Any], Tensor]) -> SharedGate:
-        """Read decision `number`, one of ReLU, from the `handle` of its result instead, and let its bits go."""
+        """Read decision `number`, one of ReLU, from the `handle` of its result instead, and free its bits."""
         gate = SharedGate(handle, unpack, partial(self._ledger.hold, self._account, 0, 0))
         decision = self.kept[number]
         freed = decision.choices[0].nbytes
@@ -97,7 +97,7 @@ class Decisions:
         return gate
 
     def _tell(self) -> None:
-        """Say in the report what is kept."""
+        """Note in the report which decisions are kept."""
         notes = []
         if self.kept:
             names = ", ".join(dict.fromkeys(decision.operator for decision in self.kept))
@@ -109,10 +109,10 @@ class Decisions:
             notes.append(f"{_NOTE}{self.anew} are made anew")
         if notes:
             account = self._account
-            earlier = account.note.partition(_NOTE)[0].rstrip("; ")  # the rest is of an earlier call
+            earlier = account.note.partition(_NOTE)[0].rstrip("; ")  # the part after it is of an earlier call
             account.note = "; ".join([earlier, *notes] if earlier else notes)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Write a shape for people."""
+    """Format a shape."""
     return "x".join(map(str, shape)) or "a scalar"

@@ -1,4 +1,4 @@
-"""Error of a region whose second run goes another way than its first, in three lines."""
+"""The error, in three lines, of a region whose second run differs from its first."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+
 
 
 def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_again: Callable[[], object]) -> StateError:
-    """Build the error that takes the place of torch's.
+    """Return the error that replaces PyTorch's.
 
     Parameters
     ----------
     name, policy : of the module
-    found : what torch says of the tensors that the two runs saved
+    found : what PyTorch's error says of the tensors that both runs saved
     repeats : whether the second run has repeated decisions of the first
-    run_again : runs the region once more, to tell which decision comes before the first tensor that differs
+    run_again : runs the region once more, to find the decision before the first tensor that differs
     """
     position = _POSITION.search(found)
     counts = _COUNTS.search(found)
@@ -64,7 +64,7 @@ def _keeping(policy: Recompute) -> str:
 
 
 def _spec(text: str) -> str:
-    """Write a dtype and a shape for people, of what torch says of a tensor."""
+    """Format the dtype and the shape of a tensor in PyTorch's error."""
     found = re.search(r"Size\(\[(.*?)\]\), 'dtype': torch\.(\w+)", text)
     if found is None:
         return text
@@ -87,7 +87,7 @@ def _last_decision(run_again: Callable[[], object], position: int | None) -> str
     try:
         with saved_tensors_hooks(pack, _as_it_is), Recording(decisions):
             run_again()
-    except Exception:  # the error at hand says more
+    except Exception:  # the divergence error says more
         return None
     before = last or decisions.kept
     if not before:

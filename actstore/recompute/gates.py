@@ -1,4 +1,4 @@
-"""Gates of ReLU: recorded as one bit an element, and given to the values of a later run."""
+"""Gates of ReLU: recorded as one bit an element, and applied to the values of a later run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def gate_of(result: Tensor) -> Choice:
-    """Return a choice that says which elements of a result of ReLU are not 0."""
+    """Return a choice of the elements of a ReLU result that are not 0."""
     kernels = _kernels(result)
     if kernels is None or not layout_of(tuple(result.shape), result.stride()).dense:
         choice: Choice = choice_of(result.bool())
@@ -30,8 +30,8 @@ def gate_of(result: Tensor) -> Choice:
 
 
 def let_pass(x: Tensor, choice: Choice, *, in_place: bool) -> Tensor:
-    """Return ReLU of `x` as its first run decided: above 0 where it was, though `x` may not be, and 0 elsewhere."""
-    tiny = torch.finfo(x.dtype).tiny  # a normal number: a processor may take others for 0
+    """Return ReLU of `x` with the gates of its first run: above 0 where a gate is open, even if `x` is not; else 0."""
+    tiny = torch.finfo(x.dtype).tiny  # a normal number: a processor may flush subnormal numbers to 0
     kernels = _kernels(x)
     if kernels is not None and isinstance(choice, Packed) and choice.stride == x.stride():
         result = x if in_place else torch.empty_like(x)
@@ -43,7 +43,7 @@ def let_pass(x: Tensor, choice: Choice, *, in_place: bool) -> Tensor:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Return the compiled kernels for a tensor; None where there are none."""
+    """Return the compiled kernels for a tensor; None where no kernel serves it."""
     if x.numel() <= PACKED_NUMEL or not x.is_cpu or type(x) is not Tensor:
         return None
     return _compiled(x.dtype)
@@ -53,19 +53,19 @@ def _kernels(x: Tensor) -> Any:
 def _compiled(dtype: torch.dtype) -> Any:
     try:
         from actstore.kernels.cpu.gates import gates  # needs numba
-    except KernelUnavailable:  # of which the codec of bools tells
+    except KernelUnavailable:  # the codec of bools warns of it
         return None
     return gates(dtype)
 
 
 class SharedGate:
-    """Gate of a ReLU, as the stored input of a later call tells it.
+    """Gate of a ReLU, read from the stored input of a later call.
 
     Parameters
     ----------
-    handle : of that input
-    unpack : reads it
-    hold : books bytes that are held
+    handle : the handle of that input
+    unpack : the unpack hook of that handle
+    hold : books held bytes
     """
 
     __slots__ = ("_choice", "_handle", "_held", "_hold", "_unpack")
@@ -78,16 +78,16 @@ class SharedGate:
         self._choice: Choice | None = None
 
     def settle(self, values: Tensor) -> None:
-        """Make the bits of the input's `values`, so that the payload is needed no more."""
+        """Pack the gate of the input's `values`, so that the payload is no longer needed."""
         if self._choice is None:
             choice = gate_of(values)
             self._held = self._hold(choice.nbytes)
             self._choice, self._handle = choice, None
 
     def choice(self) -> Choice:
-        """Return what is let pass. Safe from any thread."""
+        """Return the gate. Safe from any thread."""
         handle = self._handle
-        if handle is not None:  # the later call has not run again
+        if handle is not None:  # the later call has not rerun yet
             self.settle(self._unpack(handle))
         assert self._choice is not None
         return self._choice

@@ -1,7 +1,7 @@
-"""Modes that see each operator of a region, so that later runs, on inputs with an error, decide as the first one.
+"""Dispatch modes that see each operator of a region, so that later runs, on inexact inputs, decide as the first run.
 
-In the first run a dispatch mode keeps what each operator that decides has chosen: bits, indices, counts. In each later
-run another mode gives it back in the same order. Values and gradients follow the new inputs; the choices do not.
+In the first run a mode records the choices of each operator that decides: bits, indices, counts. In each later run
+another mode returns them in the same order. Values and gradients follow the new inputs; the choices do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Mode(TorchDispatchMode):
-    """Mode that sees each operator of a run. Under it compiled parts run uncompiled: kernels would tell it nothing."""
+    """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
 
     supports_higher_order_operators = True
 
@@ -32,7 +32,7 @@ class Mode(TorchDispatchMode):
 
 
 def is_choice(result: Any) -> bool:
-    """Return whether a result has no fractions."""
+    """Return whether a result is discrete: a tensor of bools or integers, or a Python number."""
     if isinstance(result, Tensor):
         return result.dtype in DISCRETE
     return isinstance(result, bool | int | float)
@@ -55,10 +55,10 @@ def takes_floats(args: Iterable[Any]) -> bool:
 
 
 def shape_of(args: Iterable[Any]) -> tuple[int, ...]:
-    """Return the shape of the first tensor; that of a scalar where there is none."""
+    """Return the shape of the first tensor, and () without a tensor."""
     return next((tuple(value.shape) for value in args if isinstance(value, Tensor)), ())
 
 
 def is_traced() -> bool:
-    """Return whether a mode of a compiler is active: its tensors have no values."""
+    """Return whether a compiler's mode is active, whose tensors have no values."""
     return any(_get_dispatch_mode(mode) is not None for mode in _TRACING)

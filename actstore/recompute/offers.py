@@ -1,7 +1,7 @@
-"""Results of ReLU that a later call takes as its input: the payload of that input says what ReLU has let pass.
+"""Results of ReLU that a later call takes as input: the payload of that input holds the gate of the ReLU.
 
-The bits need not be kept beside it. When the later call runs again, which is before the earlier one does, they are made
-from its input, and the payload can go.
+The gate's bits are then redundant. When the later call reruns, which is before the earlier one, the bits are packed
+from its input, and the payload can be freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Offer(NamedTuple):
-    """A result of ReLU that still lives at the end of its call."""
+    """A result of ReLU that is alive at the end of its call."""
 
     result: ref[Tensor]
     version: int
@@ -35,7 +35,7 @@ class Offers:
         self._offers: dict[int, _Offer] = {}
 
     def add(self, decisions: Decisions) -> None:
-        """Offer what still lives when a call ends: its output."""
+        """Offer the results that are alive when a call ends, which are its output."""
         for decision, result, version in decisions.results:
             tensor = result()
             if tensor is not None:
@@ -43,7 +43,7 @@ class Offers:
         decisions.results.clear()
 
     def take(self, leaf: Tensor, handle: Any, unpack: Callable[[Any], Tensor]) -> SharedGate | None:
-        """Share the handle of an input with the call that has put it out, where it says what ReLU let pass there."""
+        """Return a gate that reads the handle of an input, for the call that returned it; None if none is there."""
         offer = self._offers.pop(id(leaf), None)
         if offer is None or offer.result() is not leaf or offer.version != leaf._version or not _says_zeros(handle):
             return None
@@ -52,7 +52,7 @@ class Offers:
 
 
 def _says_zeros(handle: Any) -> bool:
-    """Return whether just those elements come back as 0 that were."""
+    """Return whether exactly the elements that were 0 come back as 0."""
     if isinstance(handle, Stored):
         owner = handle.owner or handle
         return owner.alias is None and (owner.codec.lossless or getattr(owner.codec, "signs", None) == "keep")

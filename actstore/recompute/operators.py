@@ -1,8 +1,8 @@
-"""Operators of PyTorch that decide, and the points at which they do.
+"""Operators of PyTorch that decide, and the points at which they decide.
 
-An operator decides where a small change of a float changes what is chosen: a sign, an index, a count, a branch of
-Python. The table holds those whose results have floats beside the choice; any other operator that makes integers,
-bools or Python numbers of floats is known by its result.
+An operator decides where a small change of a float changes its choice: a sign, an index, a count, a branch of
+Python. The table has the operators that return floats beside the choice. The result shows any other operator that
+makes integers, bools or Python numbers of floats.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class DecisionKind(Enum):
     """Way in which an operator decides."""
 
     NEVER = auto()
-    RELU = auto()  # passes what is not 0 in its result
-    SIDE = auto()  # backward asks on which side of one or two points an element is
-    PEAK = auto()  # backward asks which elements equal the result
-    INDEX = auto()  # gives values and the indices that they come from
-    WHOLE = auto()  # all of its results are kept
+    RELU = auto()  # lets pass the elements that are not 0 in its result
+    SIDE = auto()  # backward depends on the side of one or two points that an element is on
+    PEAK = auto()  # backward depends on the elements that equal the result
+    INDEX = auto()  # returns values and the indices that they come from
+    WHOLE = auto()  # all of its results are the choice
     DRAW = auto()  # draws zeros and ones by probabilities
-    RESULT = auto()  # decides where its result has no fractions, and what it is given has
+    RESULT = auto()  # decides where its arguments have fractions and its result has none
 
 
 class Threshold(NamedTuple):
-    """Point at which an operator decides, and whether an element that equals it counts as below."""
+    """Point at which an operator decides, and whether an element that equals the point is below it."""
 
     at: Any
     equal_is_below: bool
 
     def is_below(self, x: Tensor) -> Tensor:
-        """Compare each element of `x`. NaN is not below."""
+        """Return which elements of `x` are below. NaN is not below."""
         return x.le(self.at) if self.equal_is_below else x.lt(self.at)
 
     def move(self, x: Tensor, below: Tensor) -> Tensor:
-        """Move elements of `x` to the side that `below` says, as near to the point as their dtype has numbers."""
+        """Move elements of `x` to the side that `below` has for them, to the nearest number of their dtype there."""
         low, high = self._sides(x)
         return blend(below, x.clamp_max(low), x.clamp_min(high))
 
     def _sides(self, x: Tensor) -> tuple[Any, Any]:
-        """Return the largest number that is below, and the smallest one that is not."""
+        """Return the largest number that is below, and the smallest number that is not."""
         if isinstance(self.at, Tensor):
             at = self.at.to(x.dtype)
             if self.equal_is_below:
@@ -60,9 +60,9 @@ class Threshold(NamedTuple):
 
 @cache
 def sides_of(at: float, dtype: torch.dtype, equal_is_below: bool) -> tuple[float, float]:
-    """Return the largest number of `dtype` that is below `at`, and the smallest one that is not.
+    """Return the largest number of `dtype` that is below `at`, and the smallest number that is not.
 
-    Next to 0 they are normal numbers: a processor may take subnormal ones for 0.
+    Next to 0 they are normal numbers: a processor may flush subnormal numbers to 0.
     """
     if at == 0:
         tiny = torch.finfo(dtype).tiny
@@ -78,7 +78,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def blend(mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return `one` where `mask` is true, `other` elsewhere, perhaps in the memory of `one`.
 
-    A CPU does it with the bits: `torch.where` is several times slower on masks that no processor can foresee.
+    On a CPU it is bit arithmetic: `torch.where` is several times slower on masks that a processor cannot predict.
     """
     integers = _INTEGERS.get(one.dtype.itemsize)
     if one.device.type != "cpu" or integers is None or type(one) is not Tensor or type(mask) is not Tensor:
@@ -132,9 +132,9 @@ _SIDES: dict[str, tuple[tuple[_Read, bool], ...]] = {
     "sgn": _SIGNS,
     "heaviside": _SIGNS,
 }
-_JUMPS = {"threshold", "hardshrink", "sign", "sgn", "heaviside"}  # not only their slope does
+_JUMPS = {"threshold", "hardshrink", "sign", "sgn", "heaviside"}  # the value jumps, not only the slope
 _PEAKS = {"amax.default", "amin.default", "max.default", "min.default", "median.default", "nanmedian.default"}
-_DIMS = {  # the position of `dim`; None where indices count the last two or three dimensions as one
+_DIMS = {  # position of the argument `dim`; None where an index counts the last two or three dimensions as one
     "topk": 2,
     "sort": 1,
     "kthvalue": 2,
@@ -154,7 +154,7 @@ _DIMS = {  # the position of `dim`; None where indices count the last two or thr
 }
 _WHOLE = {"_unique2", "unique_dim", "unique_consecutive", "histc", "poisson", "binomial"}
 _INDICES = {"argmax", "argmin", "nonzero", "bucketize", "searchsorted", "multinomial", "count_nonzero"}
-_EMPTY = {  # their results do not depend on the values that they are given
+_EMPTY = {  # the result does not depend on the values of the arguments
     "empty_like", "new_empty", "new_empty_strided", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like",
     "new_full",
 }  # fmt: skip
@@ -163,7 +163,7 @@ DISCRETE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 def base_name(operator: OpOverload) -> str:
-    """Return the operator's name without the underscore of its form in place."""
+    """Return the operator's name, without the underscore of an in-place form."""
     name: str = operator._schema.name.rpartition(":")[2]
     return name.removesuffix("_") if operator._schema.is_mutable else name
 
@@ -171,7 +171,7 @@ def base_name(operator: OpOverload) -> str:
 @cache
 def kind_of(operator: Any) -> DecisionKind:
     """Return the way in which an operator decides."""
-    if not isinstance(operator, OpOverload):  # of a higher order
+    if not isinstance(operator, OpOverload):  # a higher-order operator
         return DecisionKind.NEVER
     name, schema = base_name(operator), operator._schema
     if operator.namespace == "aten":
@@ -190,7 +190,7 @@ def kind_of(operator: Any) -> DecisionKind:
         if name == "bernoulli" and operator._overloadname in ("default", "Tensor", "out"):
             return DecisionKind.DRAW
     if torch.Tag.nondeterministic_seeded in operator.tags and name != "multinomial":
-        return DecisionKind.NEVER  # its generator's state is restored
+        return DecisionKind.NEVER  # the rerun restores the generator's state
     if any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable:
         return DecisionKind.NEVER  # a view
     return DecisionKind.RESULT
@@ -199,7 +199,7 @@ def kind_of(operator: Any) -> DecisionKind:
 def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Threshold]:
     """Return the points at which an operator of kind SIDE decides for each element of its first argument.
 
-    Empty where it decides nothing that backward or forward could notice.
+    Empty where the decision affects neither forward nor backward.
     """
     name, x = base_name(operator), args[0]
     if not (x.requires_grad or name in _JUMPS):
@@ -219,7 +219,7 @@ def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
             points += [
                 Threshold(at, False),
                 Threshold(at, True),
-            ]  # kernels round it or do not: what equals it stays equal
+            ]  # kernels may round the point: an element that equals it must stay equal
         else:
             points.append(Threshold(at, equal_is_below))
     return points
@@ -227,7 +227,7 @@ def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 
 @cache
 def _is_between(at: float, dtype: torch.dtype) -> bool:
-    """Return whether `at` is between two numbers of a dtype."""
+    """Return whether `at` is between two neighbouring numbers of a dtype."""
     return bool(torch.tensor(at, dtype=dtype).item() != at)
 
 
@@ -248,7 +248,7 @@ def peak_of(operator: OpOverload, args: Sequence[Any], result: Tensor) -> Tensor
 
 
 def give_peak(operator: OpOverload, x: Tensor, is_peak: Tensor, peak: Tensor) -> Tensor:
-    """Make just the elements equal `peak` that `is_peak` says."""
+    """Return `x` with exactly the elements that `is_peak` marks equal to `peak`."""
     name, end = base_name(operator), torch.full_like(peak, inf)
     if name.endswith("min"):
         others = x.maximum(torch.nextafter(peak, end))
@@ -260,7 +260,7 @@ def give_peak(operator: OpOverload, x: Tensor, is_peak: Tensor, peak: Tensor) ->
 
 
 def index_bound(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
-    """Return a number that no index or count of the operator's results exceeds; None where none is known."""
+    """Return an upper bound of the indices or counts in the operator's results; None where it is unknown."""
     name = base_name(operator)
     if name in _DIMS:
         x = args[0]
@@ -273,7 +273,7 @@ def index_bound(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def values_at(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], indices: Tensor) -> Tensor:
-    """Gather from the first argument what an operator of kind INDEX has chosen."""
+    """Gather the elements that an operator of kind INDEX has chosen from its first argument."""
     name, x = base_name(operator), args[0]
     values: Tensor
     if not x.dim():
@@ -305,7 +305,7 @@ def _dim_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def unique_elements(x: Tensor) -> Tensor | None:
-    """Return a view of each element of `x` once, its expanded dimensions cut to one; None where others overlap."""
+    """Return a view that has each element of `x` once, with expanded dimensions cut to one; None where they overlap."""
     if layout_of(tuple(x.shape), x.stride()).compact is None:
         return None
     for dim, stride in enumerate(x.stride()):

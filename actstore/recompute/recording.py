@@ -1,4 +1,4 @@
-"""The first run of a region: a mode that keeps what operators decide."""
+"""The first run of a region: a mode that records what operators decide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Recording(Mode):
-    """Mode of a first run: keeps what operators decide."""
+    """Mode of a first run, which records what operators decide."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class Recording(Mode):
             result = operator(*args, **kwargs)
             if x.requires_grad:
                 choice = gate_of(result)
-                if isinstance(choice, Packed):  # ReLU in place counts the version up when this has returned
+                if isinstance(choice, Packed):  # ReLU in place increments the version after this call has returned
                     version = result._version + operator._schema.is_mutable
                     self._decisions.results.append((len(self._kept), ref(result), version))
                 self._keep(operator, args, [choice])

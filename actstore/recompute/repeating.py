@@ -1,7 +1,7 @@
-"""A later run of a region: a mode that gives back what the first run has decided.
+"""A later run of a region: a mode that repeats the decisions of the first run.
 
-An operator such as leaky ReLU, whose backward looks at its input, gets its input moved to the side on which the first
-run saw it: less far than that input has come back wrong.
+An operator such as leaky ReLU, whose backward reads its input, gets its input moved to the side that the first run
+saw. The move is shorter than the error of that input.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class Repeating(Mode):
-    """Mode of a later run: gives back what the first one has decided.
+    """Mode of a later run, which repeats the decisions of the first run.
 
     Attributes
     ----------
-    has_all : whether all is saved that backward reads: the run ends at its next operator, once its input is moved
-    saved : what autograd has saved since the last operator
+    has_all : whether autograd has saved all that backward reads: the run ends at the next operator, its input moved
+    saved : tensors that autograd has saved since the last operator
     """
 
     def __init__(self, decisions: Decisions, fixed: set[int]) -> None:
@@ -56,7 +56,7 @@ class Repeating(Mode):
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operator is _DETACH:  # by hooks
+        if operator is _DETACH:  # of saved-tensor hooks
             return operator(*args, **kwargs)
         kind = kind_of(operator)
         if kind is DecisionKind.RESULT:
@@ -79,7 +79,7 @@ class Repeating(Mode):
         self.saved.clear()
 
     def _end(self) -> None:
-        """End the run here if it needs no more."""
+        """End the run if backward needs nothing more of it."""
         if self.has_all:
             raise _StopRecomputationError
 
@@ -109,7 +109,7 @@ class Repeating(Mode):
             )
         choices = self._take(operator, args)
         if kind is DecisionKind.DRAW:
-            result = operator(*args, **kwargs)  # also for the draws that follow
+            result = operator(*args, **kwargs)  # advances the generator for later draws
             return _give(operator, result, choices[0].to(result.dtype))
         if kind is DecisionKind.WHOLE and torch.Tag.nondeterministic_seeded in operator.tags:
             operator(*args, **kwargs)
@@ -138,7 +138,7 @@ class Repeating(Mode):
         self._write(x, moved)
         if operator._schema.name.endswith("_"):  # in place
             x.copy_(moved)
-            for tensor in self.saved:  # the copy of what it is to overwrite
+            for tensor in self.saved:  # the saved copy of the input, which the operator overwrites
                 if tensor.shape == x.shape and tensor.dtype is x.dtype:
                     self._write(tensor, moved)
             moved = x
@@ -146,7 +146,7 @@ class Repeating(Mode):
         return operator(moved, *args[1:], **kwargs)
 
     def _write(self, x: Tensor, moved: Tensor) -> None:
-        """Move what autograd has saved of `x`, too. What came back exactly is where it was."""
+        """Write the moved values to the saved tensors of `x`, unless `x` came back exactly."""
         if type(x) not in _PLAIN or x.untyped_storage()._cdata in self._fixed:
             return
         there = unique_elements(x)
@@ -180,7 +180,7 @@ class Repeating(Mode):
 
 
 def _give(operator: Any, result: Any, choice: Any) -> Any:
-    """Return a choice in place of a result, or in its memory where that is the caller's."""
+    """Return a choice in place of a result, written to the result's memory where the caller owns that."""
     if operator._schema.is_mutable and isinstance(result, Tensor):
         return result.copy_(choice)
     return choice

@@ -1,15 +1,15 @@
-"""Chains of recomputed calls: an input that an earlier call of the chain has put out need not be stored.
+"""Chains of recomputed calls: an input that an earlier call of the chain returned need not be stored.
 
-Such an input is a `Carry`. It is live from the call that takes it to the next call of the chain; then it is stored, as
-the chain's schedule has decided when the call came, or let go. Where backward asks for one that is gone, the calls that
-lead to it run once more, from inputs that there are. What they take on their way is kept where the schedule has use
-for it, until backward has passed it.
+Such an input is a `Carry`. It is live from the call that takes it to the next call of the chain. Then it is stored or
+freed, as the chain's schedule decided when the call came. Where backward asks for one that is gone, the calls that
+lead to it run once more, from inputs that exist. Inputs on the way are kept where the schedule can use them, until
+backward has passed them.
 
     live -> stored | gone        forward
     gone -> kept -> gone         backward
 
-References run from a call to its inputs and from those to the calls that put them out, never back: the graph of a call
-holds what its backward needs, and nothing holds the graph.
+References point from a call to its inputs and from those to the calls that returned them, never back: the graph of a
+call holds what its backward needs, and nothing holds the graph.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Values = dict["Carry", Tensor]
 
 
 class Carry:
-    """A tensor that one call of a chain puts out and later ones take as input.
+    """A tensor that one call of a chain returns and later calls take as input.
 
     Attributes
     ----------
-    producer, index : the call, and which leaf of its output
-    first : the number of the first call that takes it, the last one that backward comes to
-    handle : what the hooks have made of it while it is live or stored; None when it is gone
-    live : whether the handle is one for the time until the next call only
-    kept : the tensor itself, once replayed, with what books it as gone and the stream that it was computed on
+    producer, index : the call, and the index of the leaf of its output
+    first : the number of the first call that takes it, which is the last one that backward reaches
+    handle : the hooks' handle while it is live or stored; None when it is gone
+    live : whether the handle serves only until the next call
+    kept : after a replay the tensor, the finalizer that books it as gone, and the stream that computed it; else None
     """
 
     __slots__ = (
@@ -72,23 +72,23 @@ class Carry:
         self.live = False
         self.kept: tuple[Tensor, Finalizer, Any] | None = None
         self.account = producer.account
-        self.any_version = any_version  # the tensor may change after it was taken
+        self.any_version = any_version  # the tensor may change after a call took it
         self.version = tensor._version
         self.spec = Spec.of(tensor)
         self.witness = tensor.detach()
-        self.witness.data = tensor.new_empty(0)  # keeps the version counter and none of the memory
+        self.witness.data = tensor.new_empty(0)  # shares the version counter, without the memory
 
     @property
     def changed(self) -> bool:
-        """Whether the tensor was written to after the call that put it out."""
+        """True if the tensor has changed since the call that returned it."""
         return self.witness._version != self.version
 
     def there(self) -> bool:
-        """Whether the values need no replay.
+        """Return whether the values need no replay.
 
         Raises
         ------
-        MutationError : they may not be used, because the tensor has changed
+        MutationError : the values must not be used, because the tensor has changed
         """
         changed = self.changed
         if changed and not self.any_version:
@@ -98,20 +98,20 @@ class Carry:
         return self.handle is not None and not (changed and isinstance(self.handle, Kept))
 
     def get(self, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """The values, where they are `there`."""
+        """Return the values, where they are `there`."""
         if self.kept is not None and self.kept[2] == _stream_of(self.witness):
             return self.kept[0]
         return unpack(self.handle)
 
     def keep(self, tensor: Tensor, nbytes: int, ledger: Ledger) -> None:
-        """Keep what a replay has computed, which holds `nbytes` more, until `kept` is None again."""
+        """Keep the result of a replay, which holds `nbytes` more, until `kept` is None again."""
         self.kept = tensor, ledger.hold(self.account, 0, 0, nbytes), _stream_of(tensor)
 
 
 class CallInput(NamedTuple):
-    """An input of a call: a carry, or the hooks' handle of a tensor from outside of the chain.
+    """An input of a call: a carry, or the hooks' handle of a tensor from outside the chain.
 
-    `gate` is what an earlier call reads from that handle.
+    `gate` is the gate that an earlier call reads from that handle.
     """
 
     carry: Carry | None
@@ -121,17 +121,17 @@ class CallInput(NamedTuple):
 
 
 class RegionCall:
-    """One call of a recomputed module, and what it takes to run it again.
+    """One call of a recomputed module, and all that a rerun needs.
 
     Parameters
     ----------
     region : the name of the module and its decision, for messages
-    account : where the bytes of its inputs are booked
-    leaves : its arguments, flat; tensors among them are forgotten once it has run
+    account : the books of its inputs
+    leaves : its arguments, flat; tensors among them are released once it has run
 
     Attributes
     ----------
-    decisions : of its first run, where later ones repeat them
+    decisions : decisions of the first run, if later runs repeat them
     """
 
     __slots__ = (
@@ -161,26 +161,26 @@ class RegionCall:
         self.generators = generators
         self.surroundings = Surroundings()
         self.sources: dict[int, CallInput] = {}
-        self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` asks whether they are
-        self.chain: CallChain | None = None  # where its decision replays inputs
-        self.number = 0  # within its chain
-        self.made: dict[int, ref[Carry]] = {}  # of its output, by leaf
+        self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
+        self.chain: CallChain | None = None  # None unless its decision replays inputs
+        self.number = 0  # in its chain
+        self.made: dict[int, ref[Carry]] = {}  # leaves of its output that later calls take
         self.decisions: Decisions | None = None
-        self.saved_nbytes = 0  # that autograd saved in its first run, beside the inputs
+        self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
 
     def carries(self) -> Iterator[Carry]:
-        """The inputs that other calls of the chain have put out."""
+        """Yield the inputs that other calls of the chain have returned."""
         for source in self.sources.values():
             if source.carry is not None:
                 yield source.carry
 
     @property
     def comes_back_exactly(self) -> bool:
-        """Whether no input is stored with a loss, and none is to be replayed."""
+        """True if no input is lossy and no input needs a replay."""
         return all(source.carry is None and is_exact(source.handle) for source in self.sources.values())
 
     def first_run(self) -> Any:
-        """Run forward on what the call was given."""
+        """Run forward on the call's arguments."""
         assert self.given is not None
         args, kwargs = unflatten(self.given, self.form)
         if self.decisions is None:
@@ -189,24 +189,24 @@ class RegionCall:
             return self.forward(*args, **kwargs)
 
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
-        """Prepare a run on equal inputs: its function, the storages of these that are booked as held, and its mode.
+        """Prepare a rerun on equal inputs. Returns its function, the storages of inputs booked as held, and its mode.
 
-        The caller has the rest rewound. Repeatable, and safe from any thread.
+        The caller rewinds weights, buffers and generators. Repeatable, and safe from any thread.
         """
         values = self.chain.values_for(self) if self.chain is not None else {}
         return self._prepare(values)
 
     def replay(self, values: Values) -> list[Any]:
-        """Run forward for its output only, whose leaves are returned, on these values of its carries.
+        """Rerun forward for its output alone, with `values` as its carries. Returns the leaves of the output.
 
-        Gradients are enabled as in the first run: operators choose their kernels by it, and bits differ.
+        Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
         run, _, _ = self._prepare(values)
         with self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
-        """Return what `again` does, on these values of its carries."""
+        """Prepare a rerun as `again` does, with `values` as its carries."""
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
         for i, (carry, handle, requires_grad, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
@@ -233,7 +233,7 @@ class RegionCall:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Meanwhile modules have the weights and buffers of the first run, and generators their states before it."""
+        """Give modules the weights and buffers of the first run, and generators their states before it, until exit."""
         weights, generators = self.weights.again(), self.generators.again()
         weights.rewind()
         try:
@@ -245,11 +245,11 @@ class RegionCall:
 
 
 class CallChain:
-    """Calls of which each takes what others before it have put out, in the order of forward.
+    """Calls in the order of forward, each of which takes inputs that earlier calls returned.
 
     Parameters
     ----------
-    lengths, nth : where the length is noted for the next step, and under which key
+    lengths, nth : the dict that keeps the chain's length for the next step, and its key
 
     Notes
     -----
@@ -265,17 +265,17 @@ class CallChain:
         self._nth = nth
         self._schedule = schedule
         self._ledger = ledger
-        self._lock = RLock()  # a forward that is replayed may itself run a backward
+        self._lock = RLock()  # a replayed forward may itself run a backward
         self._live: list[ref[Carry]] = []
         self._stored: dict[int, ref[RegionCall]] = {}  # calls whose carries are stored, by number
-        self._kept: dict[int, list[ref[Carry]]] = {}  # what replays keep, by the number of the call that takes it
+        self._kept: dict[int, list[ref[Carry]]] = {}  # carries that replays keep, by the number of the taking call
 
     def arrive(self, call: RegionCall) -> int:
-        """A call joins the chain, and what was live is let go.
+        """Add a call to the chain, and free the live carries.
 
         Returns
         -------
-        int : the number of the last call whose inputs are stored, its own where they are to be
+        int : the number of the last call whose inputs are stored; its own where they will be
         """
         with self._lock:
             call.chain, call.number = self, self.length
@@ -297,15 +297,15 @@ class CallChain:
             return self._schedule.stored[-1]
 
     def hold(self, carry: Carry) -> None:
-        """Let a carry go when the next call arrives."""
+        """Free a carry when the next call arrives."""
         self._live.append(ref(carry))
 
     def values_for(self, call: RegionCall) -> Values:
-        """The carries of a call, for its recomputation.
+        """Return the carries of a call, for its recomputation.
 
         Raises
         ------
-        MutationError : one of them, or what they are replayed from, was written to after it was taken
+        MutationError : a carry, or an input of the replay, has changed since a call took it
         """
         with self._lock:
             runs, needed = self._way_to(call)
@@ -313,7 +313,7 @@ class CallChain:
             found = {c: values[c] if c in values else c.get(call.unpack) for c in call.carries()}
             self._kept.pop(call.number, None)
             for carry in found:
-                if carry.first >= call.number:  # backward has passed all that take it
+                if carry.first >= call.number:  # backward has passed all calls that take it
                     carry.kept = None
                 elif carry in values:
                     self._keep([carry], values)
@@ -321,8 +321,10 @@ class CallChain:
 
     @staticmethod
     def _way_to(call: RegionCall) -> tuple[list[RegionCall], dict[Carry, int]]:
-        """The calls that must run again, in their order, and the carries that they must bring, each with the number of
-        the last call that takes it on the way."""
+        """Return the calls that must rerun, in order, and the carries that they must return.
+
+        Each carry has the number of the last call that takes it on the way.
+        """
         runs: dict[int, RegionCall] = {}
         needed: dict[Carry, int] = {}
         ahead = [call]
@@ -367,7 +369,7 @@ class CallChain:
         return values
 
     def _keep(self, carries: Iterable[Carry], values: Values) -> list[Carry]:
-        """Keep carries that are not kept yet, and return them; each storage is booked once."""
+        """Keep the carries that are not kept yet, and return them. Each storage is booked once."""
         fresh = [carry for carry in carries if carry.kept is None]
         booked = set[int]()
         for carry in fresh:
@@ -377,7 +379,7 @@ class CallChain:
         return fresh
 
     def _forget(self, number: int) -> None:
-        """Let go what is kept for calls after `number`: another backward has left it."""
+        """Free the carries that are kept for calls after `number`, which another backward left behind."""
         for later in [position for position in self._kept if position > number]:
             for weak in self._kept.pop(later):
                 carry = weak()
@@ -386,7 +388,7 @@ class CallChain:
 
 
 class CallOutput(NamedTuple):
-    """What a call has put out, for as long as nothing writes to it."""
+    """The output of a call, valid until it changes."""
 
     root: ref[Tensor]
     call: ref[RegionCall]
@@ -396,23 +398,23 @@ class CallOutput(NamedTuple):
 
 
 class Calls:
-    """The recomputed calls of one entry of a store on one thread, and what they have put out."""
+    """The recomputed calls of one entry of a store on one thread, and their outputs."""
 
     def __init__(self) -> None:
         self.generators: GeneratorStates | None = None  # of the last call
         self.offers = Offers()
-        self.begun: dict[object, int] = {}  # by module: calls, or chains that begin with it
+        self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}
         self._prune_at = 1024
 
     def begin(self, what: object) -> int:
-        """How often `what` has begun before."""
+        """Count a beginning of `what`. Returns how often it has begun before."""
         before = self.begun.get(what, 0)
         self.begun[what] = before + 1
         return before
 
     def put_out(self, call: RegionCall, leaves: Iterable[Any]) -> None:
-        """Know the tensors of a call's output when a later call takes them."""
+        """Register the tensors of a call's output, so that `find` knows them when a later call takes them."""
         for index, leaf in enumerate(leaves):
             key = _key_of(leaf)
             if key is not None:
@@ -422,7 +424,7 @@ class Calls:
             self._prune_at = 1024 + 2 * len(self._made)
 
     def find(self, leaf: Any, decision: Recompute) -> tuple[RegionCall, int] | None:
-        """The call under this `decision` that has put out a tensor, unchanged, and which leaf of its output it is."""
+        """Return the call under `decision` that returned a tensor, and its leaf's index; None if the tensor changed."""
         key = _key_of(leaf)
         made = self._made.get(key) if key is not None else None
         if made is None or made.root() is not _root_of(leaf):
@@ -434,7 +436,7 @@ class Calls:
 
 
 def is_exact(handle: Any) -> bool:
-    """Return whether what a handle stands for comes back exactly, as far as the hooks know now."""
+    """Return whether a handle's tensor comes back exactly, as far as the hooks know now."""
     if isinstance(handle, Stored):
         owner = handle.owner or handle
         return owner.alias is None and owner.codec.lossless
@@ -447,25 +449,25 @@ def _root_of(tensor: Tensor) -> Tensor:
 
 
 def _key_of(leaf: Any) -> tuple[Any, ...] | None:
-    """What tells a plain tensor from all others that live, but for those that equal it; None for other objects."""
+    """Return a key of a plain tensor, which no other live tensor has unless it is equal; None for any other object."""
     if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_inference():
         return None
     return id(_root_of(leaf)), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
 
 
 def _fresh(tensor: Tensor, *, requires_grad: bool, copy: bool) -> Tensor:
-    """An alias without history; a copy where the forward that takes it may write to it."""
+    """Return an alias without history, or a copy where the forward that takes it may write to it."""
     alias = tensor.detach().clone() if copy else tensor.detach()
     return alias.requires_grad_() if requires_grad else alias
 
 
 def _stream_of(tensor: Tensor) -> Any:
-    """What the memory of a tensor may be used on without waiting; None on a CPU."""
+    """Return the stream on which a tensor's memory can be used without waiting; None on a CPU."""
     return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
 
 
 def _no_hooks() -> saved_tensors_hooks:
-    """What a replay saves is nobody's: neither that of the recomputation inside of which it runs, nor of a store's."""
+    """Return hooks for a replay, whose saves must reach neither an enclosing recomputation's hooks nor a store's."""
     return saved_tensors_hooks(Tensor.detach, _as_it_is)
 
 

@@ -1,7 +1,7 @@
-"""Which inputs of a chain of recomputed calls are stored, and which come to exist again as backward replays it.
+"""Schedules of chains of recomputed calls: the inputs to store, and those that backward replays.
 
-Positions count the calls of a chain from 0. The inputs of call 0 come from outside and are always stored; those of the
-last call so far are live, and not these schedules' concern.
+Positions count the calls of a chain from 0. The inputs of call 0 come from outside and are always stored. Those of
+the last call so far are live; schedules do not decide on them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from actstore.policy import Recompute
 
 
 class Segments:
-    """Stores the inputs of every `length`-th call; backward keeps all inputs of the segment that it is in.
+    """A schedule that stores the inputs of every `length`-th call. Backward keeps all inputs of its current segment.
 
     Parameters
     ----------
-    length : calls of a segment; None for the square root of the number of calls so far, which stores about twice as
-        many inputs as the square root of their number in the end
+    length : calls of a segment. None for the square root of the number of calls so far, which in the end stores about
+        twice the square root of their number
     """
 
     def __init__(self, length: int | None) -> None:
@@ -28,7 +28,7 @@ class Segments:
         self._length = length
 
     def arrive(self, position: int) -> tuple[bool, Iterable[int]]:
-        """A call arrives: whether its inputs are stored, and the stored positions that are given up for it."""
+        """Return whether the inputs of an arriving call are stored, and the stored positions that it displaces."""
         length = self._length or isqrt(position - 1) + 1
         wanted = position - self.stored[-1] >= length
         if wanted:
@@ -36,28 +36,28 @@ class Segments:
         return wanted, ()
 
     def keep(self, runs: int, first: int, kept: int) -> Iterable[int]:
-        """Before which of `runs` calls that are replayed their inputs are kept: indices, ascending, 0 left out.
+        """Return the replayed calls before which their inputs are kept: indices, ascending, without 0.
 
         Parameters
         ----------
-        runs : calls from the last stored input up to the call whose input is wanted, that one excluded
-        first : position of the first of them
-        kept : inputs before `first` that backward has kept
+        runs : number of calls from the last stored input up to the call whose input is needed, without that call
+        first : position of the first of these calls
+        kept : number of inputs before `first` that backward has kept
         """
         return range(1, runs)
 
 
 class Revolve:
-    """At most `slots` inputs exist at once, at the positions that cost the fewest forwards.
+    """A schedule of at most `slots` inputs at once, at the positions that cost the fewest forwards.
 
-    For chains of a known length these are those of `plan.revolve`. Beyond that length, inputs are stored at a spacing,
-    and when the slots are full every other one is given up and the spacing doubles: between half of the slots and all
-    of them are in use at the end.
+    For a chain of the expected length, `plan.revolve` gives the positions. Beyond it, inputs are stored at a spacing.
+    When the slots are full, every second input is given up and the spacing doubles. So between half of the slots and
+    all of them are in use at the end.
 
     Parameters
     ----------
     slots : 1 or more; None for the fewest that keep replays below two forwards for each call
-    expected : calls, where known; otherwise 1
+    expected : number of calls; 1 where it is unknown
     """
 
     def __init__(self, slots: int | None, expected: int) -> None:
@@ -69,7 +69,7 @@ class Revolve:
         self._spacing = ceil(expected / self._slots)
 
     def arrive(self, position: int) -> tuple[bool, Iterable[int]]:
-        """As of `Segments`."""
+        """Decide as `Segments.arrive`."""
         given_up: list[int] = []
         if position < self._expected:
             wanted = position in self._planned
@@ -85,8 +85,8 @@ class Revolve:
         return wanted, given_up
 
     def keep(self, runs: int, first: int, kept: int) -> Iterable[int]:
-        """As of `Segments`: what is stored behind `first` was for calls that backward is done with, or will be freed
-        with their part of the graph, so that its slots are free."""
+        """Return as `Segments.keep`. Slots after `first` are free: backward is done with their calls, or frees them
+        with their part of the graph."""
         return positions(runs + 1, max(1, self._slots - bisect_left(self.stored, first) - kept))
 
 
@@ -94,7 +94,7 @@ Schedule = Segments | Revolve
 
 
 def schedule_of(decision: Recompute, expected: int) -> Schedule:
-    """A schedule for one chain of `expected` calls; 1 where that is not known."""
+    """Return a schedule for one chain of `expected` calls; 1 where that is unknown."""
     if decision.schedule is None:
         return Segments(decision.segment)
     if decision.schedule == "sqrt":

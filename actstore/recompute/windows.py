@@ -1,4 +1,4 @@
-"""Indices of max pooling as places in their windows: two bits for a window of 2x2, four for one of 3x3."""
+"""Indices of max pooling as places in their windows: two bits for a window of 2x2, four for a window of 3x3."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from actstore.base.layout import layout_of
 from actstore.recompute.operators import base_name
 
-_BITS = {4: 2, 16: 4, 256: 8}  # that tell so many places apart
-_JOINED = {2: torch.int32, 4: torch.int16, 8: torch.uint8}  # as wide as the codes of one byte, each in a byte
+_BITS = {4: 2, 16: 4, 256: 8}  # bits of a code, by the largest number of places
+_JOINED = {2: torch.int32, 4: torch.int16, 8: torch.uint8}  # by bits: the codes that one byte holds, each in a byte
 
 
 class Windows(NamedTuple):
-    """Places that the windows of one call of an operator look at.
+    """Places that the windows of one operator call read.
 
     Attributes
     ----------
-    starts : of the windows in each dimension, in elements; less than 0 in padding
-    steps : from there to the others, in each dimension
-    sizes : of the input, in each dimension
+    starts : first places of the windows in each dimension, in elements; negative in padding
+    steps : distances from there to all places of a window, in each dimension
+    sizes : sizes of the input, in each dimension
     """
 
     starts: tuple[Tensor, ...]
@@ -32,15 +32,15 @@ class Windows(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Return the places of one window."""
+        """Number of places in one window."""
         return prod(map(len, self.steps))
 
     def first(self) -> Tensor:
-        """Return the index of each window's first place, of the shape of the windows."""
+        """Return the index of each window's first place, in the shape of the windows."""
         return self._indices(self.starts)
 
     def beyond(self) -> Tensor:
-        """Return how far each place of a window is from its first, as a difference of indices."""
+        """Return the distance of each place of a window from its first, as a difference of indices."""
         return self._indices(self.steps).flatten()
 
     def _indices(self, places: tuple[Tensor, ...]) -> Tensor:
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it holds."""
+        """Size in bytes."""
         return self.codes.nbytes
 
     def read(self) -> Tensor:
@@ -75,7 +75,7 @@ class Places(NamedTuple):
 
 
 def places_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], indices: Tensor) -> Places | None:
-    """Return indices that max pooling has chosen as places; None where they are not of windows that can be told."""
+    """Return indices of max pooling as places; None where the windows are unknown."""
     windows = None if kwargs or type(indices) is not Tensor else _windows_of(base_name(operator), args, indices)
     if windows is None or not layout_of(tuple(indices.shape), indices.stride()).dense:
         return None
@@ -114,12 +114,12 @@ def _windows_of(name: str, args: Sequence[Any], indices: Tensor) -> Windows | No
             starts.append(torch.arange(count) * (s or k) - p)
             steps.append(torch.arange(k) * d)
     else:
-        return None  # windows that are drawn
+        return None  # windows are random
     return Windows(tuple(starts), tuple(steps), sizes)
 
 
 def _each(values: Sequence[int], default: int, dims: int) -> Sequence[int]:
-    """Return a number for each dimension."""
+    """Return one number for each dimension."""
     if not values:
         return (default,) * dims
     return tuple(values) * dims if len(values) == 1 else values

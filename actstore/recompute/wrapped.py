@@ -1,4 +1,4 @@
-"""Runs the forward of chosen modules again in backward, with their inputs in the store."""
+"""Recomputed modules: their forward runs again in backward, with their inputs in the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _wrapping = Lock()
-_STATELESS = {torch.device("cpu"), torch.device("meta")}  # or with a generator that is always known
+_STATELESS = {torch.device("cpu"), torch.device("meta")}  # or devices with a generator that is always known
 
 
 class Entered(Protocol):
@@ -49,20 +49,20 @@ class Entered(Protocol):
 
 
 class Wrapped:
-    """One module whose forward is wrapped while a store is active.
+    """One module, with a wrapped forward while a store is active.
 
-    The wrapper is an attribute of the instance, put there at entry and taken away at exit, so that the model can be
-    copied and pickled in between. It acts on the threads that have entered the store, and calls through on others.
+    The wrapper is an attribute of the instance, set at entry and removed at exit. So the model can be copied and
+    pickled in between. It acts on threads that have entered the store, and calls through on other threads.
 
     Parameters
     ----------
-    entry_of : the entry of the store on this thread, if it is the innermost one
-    double : warns of checkpoints of the model's own
-    alike : modules that the same rule matches: the first guess at the length of a chain
+    entry_of : returns the store's entry on this thread, if it is the innermost one
+    double : the warning of the model's own checkpoints
+    alike : number of modules that the same rule matches: the first guess at the length of a chain
 
     Raises
     ------
-    PolicyError : the module has no forward that could run again
+    PolicyError : the module has no forward that can run again
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Wrapped:
         alike: int = 1,
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
-        if scripted is not None:  # a recomputation is ended by an exception, and its interpreter makes another of that
+        if scripted is not None:  # an exception ends a recomputation, and TorchScript's interpreter replaces it
             where = ".".join(filter(None, (name, scripted)))
             raise PolicyError(
                 f"'{name} : {decision}' recomputes {where!r}, which is TorchScript: PyTorch's checkpoint fails there. "
@@ -114,7 +114,7 @@ class Wrapped:
             self._module.__dict__["forward"] = _RegionForward(self, self._module, self._module.forward, own)
 
     def exit(self, user: object) -> None:
-        """Give the module its own forward back, as soon as no store that came later wraps it."""
+        """Restore the module's own forward, as soon as no later store wraps it."""
         with _wrapping:
             self.users.discard(user)
             attributes = self._module.__dict__
@@ -160,7 +160,7 @@ class Wrapped:
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=lambda: (saved, counter),
-                # Its noise is saved before it is drawn: a second run must not stop there, should nothing follow.
+                # RReLU saves its noise before it draws it: a second run must not stop there, even if nothing follows.
                 early_stop=not any(part.training for part in self._noisy),
                 **_RESPECT,
             )
@@ -169,7 +169,7 @@ class Wrapped:
             raise
         finally:
             call.given = None
-            tracker.unwind(depth)  # an interrupt leaves the calls inside on the stack
+            tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack
         call.generators.ended()
         call.weights.ended()
         if call.decisions is not None:
@@ -195,8 +195,8 @@ class Wrapped:
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
     ) -> tuple[RegionCall, CountRecomputed]:
-        """A call that begins, whose tensors have gone to the store, also those of keyword arguments and containers."""
-        pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's, or others that were entered inside
+        """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
+        pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's hooks, or hooks that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
@@ -211,7 +211,7 @@ class Wrapped:
             Weights(self._module, modules),
             generators,
         )
-        if isinstance(self._decision.inputs, Keep):  # otherwise the inputs' own decision says more
+        if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.where = self._text
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
         tracker.push(None, place, self._decision.inputs)
@@ -256,7 +256,7 @@ class Wrapped:
         return call, CountRecomputed(scope, call)
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
-        """Have a call take its place in a chain. Returns those of its inputs that the chain has put out, by leaf."""
+        """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""
         decision = self._decision
         found = {i: made for i, leaf in enumerate(leaves) if (made := calls.find(leaf, decision)) is not None}
         chain = max(found.values(), key=lambda made: made[0].number)[0].chain if found else None
@@ -265,7 +265,7 @@ class Wrapped:
             expected = self._lengths.get(nth, self._alike)
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
             if calls.begin(CallChain):
-                call.account.note = "begins another chain: its inputs are no outputs of a recomputed call"
+                call.account.note = "begins another chain: no recomputed call returned its inputs"
         last = chain.arrive(call)
         carries = {}
         for i, (producer, index) in found.items():
@@ -277,7 +277,7 @@ class Wrapped:
                 carry = Carry(producer, index, call.number, leaves[i], any_version=scope.allows_mutation())
                 producer.made[index] = ref(carry)
             if carry.handle is None:
-                carry.live = producer.number >= last  # otherwise what replays the calls after `last` needs it, too
+                carry.live = producer.number >= last  # otherwise a replay of the calls after `last` needs it, too
                 if carry.live:
                     chain.hold(carry)
             carries[i] = carry
@@ -290,7 +290,7 @@ class _RegionForward:
     def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any], own: Any) -> None:
         functools.update_wrapper(self, forward)
         self.region = region
-        self.own = own  # the instance attribute that was there before, if any
+        self.own = own  # the instance attribute that it replaces, if any
         self._module = module
         self._forward = forward
 
@@ -298,23 +298,23 @@ class _RegionForward:
         return self.region.run(self._forward, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward
+        return getattr, (self._module, "forward")  # a copy has no state yet, so this is its class's forward
 
 
 @functools.cache
 def _is_cache(kind: type) -> bool:
-    """Whether it is a cache of keys and values of Transformers."""
+    """Return whether it is Transformers' cache of keys and values."""
     return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
 
 
 def _in_region(pack: Any) -> bool:
-    """Whether a checkpoint or another region is to run this again as a whole, then perhaps without a store."""
+    """Return whether a checkpoint or another region reruns this call as a whole."""
     return getattr(pack, "__module__", "") in REGIONS
 
 
-REGIONS = (*CHECKPOINTS, counting.__name__)  # whose hooks save nothing
+REGIONS = (*CHECKPOINTS, counting.__name__)  # modules whose hooks save nothing
 
-# Later releases of torch ask whether outer hooks see what a selective checkpoint keeps.
+# Later releases of PyTorch ask whether outer hooks see what a selective checkpoint keeps.
 _RESPECT: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters

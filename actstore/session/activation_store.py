@@ -72,21 +72,21 @@ class ActivationStore:
 
     Parameters
     ----------
-    model : Module, optional; names in `policy` are the names of its modules. Without a model one decision holds for
-        everything.
-    policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for everything; or Rules, a Decision, or any
-        function ``(Site, Spec) -> Decision``; or `Auto`, `Bits` (as text, ``"auto(20GiB)"``), or a Plan that "auto" has
-        made. In text and Rules ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model,
+    model : Module, optional; names in `policy` are the names of its modules. Without a model, one decision holds for
+        all tensors.
+    policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for all tensors; or Rules, a Decision, or any
+        function ``(Site, Spec) -> Decision``; or `Auto`, `Bits` (as text, ``"auto(20GiB)"``), or a Plan from "auto".
+        In text and Rules ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model,
         whatever their names
-    tiers : options of the places where payloads wait, `Host`, `Disk` and `PluginTier`, and of what moves there,
-        `Window`. A tier that a policy names needs none
+    tiers : options of the tiers, `Host`, `Disk` and `PluginTier`, and of the bytes on their way there, `Window`. A
+        tier that a policy names needs no options
     observe : `SampleErrors`, which is on by default, `Trace` and `Verify`
-    min_bytes : smaller tensors are kept as they are; 0 sends all through
-    strict : whether a full tier is an error; by default what does not fit is kept
+    min_bytes : smaller tensors are kept as they are; 0 keeps none for its size
+    strict : whether a full tier is an error; by default, a tensor that does not fit is kept
     allow_mutation : whether a saved tensor may be changed in place before backward. Where a copy was stored, backward
-        then sees the value at the time of saving; where the tensor was kept it is an error all the same.
-    seed : of the random bits of `round=stochastic` and `round=dither`; the same seed and program give the same bytes.
-        torch's generators are not touched
+        then sees the value at the time of saving; where the tensor was kept, a change is an error all the same.
+    seed : seed of the random bits of `round=stochastic` and `round=dither`; the same seed and program give the same
+        bytes. The store does not touch PyTorch's generators
 
     Raises
     ------
@@ -96,7 +96,7 @@ class ActivationStore:
 
     Warns
     -----
-    RuntimeWarning : in a step that was sampled, a site lost elements (`ErrorFigures.lost`), its values shrank or grew
+    RuntimeWarning : in a sampled step, a site lost elements (`ErrorFigures.lost`), its values shrank or grew
         by more than rounding explains (`ErrorFigures.shrunk`), or its error is above `SampleErrors.warn`
 
     Notes
@@ -104,7 +104,7 @@ class ActivationStore:
     Thread-safe: several threads may enter one store; each follows its own forward. A lossless policy (keep, recompute,
     raw) gives gradients equal bit for bit to those without a store.
 
-    A copy or a pickle of a store is a new store with the same arguments: no payload, measurement or event comes along.
+    A copy or a pickle of a store is a new store with the same arguments, without payloads, measurements or events.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ActivationStore:
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._lock = Lock()
-        self._inside = set[StoreEntry]()  # those of all threads
+        self._inside = set[StoreEntry]()  # of all threads
         self._closed = False
         self._double = DoubleCheckpoints()
         self._compiled: list[NamedCall] = []
@@ -167,7 +167,7 @@ class ActivationStore:
     def _make_controller(
         self, chooser: Auto | Bits | None, tiers: dict[str, TierOptions], *, sets_window: bool
     ) -> StepPolicy | None:
-        """Return what decides anew for each step; None for a policy that does not choose."""
+        """Return the controller that decides for each step; None for a policy that does not choose."""
         if chooser is None or self._model is None or self._influence is None:
             return None
         pairs = Pairs(self._influence, self._ledger, self._sampler.ask)
@@ -177,13 +177,13 @@ class ActivationStore:
         return AutoController(self._model, self._ledger, wish, pairs, self._switch, sets_window=sets_window)
 
     def _window_nbytes(self, chooser: Auto | Bits | None) -> int | None:
-        """Return the window of a plan; an eighth of a budget at most, while it is measured; None for the default."""
+        """Return the window of a plan; at most an eighth of a budget, while it is measured; None for the default."""
         if self._given_plan is not None:
             return self._given_plan.window
         return max(2**16, min(chooser.budget_nbytes // 8, 32 * 2**20)) if isinstance(chooser, Auto) else None
 
     def _open_tiers(self, options: dict[str, TierOptions]) -> None:
-        """Open tiers whose first use would wait, or fail."""
+        """Open the tiers whose first use would wait or fail."""
         device = device_of(self._model)
         if device is not None:
             self._store.open(device, "device")
@@ -232,7 +232,7 @@ class ActivationStore:
             raise
 
     def _scope(self, *, first: bool) -> Scope:
-        """What the hooks of an entry know; of the `first` one, the step begins."""
+        """Return the scope of an entry's hooks. The `first` entry begins a step."""
         device = device_of(self._model) or torch.device("cpu")
         named = [] if self._model is None else named_modules(self._model)
         if first:
@@ -276,12 +276,12 @@ class ActivationStore:
                 has_budget = self._ledger.limit < inf
                 explain(error, self._ledger, self._fitted.policy, self._model, has_budget=has_budget)
         except BaseException as failure:
-            if not isinstance(failure, Exception):  # an interrupt fell into it
+            if not isinstance(failure, Exception):  # an interrupt, which may have come before `_leave` ended
                 self._leave(entry or self._innermost(error), failure)
             raise
 
     def _innermost(self, error: BaseException | None) -> StoreEntry:
-        """The innermost entry of this thread, which is to be of this store."""
+        """Return the innermost entry of this thread, which must be of this store."""
         found = entries()
         if not found or found[-1].owner is not self:
             raise StateError(
@@ -302,7 +302,7 @@ class ActivationStore:
         return entry
 
     def _leave(self, entry: StoreEntry, error: BaseException | None) -> None:
-        """Undo an entry, or what there is of it where entering or leaving was interrupted."""
+        """Undo an entry, also one whose beginning or end was interrupted."""
         found = entries()
         if found and found[-1] is entry:
             found.pop()
@@ -331,8 +331,8 @@ class ActivationStore:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate `function`: each call runs inside this store's context.
 
-        With "auto", a call that runs out of memory is run once more with a tighter plan, if it has changed nothing that
-        cannot be put back; a warning tells.
+        With "auto", a call that runs out of memory runs once more with a tighter plan, if all that it has changed can
+        be restored. A warning says so.
         """
 
         @functools.wraps(function)
@@ -357,25 +357,25 @@ class ActivationStore:
 
         return inside
 
-    # -- what users ask -----------------------------------------------------------------------------------------------
+    # -- figures for users --------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Module | None:
-        """The model that the store was made for."""
+        """Model of the store; None for none."""
         return self._model
 
     @property
     def policy(self) -> Policy:
-        """The policy as a value."""
+        """Policy as a value."""
         return self._fitted.policy
 
     @property
     def plan(self) -> Plan | Choice | None:
-        """The result of `Auto` (a Plan) or `Bits` (a Choice) that runs; None while steps are measured."""
+        """Current result of `Auto` (a Plan) or `Bits` (a Choice); None while steps are measured."""
         return self._given_plan if self._controller is None else self._controller.plan
 
     def report(self) -> Report:
-        """What the last forward saved, stored and held, per site and in all; what was lost in the last sampled step.
+        """Return the figures of the last forward, per site and in all, and the errors of the last sampled step.
 
         Raises
         ------
@@ -402,18 +402,18 @@ class ActivationStore:
         return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
 
     def sample_next(self) -> None:
-        """Measure errors in the next step, whatever `SampleErrors` says."""
+        """Measure errors in the next step, also where `SampleErrors` would not."""
         self._sampler.ask()
         if self._influence is not None:
             self._influence.ask()
 
     def plot(self) -> Figure:
-        """A picture of where the bytes of each module waited at the end of the last forward: `report().plot()`."""
+        """Draw where the bytes of each module waited at the end of the last forward: `report().plot()`."""
         return self.report().plot()
 
     @property
     def trace(self) -> Trace:
-        """What happened when, so far.
+        """Trace of the events so far.
 
         Raises
         ------
@@ -421,13 +421,13 @@ class ActivationStore:
         """
         trace = self._store.events()
         if trace is None:
-            raise StateError("there is no trace. Make the store with ActivationStore(..., observe=[Trace()])")
+            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()])")
         return trace
 
     def close(self) -> None:
         """Return all memory and files, and idle pages of CPU tensors.
 
-        A backward that still needs stored tensors raises StateError afterwards.
+        A later backward that needs stored tensors raises StateError.
         """
         if self._inside:
             raise StateError("close() was called inside the store's own context; leave it first")
@@ -445,12 +445,12 @@ class ActivationStore:
         return Fitted(policy, self._model, self, self._ledger, self._double, self._min_nbytes)
 
     def _follow(self, policy: Policy) -> None:
-        """Run another policy from the next entry on."""
+        """Apply another policy from the next entry on."""
         if policy is not self._fitted.policy:
             self._fitted = self._fit(policy)
 
     def _switch(self, policy: Policy) -> bool:
-        """Run another policy in a step that was just entered; False where other threads are in it, too."""
+        """Apply another policy in a step that was just entered. Returns False where other threads are in it, too."""
         entry = entries()[-1]
         with self._lock:
             if len(self._inside) > 1 or entry.owner is not self or self._model is None:
@@ -466,7 +466,7 @@ class ActivationStore:
 
 
 def _listed(given: Any) -> Any:
-    """Return a list of what may be read once only; anything that is no iterator as it is."""
+    """Return a list of an iterator's items, because it can be read only once; any other object as it is."""
     return list(given) if isinstance(given, Iterator) else given
 
 
@@ -476,7 +476,7 @@ def _remake(model: Module | None, policy: Any, options: dict[str, Any]) -> Activ
 
 @contextmanager
 def one_lossy_site(store: ActivationStore, site: str) -> Iterator[None]:
-    """Meanwhile the payloads of this site alone are lossy, and all others of the store exact."""
+    """Make the payloads of this site alone lossy, and the payloads of all other sites exact, inside the context."""
     store._store.alone = site
     try:
         yield

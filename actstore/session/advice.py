@@ -1,4 +1,4 @@
-"""Advice of a report: why a store saved little or cost time, and what to do about it."""
+"""Advice of a report: the reason why a store saved little or cost time, and the remedy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from actstore.base.spec import Site
 from actstore.base.units import format_nbytes
 from actstore.transfer.engine import PARCEL_NBYTES
 
-MOST = 3  # sentences
-LEAST_BYTES = 0.10  # of the saved bytes: a smaller cause is not worth a sentence
-LEAST_PEAK = 0.50  # of the saved bytes, above what is held at the end of forward
-LEAST_STALL = 0.05  # of a step
-LEAST_OVERRUN = 0.10  # of a forward: copies that go on for less have fitted into it
-OUTSIDE = str(Site("", -1))  # begins the names of sites that no module holds
-PLANNED = ("auto", "plan")  # choosers that have counted in what is on its way, and what is decoded or runs again
+MAX_SENTENCES = 3
+MIN_BYTES_SHARE = 0.10  # of the saved bytes: a smaller cause is not worth a sentence
+MIN_PEAK_SHARE = 0.50  # of the saved bytes, above what is held at the end of forward
+MIN_STALL_SHARE = 0.05  # of a step
+MIN_OVERRUN_SHARE = 0.10  # of a forward: copies that run on for less count as hidden in it
+OUTSIDE_PREFIX = str(Site("", -1))  # of the names of sites outside of all modules
+PLANNING_CHOOSERS = ("auto", "plan")  # they plan for bytes on their way, and for decoded and recomputed tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,47 +25,47 @@ class StepFigures:
     Attributes
     ----------
     saved_bytes : bytes that plain autograd holds
-    held_bytes : held on the compute device at the end of forward
-    peak_held_bytes : high-water of that over the step
-    peak_work, peak_site, peak_bytes : work whose memory made the peak (`Transient`), its site, and its bytes; empty
+    held_bytes : bytes held on the compute device at the end of forward
+    peak_held_bytes : peak of these over the step
+    peak_work, peak_site, peak_bytes : the work whose memory made the peak (`Transient`), its site, and its bytes; empty
         where payloads and kept tensors alone made it
-    chooser : "auto", "plan" or "bits" where one of these chooses decisions, "function" for a function of the user's
+    chooser : "auto", "plan" or "bits" where one of these chooses decisions, "function" for a user's function
     measuring : whether the chooser has not chosen yet
     budget : budget of a chooser; 0 for none
-    lower : fastest tier that takes bytes away from the compute device and may be used: "host", "disk", or empty
+    lower : the fastest tier that may be used and frees memory of the compute device: "host", "disk", or empty
     hidden_rules : rules whose modules all ran inside a checkpoint of the model's own
-    hidden_modules : number of these modules
-    kept_small : kept because the tensor is smaller than `min_bytes`
+    hidden_modules : number of the modules of these rules
+    kept_small : bytes kept because the tensor is smaller than `min_bytes`
     min_bytes : that limit
-    kept_no_room : kept because no tier of the ladder had room
+    kept_no_room : bytes kept because no tier of the ladder had room
     tiers : that ladder, as policy text
     host_budget, disk_budget : budgets of these tiers; None for no limit
-    kept_exact : kept because the codec is lossy, and the values are not to be
-    exact_site, exact_reason, exact_decision : of the site where most of that was saved
-    kept_compiled : kept for that reason, and saved by compiled regions
+    kept_exact : bytes kept because the codec is lossy and the values must stay exact
+    exact_site, exact_reason, exact_decision : facts of the site where most of these were saved
+    kept_compiled : bytes kept for that reason, and saved by compiled regions
     compiled_decision : decision that these tensors did not follow
-    kept_whole : kept because the tensor has no bytes that could be encoded
-    whole_site, whole_reason : of the site where most of that was saved
-    kept_by_rule : kept because the policy says so
-    rule_bytes, rule_pattern, rule_decision : rule that keeps most of that, and how much
-    kept_still_alive : stored, while another reference keeps the original storage
-    alive_site : where most of that was saved
-    on_host : stored in memory of the host, where that is the compute device's own
-    host_decision : decision that sends most of that there
-    compiled : stored, and in backward read at once by one compiled region
-    in_flight : stored, and not yet away from the device
-    flight_decision : decision about most of that
-    kept_window : stored on the device because the window was full
-    window : most bytes on their way to one tier
+    kept_whole : bytes kept because the tensor has no bytes that could be encoded
+    whole_site, whole_reason : facts of the site where most of these were saved
+    kept_by_rule : bytes kept because the policy says so
+    rule_bytes, rule_pattern, rule_decision : the rule that keeps most of these, and how many
+    kept_still_alive : bytes stored, while another reference keeps the original storage
+    alive_site : the site where most of these were saved
+    on_host : bytes stored in memory of the host, where that is the compute device's own
+    host_decision : decision that sends most of these there
+    compiled : bytes stored, which one compiled region reads at once in backward
+    in_flight : bytes stored, and not yet away from the device
+    flight_decision : decision on most of these
+    kept_window : bytes stored on the device because the window was full
+    window : bound on bytes on their way to one tier
     moved : whether payloads were moved at all
-    bound : most bytes that waited on the device although a tier had them or was about to: `window`, or less
-    forward_ms, overrun_ms : length of forward, and how long copies out went on after it
-    stall_ms, step_ms : how long compute waited, of a step
-    room_ms : of that for copies out, before others could begin
-    fetch_ms : how long copies back ran
-    fetches, late, misses : payloads that backward asked for; of these, those whose fetch had begun and was not
-        complete, and those whose fetch had not begun
-    first_step : whether no step came before, whose order the fetches could follow
+    bound : bound on bytes that wait on the device although a tier has them or is about to: `window`, or less
+    forward_ms, overrun_ms : duration of forward, and of the copies out after its end
+    stall_ms, step_ms : time that compute waited, and duration of the step
+    room_ms : part of `stall_ms` that compute waited for copies out, to get room for the next
+    fetch_ms : duration of the copies back
+    fetches, late, misses : number of payloads that backward asked for; of these, the number whose fetch was incomplete,
+        and the number whose fetch had not begun
+    first_step : whether no earlier step has shown the order of the fetches
     order : part of the step that differed from the step before: "forward", "backward", or empty
     """
 
@@ -125,14 +125,14 @@ class StepFigures:
 
     @property
     def by_rules(self) -> bool:
-        """Return whether rules of the user's own decide what moves."""
-        return self.chooser not in PLANNED
+        """True if the user's own rules decide what moves."""
+        return self.chooser not in PLANNING_CHOOSERS
 
 
 def why(figures: StepFigures) -> list[str]:
-    """Return three sentences at most, the weightiest first; none where nothing is amiss.
+    """Return at most three sentences, the weightiest first; none where no advice is needed.
 
-    Each has figure, cause and remedy.
+    Each sentence has a figure, its cause and a remedy.
     """
     if figures.saved_bytes == 0:
         return [
@@ -147,60 +147,60 @@ def why(figures: StepFigures) -> list[str]:
         if share >= least and words:
             found.append((share, f"{format_nbytes(nbytes)} ({_percent(share)} of the saved bytes) {words}"))
     stalled = figures.stall_ms / figures.step_ms if figures.step_ms > 0 else 0.0
-    if stalled >= LEAST_STALL:
+    if stalled >= MIN_STALL_SHARE:
         found.append((stalled, _stall(figures, stalled)))
     found.sort(key=lambda one: one[0], reverse=True)
-    return [text for _, text in found[:MOST]]
+    return [text for _, text in found[:MAX_SENTENCES]]
 
 
 def _causes(f: StepFigures) -> list[tuple[int, float, str]]:
-    """Each cause: its bytes, the least part of the saved bytes that counts, and the words after the figure."""
-    at_once = f.compiled >= LEAST_PEAK * f.saved_bytes
+    """Return for each cause its bytes, the minimum share of the saved bytes that counts, and the text after them."""
+    at_once = f.compiled >= MIN_PEAK_SHARE * f.saved_bytes
     return [
         (
             f.kept_still_alive,
-            LEAST_BYTES,
+            MIN_BYTES_SHARE,
             "were stored, but that freed nothing: something else keeps these tensors alive"
             f"{f', most of them at {f.alive_site}' if f.alive_site else ''}; look for the batch itself, and for "
             "attributes, lists or outputs of the model that hold activations, and drop them before forward ends.",
         ),
         (
             f.kept_small,
-            LEAST_BYTES,
+            MIN_BYTES_SHARE,
             f"are in tensors below min_bytes={format_nbytes(f.min_bytes)}, which are kept; set min_bytes=0 or smaller, "
             "or use larger batches.",
         ),
-        (f.kept_no_room, LEAST_BYTES, _no_room(f)),
-        (f.kept_exact, LEAST_BYTES, _exact(f)),
-        (f.kept_compiled, LEAST_BYTES, _compiled_region(f)),
+        (f.kept_no_room, MIN_BYTES_SHARE, _no_room(f)),
+        (f.kept_exact, MIN_BYTES_SHARE, _exact(f)),
+        (f.kept_compiled, MIN_BYTES_SHARE, _compiled_region(f)),
         (
             f.kept_whole,
-            LEAST_BYTES,
+            MIN_BYTES_SHARE,
             f"were kept because they cannot be encoded, most of them at {f.whole_site} ({f.whole_reason}); `recompute` "
             "drops them where their modules can run again.",
         ),
-        (f.kept_by_rule, LEAST_BYTES, _by_rule(f)),
+        (f.kept_by_rule, MIN_BYTES_SHARE, _by_rule(f)),
         (
             f.on_host,
-            LEAST_BYTES,
+            MIN_BYTES_SHARE,
             "were moved to host memory, which here is the compute device's own: the move frees nothing; "
             f"write {_without_host(f)}.",
         ),
-        (f.in_flight, LEAST_BYTES, _in_flight(f)),
+        (f.in_flight, MIN_BYTES_SHARE, _in_flight(f)),
         (
             f.kept_window,
-            LEAST_BYTES,
+            MIN_BYTES_SHARE,
             f"stayed on the device because {_bound(f)} was on its way, as Window(when_full='keep') says; give "
             f"{'' if _is_less(f) else 'a larger Window, or '}when_full='wait'.",
         ),
         (
             f.compiled,
-            LEAST_PEAK,
+            MIN_PEAK_SHARE,
             "were read back at once by one compiled region, because torch.compile needs all that a region saved when "
             "its backward begins: storing them frees memory only until then; compile smaller parts of the model "
             "(`block.compile()` for each block), or recompute them.",
         ),
-        (0 if at_once else f.peak_held_bytes - f.held_bytes, LEAST_PEAK, _peak(f)),
+        (0 if at_once else f.peak_held_bytes - f.held_bytes, MIN_PEAK_SHARE, _peak(f)),
     ]
 
 
@@ -232,7 +232,7 @@ def _exact(f: StepFigures) -> str:
     if f.chooser:
         return ""
     remedies = [f"write `{f.exact_decision} @ {f.lower}` for them, where they wait exactly"] if f.lower else []
-    if not f.exact_site.startswith(OUTSIDE):
+    if not f.exact_site.startswith(OUTSIDE_PREFIX):
         remedies.append("recompute their modules")
     return (
         f"were kept because their values must stay exact, most of them at {f.exact_site} ({f.exact_reason}); "
@@ -256,7 +256,7 @@ def _compiled_region(f: StepFigures) -> str:
 def _by_rule(f: StepFigures) -> str:
     if f.measuring:
         return ""
-    if f.chooser in PLANNED:
+    if f.chooser in PLANNING_CHOOSERS:
         return (
             f"were kept, because the plan for a budget of {format_nbytes(f.budget)} has room for them; a smaller "
             "budget holds less."
@@ -303,7 +303,7 @@ def _in_flight(f: StepFigures) -> str:
             f"were on the device still when forward ended: payloads travel to {tiers} in parcels of up to "
             f"{format_nbytes(PARCEL_NBYTES)}, and no more is in the last of them; larger batches leave a smaller part."
         )
-    if f.forward_ms and f.overrun_ms >= LEAST_OVERRUN * f.forward_ms:
+    if f.forward_ms and f.overrun_ms >= MIN_OVERRUN_SHARE * f.forward_ms:
         return (
             f"had not left the device when forward ended: forward took {f.forward_ms:.1f} ms, and copies out went on "
             f"for {f.overrun_ms:.1f} ms more; {_fewer(f.flight_decision)}, or recompute some layers."
@@ -322,7 +322,7 @@ def _peak(f: StepFigures) -> str:
     if f.peak_work == "sampling":
         at = f" at {f.peak_site}" if f.peak_site else " and their effect on gradients"
         remedy = "" if f.chooser else "; SampleErrors(every=0) leaves the measurement out"
-        return f"{lead}, {part} to measure errors{at}: this step was sampled, and others need less{remedy}."
+        return f"{lead}, {part} to measure errors{at}: this step was sampled, and other steps need less{remedy}."
     if f.peak_work == "recomputation":
         return (
             f"{lead}, {part} to run {f.peak_site} again; recompute smaller modules than that, or use smaller batches."
@@ -344,8 +344,8 @@ def _stall(f: StepFigures, part: float) -> str:
     wider = "" if _is_less(f) else "give a larger Window, or "
     if 2 * f.room_ms > f.stall_ms:
         return (
-            f"{lead}, {f.room_ms:.1f} ms of it for copies out, before others could begin: {_bound(f)} may be on its "
-            f"way; {wider}{remedy}."
+            f"{lead}, {f.room_ms:.1f} ms of it for copies out, before other copies could begin: {_bound(f)} may be on "
+            f"its way; {wider}{remedy}."
         )
     if f.first_step and f.misses:
         return f"{lead}: this was the first step, and its order of fetches is not known before; look at the next one."
@@ -377,12 +377,12 @@ def _stall(f: StepFigures, part: float) -> str:
 
 
 def _bound(f: StepFigures) -> str:
-    """Return the words for the bound on payloads that a tier has, or gets, and that wait on the device."""
+    """Return the text for the bound on payloads that wait on the device although a tier has them or is about to."""
     return format_nbytes(f.bound) if _is_less(f) else f"Window({format_nbytes(f.window)})"
 
 
 def _is_less(f: StepFigures) -> bool:
-    """Return whether a share of what moves is the bound, so that a larger window changes nothing."""
+    """Return whether the bound is a share of the moved bytes, so that a larger window has no effect."""
     return f.bound < f.window
 
 

@@ -1,4 +1,4 @@
-"""Reading of policies, and of the model beside them."""
+"""Readers of policies and of the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_model(model: Any) -> Module | None:
 
     Raises
     ------
-    ConfigError : it is no module, or lies on several devices
+    ConfigError : it is not a Module, or is on several devices
     """
     if model is None:
         return None
@@ -59,11 +59,11 @@ def read_model(model: Any) -> Module | None:
 
 
 def read_chooser(model: Module | None, policy: Any) -> Auto | Bits | None:
-    """Return the policy where it chooses by itself; None for any other.
+    """Return the policy if it chooses decisions; None for any other policy.
 
     Raises
     ------
-    ConfigError : its text does not parse, or there is no model
+    ConfigError : its text does not parse, or the model is missing
     """
     chooser = parse_chooser(policy) if isinstance(policy, str) else policy
     if not isinstance(chooser, Auto | Bits):
@@ -74,7 +74,7 @@ def read_chooser(model: Module | None, policy: Any) -> Auto | Bits | None:
 
 
 def check_policy(policy: Any) -> None:
-    """Check as much of a policy as needs no model.
+    """Check the parts of a policy that need no model.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def check_policy(policy: Any) -> None:
 
 
 def read_policy(policy: Any, model: Module | None = None) -> Policy:
-    """Return a policy as a value, from any form that users may give. Aliases stand for names of `model`."""
+    """Return a policy as a value, from any form that users give. Aliases stand for names of `model`."""
     if isinstance(policy, str):
         policy = Rules.parse(policy)
     if isinstance(policy, Keep | Derive | Encode | Offload | Recompute):
@@ -120,7 +120,7 @@ def window_under(given: Window, limit_nbytes: int | None) -> Window:
 
 
 def _checked(policy: Policy) -> Policy:
-    """Return a user's function, whose answers are checked to be decisions about tensors."""
+    """Return a user's function with a check that its results are decisions on tensors."""
 
     @functools.wraps(policy)
     def decide(site: Site, spec: Spec) -> Decision:

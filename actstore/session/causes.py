@@ -10,8 +10,8 @@ from actstore.base.ledger import Account, Circumstances, Ledger
 from actstore.policy import Policy, Rules
 from actstore.session.advice import StepFigures
 
-NO_ROOM = "kept: no room in "
-SMALL = ("small", "kept: small")
+NO_ROOM_PREFIX = "kept: no room in "
+SMALL_NOTES = ("small", "kept: small")
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Request:
 
     Attributes
     ----------
-    policy : decides now
+    policy : the present policy
     chooser, measuring, budget : as in `StepFigures`
-    hidden : names of modules that ran inside a checkpoint of the model's own, where a rule names them
+    hidden : names of modules that ran inside a checkpoint of the model's own, and that a rule names
     """
 
     policy: Policy
@@ -33,11 +33,11 @@ class Request:
 
 
 def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -> StepFigures:
-    """Return the causes behind the figures, as far as they show in the accounts."""
+    """Return the causes behind the figures, as far as the accounts show them."""
     accounts = ledger.accounts()
     kept = [account for account in accounts if account.saved and not account.stored]
-    small = [account for account in kept if account.note in SMALL]
-    no_room = [account for account in kept if account.note.startswith(NO_ROOM)]
+    small = [account for account in kept if account.note in SMALL_NOTES]
+    no_room = [account for account in kept if account.note.startswith(NO_ROOM_PREFIX)]
     compiled = [account for account in kept if account.note == f"kept: {COMPILED}"]
     exact = [account for account in kept if account.exact and account not in compiled]
     others = {id(account) for account in (*small, *no_room, *compiled, *exact)}
@@ -70,7 +70,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         kept_small=_sum(small, _saved),
         min_bytes=circumstances.min_nbytes,
         kept_no_room=_sum(no_room, _saved),
-        tiers=no_room[0].note.removeprefix(NO_ROOM) if no_room else "",
+        tiers=no_room[0].note.removeprefix(NO_ROOM_PREFIX) if no_room else "",
         host_budget=in_tiers[0],
         disk_budget=in_tiers[1],
         kept_exact=_sum(exact, _saved),
@@ -112,7 +112,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
 
 
 def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, str], int], tuple[str, str]]:
-    """Return the bytes that a rule alone keeps, by its pattern and decision, and the largest of these rules."""
+    """Return the bytes that only a rule keeps, by its pattern and decision, and the rule that keeps most."""
     found: dict[tuple[str, str], int] = {}
     for account in kept:
         if account.note or account.where.startswith("recompute"):
@@ -122,7 +122,7 @@ def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, s
             name, tag = account.site.name, account.site.tag
             decision = str(policy.decide(name, tag))
             rule = policy.pattern_of(name, tag), decision
-            if rule[0] != "*" and decision.startswith("recompute"):  # calls beyond `first`, and inputs that live on
+            if rule[0] != "*" and decision.startswith("recompute"):  # calls beyond `first`, and inputs that stay alive
                 continue
         nbytes = min(account.saved, account.held_at_exit) if account.where.startswith("derive") else account.saved
         found[rule] = found.get(rule, 0) + nbytes
@@ -130,7 +130,7 @@ def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, s
 
 
 def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, ...], int]:
-    """Return the rules that saw nothing, because their modules ran inside a checkpoint, and how many modules."""
+    """Return the rules without effect, because their modules ran inside a checkpoint, and the number of modules."""
     policy = request.policy
     if not isinstance(policy, Rules) or not request.hidden:
         return (), 0

@@ -1,4 +1,4 @@
-"""Entries of stores on this thread, and what needs the innermost one."""
+"""Entries of stores on this thread, and functions that need the innermost one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actstore.recompute.replay import Calls
 if TYPE_CHECKING:
     from actstore.session.step_policy import StepPolicy
 
-_thread = local()  # .entries: those of all stores on this thread, the innermost last
+_thread = local()  # .entries: of all stores on this thread, the innermost last
 
 
 class StoreEntry:
@@ -66,8 +66,8 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     """Name a tensor, so that a rule can address it: ``"blocks.*/qkv : int8 @ host"``. Returns the tensor itself.
 
     The name holds for all views of the tensor's storage that operators save afterwards, in the innermost active store;
-    without one this does nothing. An operator that saves its own output (exp, relu, softmax, attention) has done so
-    before its output can be named.
+    without one, `tag` does nothing. An operator that saves its own output (exp, relu, softmax, attention) has saved it
+    before the caller can name it.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 
 
 def refuse_checkpointed_region() -> None:
-    """Refuse to enter a store inside a checkpointed region, where it would save everything that the checkpoint drops.
+    """Refuse to enter a store inside a checkpointed region, where it would save all that the checkpoint drops.
 
     Raises
     ------

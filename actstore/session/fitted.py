@@ -1,4 +1,4 @@
-"""A policy fitted to a model: the modules that it wraps, and the place of each module in reports."""
+"""A policy fitted to a model: the modules that it wraps, and the record of each module for reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.wrapped import Wrapped
 from actstore.session.entries import innermost_of
 
-GROUPED_NBYTES = 2**20  # where everything is kept, smaller tensors are accounted for in groups
+GROUPED_NBYTES = 2**20  # under `keep`, smaller tensors are accounted for in groups
 
 
 class Fitted:
@@ -25,14 +25,14 @@ class Fitted:
     Attributes
     ----------
     policy : as a value
-    wrapped : modules that are recomputed
-    places : of each module, where its tensors are accounted for
-    top : the place of what is saved outside of all modules
+    wrapped : the recomputed modules
+    places : the record of each module, with the accounts of its tensors
+    top : the record of tensors that are saved outside of all modules
 
     Parameters
     ----------
     owner : the store whose entries count
-    double : warns of checkpoints of the model's own
+    double : the warning of the model's own checkpoints
 
     Raises
     ------
@@ -56,7 +56,7 @@ class Fitted:
         self.top = self._place("")
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
-        """Look at the model's modules again: users replace them between steps."""
+        """Update the records from the model's modules, because users replace modules between steps."""
         by_name = {place.name: place for place in self.places.values()}
         places = {}
         for name, module in named:

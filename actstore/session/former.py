@@ -1,4 +1,4 @@
-"""Errors for forms of the interface before 0.2, each with the form that took its place."""
+"""Errors for forms of the interface before 0.2, each with its present form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refuse(arguments: Iterable[str], function: str = "ActivationStore") -> None:
 
     Raises
     ------
-    ConfigError : they are of an earlier form; the message has the form of now
+    ConfigError : they are of an earlier form; the message has the present form
     TypeError : they are unknown
     """
     for name in arguments:
@@ -56,7 +56,7 @@ def refuse(arguments: Iterable[str], function: str = "ActivationStore") -> None:
 
 
 def missing(name: str) -> AttributeError:
-    """Return the error for a name that the package does not have at its top."""
+    """Return the error for a name that is missing at the package's top."""
     if name in NAMES:
         return AttributeError(f"actstore.{name} has moved. Write: from {NAMES[name]} import {name}")
     return AttributeError(f"module 'actstore' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Values for ``ActivationStore(observe=...)``: what is measured or written down while the store works."""
+"""Values for ``ActivationStore(observe=...)``: measurements and records of the store's work."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, NamedTuple
 from actstore.errors import ConfigError
 from actstore.trace import Trace
 
-SAMPLE_ERRORS = 200  # steps; a step that is sampled takes about twice as long: half a per cent of the time
+SAMPLE_INTERVAL_STEPS = 200  # a sampled step takes about twice as long: half a per cent of the time
 
 
 @dataclass(frozen=True)
 class SampleErrors:
-    """The measurement of what lossy payloads lose. It is on by default; ``SampleErrors(every=0)`` switches it off.
+    """The measurement of the loss of lossy payloads. It is on by default; ``SampleErrors(every=0)`` switches it off.
 
-    In a step that is sampled each lossy payload is decoded at once and compared with its tensor, for the errors in
-    `Report`, `Trace` and loggers. That takes the memory of the tensor for the moment, and until the next step ends
-    1,024 elements of each weight's gradient at most, and changes nothing else. Steps that `Auto` measures are left out.
+    In a sampled step, each lossy payload is decoded at once and compared with its tensor, for the errors in
+    `Report`, `Trace` and loggers. That takes the memory of the tensor for a moment, and until the next step ends
+    at most 1,024 elements of each weight's gradient. It changes nothing else. Steps that `Auto` measures are skipped.
 
     Parameters
     ----------
-    every : steps from one that is sampled to the next; the first one with lossy payloads is sampled. 0 for never
-    warn : the relative error (0.05 is 5 %) of a site above which a RuntimeWarning is given, once for each site
-    fail : the relative error above which AccuracyError is raised: by the next entry after the step that was sampled, or
-        by `report` or `close` where that comes first, once. The entry then waits until the device has come to the last
-        payload that was sampled; otherwise no thread waits, and warnings come with an entry that finds the figures
+    every : steps from one sampled step to the next; the first step with lossy payloads is sampled. 0 for never
+    warn : the relative error (0.05 is 5 %) above which a site gives a RuntimeWarning, once for each site
+    fail : the relative error above which the store raises AccuracyError, once: at the next entry after the sampled
+        step, or in `report` or `close` if that comes first. The entry then waits until the device has reached the last
+        sampled payload. Otherwise no thread waits, and a later entry that finds the figures gives the warnings
 
     Raises
     ------
-    ConfigError : `every` is not a number of steps, a threshold is not a relative error, or nothing is sampled for it
+    ConfigError : `every` is not a number of steps, a threshold is not a relative error, or no step is sampled for it
     """
 
-    every: int = SAMPLE_ERRORS
+    every: int = SAMPLE_INTERVAL_STEPS
     warn: float | None = None
     fail: float | None = None
 
@@ -56,9 +56,9 @@ class SampleErrors:
 
 @dataclass(frozen=True)
 class Verify:
-    """The check of every payload against a checksum that was taken when it was encoded.
+    """The check of every payload against the checksum of its encoding.
 
-    Memory is filled with NaN before it is used again. Slow, and the host waits for the device: for tests and for the
+    Also fills memory with NaN before reuse. Slow, and the host waits for the device: for tests and for the
     search for a fault.
     """
 
@@ -76,7 +76,7 @@ def read_observers(given: Any) -> Observers:
 
     Raises
     ------
-    ConfigError : something else is among them, or one kind twice
+    ConfigError : another object is among them, or one kind twice
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"observe={given!r}: must be a list. Write observe=[SampleErrors(every=100), Trace()]")

@@ -1,4 +1,4 @@
-"""The note that errors about memory take along: held bytes, who holds most of them, and what to try next."""
+"""The note on errors about memory: the held bytes, the modules that hold most of them, and a next step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from actstore.policy import Offload, Policy, Recompute, Rules
 from actstore.policy.decision import waits_as
 from actstore.session.arguments import read_policy
 
-MARK = "actstore: held "  # where each of these notes begins
-MODULES = 3
+NOTE_PREFIX = "actstore: held "
+MAX_MODULES = 3
 
 
 def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None, *, has_budget: bool) -> None:
-    """Add the note to `error` if it is about memory and has none yet. Raises nothing, and keeps nothing.
+    """Add the note to `error` if it is about memory and has no such note. Raises nothing, and keeps nothing.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module 
     """
     if not (isinstance(error, CapacityError) or ran_out(error)):
         return
-    with suppress(Exception):  # there may be no memory for a note either
-        if not any(note.startswith(MARK) for note in getattr(error, "__notes__", ())):
+    with suppress(Exception):  # memory may be too short for a note, too
+        if not any(note.startswith(NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
             error.add_note(_note(ledger, policy, model, has_budget))
 
 
@@ -40,7 +40,7 @@ def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool
     accounts = ledger.accounts()
     held, saved = sum(account.held for account in accounts), sum(account.saved for account in accounts)
     lines = [
-        f"{MARK}{format_nbytes(held)} of {format_nbytes(saved)} that this forward saved, "
+        f"{NOTE_PREFIX}{format_nbytes(held)} of {format_nbytes(saved)} that this forward saved, "
         f"{format_nbytes(ledger.peak)} at its peak"
     ]
     largest = _largest(accounts)
@@ -51,13 +51,13 @@ def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool
 
 
 def _largest(accounts: list[Account]) -> list[str]:
-    """Return the modules that hold most, each with its bytes and the decision about most of these."""
+    """Return the modules that hold most, each with its bytes and the decision on most of them."""
     modules: dict[str, Counter[str]] = {}
     for account in accounts:
         if account.held > 0:
             decision = f"{account.where or 'keep'}{f'; {account.note}' if account.note else ''}"
             modules.setdefault(account.site.name or "(top)", Counter())[decision] += account.held
-    most = sorted(modules.items(), key=lambda module: module[1].total(), reverse=True)[:MODULES]
+    most = sorted(modules.items(), key=lambda module: module[1].total(), reverse=True)[:MAX_MODULES]
     return [f"{name} {format_nbytes(held.total())} ({held.most_common(1)[0][0]})" for name, held in most]
 
 
@@ -76,7 +76,7 @@ def _next(accounts: list[Account], peak: int, policy: Policy, model: Module | No
 
 
 def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | None) -> bool:
-    """Whether most of what is held was saved in blocks, and neither recomputation nor a tier is to free it."""
+    """Return whether most held bytes were saved in blocks, under a decision that neither recomputes nor offloads."""
     inside = tuple(f"{block}." for block in _blocks(model))
     stays = sum(a.held for a in accounts if f"{a.site.name}.".startswith(inside) and _stays(a, policy))
     return 2 * stays > sum(account.held for account in accounts)
@@ -104,7 +104,7 @@ def _blocks(model: Module | None) -> list[str]:
 
 
 def _fits(text: str, policy: Policy, model: Module | None) -> bool:
-    """Whether the model takes a policy, and the policy is another one than now."""
+    """Return whether the model accepts a policy that differs from the present one."""
     try:
         rules = read_policy(text, model)
         if isinstance(rules, Rules) and model is not None:
@@ -117,5 +117,5 @@ def _fits(text: str, policy: Policy, model: Module | None) -> bool:
 
 
 def _written(nbytes: int) -> str:
-    """Return bytes as `parse_budget` reads them."""
+    """Format bytes as `parse_budget` reads them."""
     return f"{nbytes >> 20}MiB" if nbytes >> 20 else f"{nbytes}B"

@@ -1,4 +1,4 @@
-"""make_plan: runs a user's own step until its plan is there and has been measured."""
+"""make_plan: the function that runs a user's training step until its plan exists and has been measured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from actstore.session.former import refuse
 from actstore.tiers import Disk, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 
-LOOKS = 4  # measured steps of one plan that are enough
-MOST = 96  # steps in all; plans that go on changing are returned as they are by then
+MEASURED_STEPS = 4  # of one plan that are enough
+MAX_STEPS = 96  # a plan that changes until then is returned as it is
 
 
 def make_plan(
@@ -44,29 +44,29 @@ def make_plan(
 
     Parameters
     ----------
-    model : whose modules the plan names
-    step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. With
-        one argument it is given the store and enters it itself
-    budget : most bytes of activations on the compute device, such as ``"20GiB"``; or `Auto`, or its text
-    tiers, min_bytes : as of ActivationStore
-    stateful : what else the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient scalers.
-        Optimizers are found by themselves
+    model : the model whose modules the plan names
+    step : runs forward and backward, or returns the loss and leaves backward out, as `check_gradients` takes it. A step
+        with one argument gets the store and enters it itself
+    budget : bound on bytes of activations on the compute device, such as ``"20GiB"``; or `Auto`, or its text
+    tiers, min_bytes : as for ActivationStore
+    stateful : further objects that the step changes, with `state_dict` and `load_state_dict`: schedulers, gradient
+        scalers. `make_plan` finds optimizers by itself
 
     Returns
     -------
-    Plan : with what it took and held when it ran; `plan.write(path)` keeps it, ``ActivationStore(model, plan)`` runs it
+    Plan : with the time and the bytes of its run; `plan.write(path)` keeps it, ``ActivationStore(model, plan)`` runs it
 
     Raises
     ------
-    CapacityError : no plan fits into the budget; it names the least that is possible
-    ConfigError : an option that cannot be; a step that does not fit, or computes no gradient
+    CapacityError : no plan fits into the budget; the message names the smallest possible budget
+    ConfigError : an invalid option; a step that does not fit, or computes no gradient
     StateError : a store is active here, or the step never ran the model
     Whatever the step raises
 
     Notes
     -----
-    Afterwards the model, gradients, optimizers and random generators are as they were found; until then their copies
-    are in host memory. Not thread-safe: nothing else may train the model or use the global generators meanwhile.
+    Afterwards the model, gradients, optimizers and random generators are as before; until then their copies
+    are in host memory. Not thread-safe: no other thread may train the model or use the global generators meanwhile.
     """
     refuse(unknown, "make_plan")
     if is_active():
@@ -80,17 +80,17 @@ def make_plan(
 
 
 def replan(profile: Profile, policy: Auto, tiers: Iterable[Host | Disk | PluginTier | Window] = ()) -> Plan:
-    """Plan for another budget from what was measured before; nothing is run.
+    """Plan for another budget from an earlier measurement, without running a step.
 
     Parameters
     ----------
-    policy, tiers : as of `make_plan`. What was not measured is no option: codecs that lose something, and tiers, need a
+    policy, tiers : as for `make_plan`. Only measured decisions are options: lossy codecs and tiers need a
         profile that was measured with such a limit
 
     Raises
     ------
-    CapacityError : no plan fits into the budget; it names the least that is possible
-    ConfigError : an option that cannot be
+    CapacityError : no plan fits into the budget; the message names the smallest possible budget
+    ConfigError : an invalid option
     """
     wish = wish_of(policy, read_tiers(tiers)[0])
     chain = chain_of(profile, wish.max_noise)
@@ -104,20 +104,20 @@ def _read_auto(budget: Any) -> Auto:
 
 
 def _settled(store: ActivationStore, run: _TrialRun) -> Plan:
-    """The plan of a store after enough steps."""
+    """Run the step until the store's plan is measured often enough, and return the plan."""
     looks = 0
-    for _ in range(MOST):
+    for _ in range(MAX_STEPS):
         run(store)
         plan = _plan_of(store)
         looks = looks + 1 if plan is not None and plan.measured is not None else 0  # a new plan is not yet measured
-        if plan is not None and looks == LOOKS:
+        if plan is not None and looks == MEASURED_STEPS:
             return plan
     plan = _plan_of(store)
     if plan is None:
         raise StateError(
-            f"{MOST} steps ran, and none could be measured: no backward came through the model that was given. "
+            f"{MAX_STEPS} steps ran, and none could be measured: no backward came through the model that was given. "
             "Give the model that the step calls, not one around or beside it",
-            steps=MOST,
+            steps=MAX_STEPS,
         )
     return plan
 
@@ -127,7 +127,7 @@ def _plan_of(store: ActivationStore) -> Plan | None:
 
 
 class _TrialRun:
-    """Runs a step with a store, and its backward where the step leaves that out, as its first run tells."""
+    """Trial steps with a store. The first run shows whether the step runs its backward, or the caller must."""
 
     def __init__(self, model: Module, step: Callable[..., Any]) -> None:
         self._model, self._step = model, step
@@ -142,7 +142,7 @@ class _TrialRun:
             self._finish(self._forward(store), backward=not self._runs_backward)
 
     def _first(self, store: ActivationStore) -> bool:
-        """Run with hooks on whatever a backward of the model reaches; whether there was one."""
+        """Run the step with hooks on all that a backward of the model reaches. Returns whether there was a backward."""
         hooks: list[Any] = [p.register_hook(self._note) for p in self._model.parameters() if p.requires_grad]
         hooks.append(self._model.register_forward_hook(self._watch_output))
         try:

@@ -1,4 +1,4 @@
-"""Memory of the process: what the system counts, and what of it is known."""
+"""Memory of the process: the system's figures, and the known parts of them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ProcessMemory:
 
     Attributes
     ----------
-    peak_bytes : high-water of resident memory since the process began (VmHWM of proc(5))
-    resident_bytes : resident memory now; it is the sum of those that follow
-    activations_bytes : held by the store now
+    peak_bytes : peak of resident memory since the process began (VmHWM of proc(5))
+    resident_bytes : resident memory now; the sum of the fields below
+    activations_bytes : bytes that the store holds now
     weights_bytes, gradients_bytes : of the model's parameters and buffers
     optimizer_bytes : states of the optimizers that have the model's parameters
     freed_bytes : freed and not returned to the system: idle pages of actstore's allocator, free blocks of the C heap
-    other_bytes : all else: Python, libraries, compiled kernels, data
-    allocator : of CPU tensors: ``pages``, ``threshold`` or ``system``, and why
+    other_bytes : the rest: Python, libraries, compiled kernels, data
+    allocator : the allocator of CPU tensors: ``pages``, ``threshold`` or ``system``, and the reason
     """
 
     peak_bytes: int
@@ -50,7 +50,7 @@ class ProcessMemory:
     def now(
         cls, model: Module | None, activations_bytes: int, optimizers: Iterable[Optimizer] = ()
     ) -> ProcessMemory | None:
-        """Return the figures; None where the system does not tell them."""
+        """Return the figures; None where the system does not provide them."""
         status = status_bytes()
         peak, resident = status.get("VmHWM"), status.get("VmRSS")
         if peak is None or resident is None:
@@ -68,7 +68,7 @@ class ProcessMemory:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """One line, such as ``process: peak 1.1 GiB; now 900 MiB: activations 0 B, weights 20 MiB, ...``."""
+        """Return one line, such as ``process: peak 1.1 GiB; now 900 MiB: activations 0 B, weights 20 MiB, ...``."""
         parts = {
             "activations": self.activations_bytes,
             "weights": self.weights_bytes,
@@ -84,8 +84,8 @@ class ProcessMemory:
 class Optimizers:
     """The optimizers of a model, found among all objects of the process.
 
-    That search takes some 50 ms. It is made where parameters have changed and no optimizer is known, and after a search
-    in vain again only when they have changed twice as often.
+    The search takes some 50 ms. It runs where parameters have changed and no optimizer is known. After a search without
+    result, the next one runs only when they have changed twice as often.
     """
 
     def __init__(self, model: Module) -> None:
@@ -119,7 +119,7 @@ class Optimizers:
 
 
 def status_bytes() -> dict[str, int]:
-    """Return the sizes of /proc/self/status in bytes, by name; none where the system has no such file."""
+    """Return the sizes of /proc/self/status in bytes, by name; empty where the system has no such file."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:

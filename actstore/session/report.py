@@ -1,4 +1,4 @@
-"""What a store did with the last forward."""
+"""Report on the last forward of a store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from actstore.base.ledger import Account, Circumstances, Ledger
 
 HEAD = ("site", "tensors", "saved", "stored", "held", "live", "decision")
-ERROR = "error"  # a column before the decision, where something is lossy
+ERROR = "error"  # a column before the decision, if a site is lossy
 
 
 @dataclass(frozen=True)
 class SiteReport:
     """The figures of one site; all sizes in bytes, times in ms, meanings as in `Report`.
 
-    `error` is what its lossy payloads lost in the last step that was sampled; None where nothing was lossy.
+    `error` has the errors of its lossy payloads in the last sampled step; None for a site without lossy payloads.
     """
 
     site: str
@@ -54,7 +54,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """The sites of one module that decide alike, added up; sizes in bytes, meanings as in `Report`.
+    """The sites of one module with the same decision, added up; sizes in bytes, meanings as in `Report`.
 
     `error` is the largest relative error of these sites; None where none was measured.
     """
@@ -76,7 +76,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class MediumReport:
-    """A tier beside the compute device: bytes reserved there now, and the most since the last forward began."""
+    """A tier beside the compute device: bytes reserved there now, and their peak since the last forward began."""
 
     tier: str
     used_bytes: int
@@ -89,24 +89,24 @@ class Report:
 
     Attributes
     ----------
-    saved_bytes : what plain autograd would hold for the last forward: each storage once, parameters excluded
-    stored_bytes : payloads made in the last forward, in any medium
-    held_bytes : held on the compute device when the last forward ended: at the exit of the context, or when a backward
-        inside of it began
-    peak_held_bytes : high-water of that since the last forward began, with what recomputation and decoding add
-    live_bytes : held now, in any medium. Small tensors that are kept are accounted for by calls of their module: they
-        count as held until the last of one call is gone, and a storage that two modules save belongs to the first.
-    offload_ms, fetch_ms : how long copies to other tiers and back ran since the last forward began, mostly beside
+    saved_bytes : bytes that plain autograd would hold for the last forward: each storage once, without parameters
+    stored_bytes : payloads of the last forward, in any tier
+    held_bytes : bytes held on the compute device when the last forward ended: at the exit of the context, or when a
+        backward inside of it began
+    peak_held_bytes : peak of these since the last forward began, with the memory of recomputation and decoding
+    live_bytes : bytes held now, in any tier. Small kept tensors are accounted for by calls of their module: they
+        count as held until the last of one call is freed, and a storage that two modules save belongs to the first.
+    offload_ms, fetch_ms : duration of the copies to other tiers and back since the last forward began, mostly beside
         compute
-    stall_ms : how long compute waited for them
-    hits, late, misses : payloads of other tiers that backward found on the device, on their way, or not even that
-    advice : what saved little or cost time, why, and what to do about it; at most three sentences
-    media : the tiers that have been in use
-    sites : the same for each site that saved something, in the order of first use
-    gradients : what the lossy payloads of the last sampled step do to its gradients, predicted; None where nothing is
+    stall_ms : time that compute waited for them
+    hits, late, misses : payloads of other tiers that backward found on the device, on their way, or not yet fetched
+    advice : findings that saved little or cost time, with cause and remedy; at most three sentences
+    media : the tiers in use so far
+    sites : the figures of each site that saved a tensor, in the order of first use
+    gradients : predicted effect of the last sampled step's lossy payloads on its gradients; None where no payload is
         lossy, or no backward has come since
-    process : memory of the process when the report was made, for a store on a CPU; None elsewhere. Reports are compared
-        without it
+    process : memory of the process when the report was made, for a store on a CPU; None elsewhere. Comparisons of
+        reports ignore it
     """
 
     saved_bytes: int
@@ -136,9 +136,9 @@ class Report:
         request: Request | None = None,
         process: ProcessMemory | None = None,
     ) -> Report:
-        """Return the figures of `ledger` as they are now, the `errors` that were measured, and their effect.
+        """Return the figures of `ledger` as they are now, with the measured `errors` and their effect.
 
-        `request` : what the user has asked for, which advice respects
+        `request` : the user's choices, which advice respects
         """
         advice = tuple(why(figures_of(ledger, circumstances, request or Request(Rules([], default=Keep())))))
         sites = tuple(
@@ -183,11 +183,11 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """All figures as one JSON object, under the names of the attributes; null for what is no finite number."""
+        """Return all figures as one JSON object, under the names of the attributes; null for NaN and infinity."""
         return json.dumps(_finite(asdict(self)), indent=1)
 
     def __str__(self) -> str:
-        """A table of the modules, with the sites of each added up, and the totals."""
+        """Return a table of the modules, with the sites of each added up, and the totals."""
         cells = [self._head, *self._cells()]
         last = len(self._head) - 1
         widths = [max(len(line[i]) for line in cells) for i in range(last)]
@@ -200,7 +200,7 @@ class Report:
         return "\n".join([table, *self._lines(), *self.advice])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with a bar for what each module holds."""
+        """Return the table as HTML for notebooks, with a bar for the held bytes of each module."""
         most = max((module.held for module in self.modules), default=0) or 1
         bars = [module.held / most for module in self.modules]
         return html.section(
@@ -218,12 +218,12 @@ class Report:
         )
 
     def plot(self) -> Figure:
-        """A picture of where the bytes of each module wait.
+        """Draw where the bytes of each module wait.
 
         Raises
         ------
         ConfigError : matplotlib is not installed (the extra `bench`)
-        StateError : nothing was saved yet
+        StateError : no tensor was saved yet
         """
         if not self.modules:
             raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
@@ -237,7 +237,7 @@ class Report:
 
     @property
     def modules(self) -> tuple[ModuleReport, ...]:
-        """The sites of each module added up where they decide alike, in the order of first use."""
+        """Sites of each module added up where their decision is the same, in the order of first use."""
         rows: dict[tuple[str, str], list[int]] = {}
         errors: dict[tuple[str, str], float] = {}
         for site in self.sites:
@@ -256,7 +256,7 @@ class Report:
 
     @property
     def lossy(self) -> tuple[SiteReport, ...]:
-        """The sites whose errors were measured, the largest first."""
+        """Sites with measured errors, the largest error first."""
         sites = [site for site in self.sites if site.error is not None and site.error.measured]
         return tuple(sorted(sites, key=_relative, reverse=True))
 
@@ -280,7 +280,7 @@ class Report:
         return [*cells, row("total", sum(s.tensors for s in self.sites), totals, None, "")]
 
     def _lines(self) -> list[str]:
-        """What holds for the whole model, in words."""
+        """Return the lines about the whole model."""
         held = (
             f"{self.held_bytes / self.saved_bytes:.1%} of what plain autograd holds" if self.saved_bytes else "nothing"
         )
@@ -300,7 +300,7 @@ class Report:
         return [*lines, str(self.process)] if self.process is not None else lines
 
     def _error_lines(self) -> list[str]:
-        """What was lost, in words."""
+        """Return the lines about errors."""
         found = [site.error for site in self.sites if site.error is not None]
         lines = []
         for worst in self.lossy[:1]:
@@ -325,7 +325,7 @@ def _relative(site: SiteReport) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """The same, with None for numbers that JSON does not have."""
+    """Return the same value, with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -27,11 +27,11 @@ class StepPolicy(Protocol):
 
     @property
     def plan(self) -> Plan | Choice | None:
-        """The result that runs; None while steps are measured."""
+        """Current result; None while steps are measured."""
 
     @property
     def gauge(self) -> Gauge | None:
-        """The observer of the store's work; None for none."""
+        """Observer of the store's work; None for none."""
 
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
         """Return the policy of the step that begins now."""
@@ -43,10 +43,10 @@ class StepPolicy(Protocol):
         """Return the pack hook of an entry, from the store's."""
 
     def end_forward(self, error: BaseException | None, /) -> None:
-        """End the forward, which has failed where there is an `error`."""
+        """End the forward, which has failed where `error` is given."""
 
     def tightened(self, error: BaseException, /) -> bool:
         """Return whether the step may run again with less memory, where `error` says that memory ran out."""
 
     def close(self) -> None:
-        """Release what was measured."""
+        """Release the measurements."""

@@ -1,4 +1,4 @@
-"""Comparison of a payload with a tensor of the same memory that is saved once more."""
+"""Comparison of a payload with a tensor that is saved again from the same memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from actstore.store.tierset import TierSet
 
 
 class PayloadComparison:
-    """Comparison of a payload and a tensor by the device, whose result is on its way to the host.
+    """Comparison on the device of a payload and a tensor, whose result is on its way to the host.
 
     Parameters
     ----------
     differs : Tensor, 0-d bool in host memory, once `end` is complete
-    later : errors of comparisons that were asked about before they were complete
+    later : collects the errors of comparisons that `refuse` found incomplete
     """
 
     def __init__(self, differs: Tensor, end: Ticket, later: Later) -> None:
@@ -32,14 +32,14 @@ class PayloadComparison:
         self._later = later
 
     def refuse(self, error: ActstoreError) -> None:
-        """Raise `error` if the two differ. The host does not wait: an error that is not known yet comes later."""
+        """Raise `error` if the two differ. Where the result is not on the host yet, keep the error for later."""
         if not self._end.ready():
             self._later.append((self, error))
         elif self._differs:
             raise error
 
     def wait(self) -> None:
-        """Have the host wait for the result."""
+        """Wait on the host until the result is there."""
         self._end.result()
 
 
@@ -47,22 +47,22 @@ Later = list[tuple[PayloadComparison, ActstoreError]]
 
 
 def compare(entry: Payload, src: Tensor, place: TierSet, later: Later) -> bool | PayloadComparison:
-    """Compare a payload with the one that `src` would have now.
+    """Compare a payload with the payload that `src` would have now.
 
     Parameters
     ----------
     src : Tensor, from the same memory, with the shape and strides that the payload was encoded from
-    place : the tiers of its device
-    later : gets errors that are not known when backward reads
+    place : the tiers of the payload's device
+    later : collects the errors whose comparison is incomplete when backward reads the payload
 
     Returns
     -------
-    bool : whether they are the same, where the payload lies in host memory; False where it has left for another tier
-    Comparison : of a payload in the memory of an accelerator; the host does not wait
+    bool : whether both are the same, where the payload is in host memory; False where it has left for another tier
+    PayloadComparison : for a payload in the memory of an accelerator; the host does not wait
 
     Notes
     -----
-    Stream: current. A lossy payload is compared with another one of the same random bits.
+    Stream: current. `compare` encodes `src` with the random bits of a lossy payload.
     """
     bound = entry.codec.plain.bind(src)
     if not bound.nbytes:
@@ -71,7 +71,7 @@ def compare(entry: Payload, src: Tensor, place: TierSet, later: Later) -> bool |
     with nullcontext() if as_bytes else place.late_lock, _at_hand(entry, place) as memory:
         if memory is not None and as_bytes:
             return _compare(memory, _payload(bound, src, entry.key), place, later)
-        if memory is not None:  # its length is not known on the host yet
+        if memory is not None:  # the host does not know its length yet, so decoded values are compared
             values = src if entry.codec.lossless else _decoded(bound, _payload(bound, src, entry.key), src, entry.key)
             return _compare(bytes_of(_decoded(bound, memory, src, entry.key)), bytes_of(values), place, later)
     return False
@@ -99,7 +99,7 @@ def _decoded(bound: Bound, payload: Tensor, like: Tensor, key: int) -> Tensor:
 
 def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> bool | PayloadComparison:
     nbytes = payload.numel()
-    if memory.numel() < nbytes:  # of variable size, and longer than the one that is there
+    if memory.numel() < nbytes:  # the new payload has variable size, and is longer
         return False
     if place.device.on_host:
         return same_on_host(memory.data_ptr(), payload.data_ptr(), nbytes)
@@ -109,7 +109,7 @@ def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> b
 
 @contextmanager
 def _at_hand(entry: Payload, place: TierSet) -> Iterator[Tensor | None]:
-    """Give the payload in the memory of the compute device, for work on the current stream; None where it has left."""
+    """Yield the payload in memory of the compute device, for work on the current stream; None where it has left."""
     berth = entry.berth
     if entry.memory is not None:
         yield entry.memory

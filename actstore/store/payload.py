@@ -1,4 +1,4 @@
-"""What the store remembers of one payload, of one forward pass, and of one kind of tensor."""
+"""Records of one payload, of one forward pass, and of one kind of tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actstore.transfer import Berth, TransferRun
 
 
 class Home(Protocol):
-    """Who keeps entries, reads them, and books them."""
+    """Owner of payloads, which reads them and accounts for them."""
 
     ledger: Ledger
 
@@ -28,10 +28,10 @@ class Home(Protocol):
 
 
 class Payload:
-    """One payload, or none yet: in `memory` of a pool, in a `slot` of the device, or in a `berth` of what is moved.
+    """One payload, or an empty record: in `memory` of a pool, in a `slot` of the device, or in a `berth` of the engine.
 
-    Frees it when it dies: a slot gives its memory back when it dies with the entry; `last` gives memory back, books the
-    bytes as gone, or drops the berth.
+    The payload frees its bytes when it dies. Its slot, which dies with it, returns its memory. `last` returns memory,
+    books the bytes as gone, or drops the berth.
     """
 
     __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "memory", "slot", "store")
@@ -51,29 +51,29 @@ class Payload:
         self.memory = self.slot = self.berth = self.last = None
 
     def free(self) -> None:
-        """Give the room back. What is asked of the entry later raises StateError."""
+        """Return the memory. A later read raises StateError."""
         if isinstance(self.last, Claim):
             self.store.ledger.release(self.last)
         self.memory = self.slot = self.berth = self.last = None
 
 
 class ForwardPass:
-    """One forward pass: what its payloads have in common, on each device."""
+    """One forward pass: the state that its payloads share, on each device."""
 
     def __init__(self) -> None:
         self.runs: dict[TierSet, TransferRun[Berth]] = {}
         self.ended = False
-        self.place: TierSet | None = None  # of the device on which it runs, where that is known
-        self.mark: Ticket | None = None  # its begin
-        self.span: Ticket | None = None  # from its begin to its end
+        self.place: TierSet | None = None  # of the device on which the pass runs, where that is known
+        self.mark: Ticket | None = None  # its start
+        self.span: Ticket | None = None  # from its start to its end
 
 
 class Route:
-    """Where the last tensor of a site went: the next one of its kind goes there without a search.
+    """Codec and tiers of the last tensor of a site: the next tensor of the same kind reuses them without a search.
 
     Attributes
     ----------
-    pool : where the buffers of its payloads come from, if they have one size and wait in host memory as the device's
+    pool : source of the buffers, if payloads have one size and wait in host memory that is the device's memory
     """
 
     __slots__ = ("bound", "codec", "device", "dtype", "keyed", "numel", "place", "pool", "shape", "tiers")

@@ -1,4 +1,4 @@
-"""Puts encoded tensors into tiers and gets them back."""
+"""Store of payloads: encodes tensors into tiers and decodes them."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ E = TypeVar("E", bound=Payload)
 
 
 class Gauge(Protocol):
-    """Measures what the store's own work takes."""
+    """Meter of the time that the store's own work takes."""
 
     @property
     def measures(self) -> bool:
-        """Whether it measures the step that runs."""
+        """True in a step that the gauge measures."""
 
     def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
-        """The same codec, measured."""
+        """Return the same codec, measured."""
 
     def recomputing(self, account: Account) -> Callable[[], None]:
-        """A recomputation begins; what this returns is called at its end."""
+        """Begin to measure a recomputation. Returns a function to call at its end."""
 
 
 class PayloadSampler(Protocol):
-    """Measures what lossy payloads lose, in some steps."""
+    """Meter of the loss of lossy payloads, in some steps."""
 
     def start(self, step: int) -> bool:
-        """Begin a step. Returns whether it is to be sampled."""
+        """Begin a step. Returns whether the sampler samples it."""
 
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
-        """The same codec, whose payload is measured when it is encoded; `plain` decodes unobserved."""
+        """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
 
     def read(self, *, wait: bool) -> None:
-        """Take in what has come to the host, or all that is on its way."""
+        """Read the results that are on the host; with `wait`, also those that are on their way."""
 
     def close(self) -> None:
         """Return the memory."""
 
 
 class Store:
-    """Encodes, places, fetches and decodes payloads, and keeps account of them. Thread-safe."""
+    """Store that encodes, places, fetches and decodes payloads, and accounts for them. Thread-safe."""
 
     def __init__(
         self,
@@ -75,27 +75,27 @@ class Store:
     ) -> None:
         self.options = options
         self.ledger = ledger or Ledger()
-        self.unproved: Later = []  # read before the device had compared them
+        self.unproved: Later = []  # payloads that backward read before the device had compared them
         self.ledger.relieve = _relieving(ref(self))
         self.trace = options.trace
         self.gauge = gauge
         self._sampler = sampler
         self.sampling: PayloadSampler | None = None  # in steps that are sampled
-        self._watched = True  # whether somebody looks at the work of codecs in this step
-        self.alone: str | None = None  # the one site that is lossy, while others are to be exact
+        self._watched = True  # whether this step verifies, traces, measures or samples codecs
+        self.alone: str | None = None  # the one site that is lossy while all other sites must be exact
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
-        self._left: list[TierSet] = []  # by `close`; graphs may still hold payloads of theirs
+        self._left: list[TierSet] = []  # closed by `close`, although graphs may still hold their payloads
         self._lock = Lock()
         self._closed = False
         self._steps = 0
-        self._started_ns = 0  # the step that runs
-        self.step_ns = 0  # how long the last one took
-        self._forward = ForwardPass()  # the last that began
+        self._started_ns = 0  # start of the current step
+        self.step_ns = 0  # duration of the last step
+        self._forward = ForwardPass()  # the last one that began
         self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work, for the trace
 
     def open(self, device: torch.device, tier: str) -> None:
-        """Open a tier now, so that what is wrong with it is said now.
+        """Open a tier now, so that a faulty tier fails now.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class Store:
         self.place(device).tier(tier)
 
     def route(self, account: Account, src: torch.Tensor, codec: Codec, tiers: Sequence[str]) -> Route:
-        """How a tensor gets through `codec` into the first of `tiers` that has room; `account` remembers it.
+        """Return the route of a tensor through `codec` into the first of `tiers` with room; `account` keeps it.
 
         Parameters
         ----------
@@ -113,7 +113,7 @@ class Store:
         """
         route: Route | None = account.route
         if route is None or not route.fits(src, codec, tiers):
-            account.precedent = None  # it has the route that was
+            account.precedent = None  # it belongs to the old route
             route = account.route = Route(src, codec, tiers, self.place(src.device))
         return route
 
@@ -122,15 +122,15 @@ class Store:
 
         Parameters
         ----------
-        entry : an empty one, with its account, where the bytes are booked
+        entry : an empty payload, whose account books the bytes
         src : Tensor, dense strides
         route : of `src`
         saved : bytes that plain autograd would hold in place of the payload
-        forward : the pass that it belongs to
+        forward : the pass that the payload belongs to
 
         Returns
         -------
-        ref : to `entry`, held by the caller until `remember` is given it; None when no tier has room
+        ref : to `entry`; the caller holds it until it calls `remember`. None when no tier has room
 
         Raises
         ------
@@ -139,13 +139,13 @@ class Store:
         Notes
         -----
         Stream: current. On return `src` has been read in stream order and may change. The host never waits for the
-        device; it waits for the disk when more than a window of bytes is still to be written.
+        device; it waits for the disk when more than a window of bytes is queued for writing.
         """
         account = entry.account
         bound = route.bound
         ledger = self.ledger
         if ledger.gone:
-            ledger.settle()  # buffers of what is gone serve first
+            ledger.settle()  # so that the pool can reuse the buffers of payloads that died
         key = self._next_key(account) if route.keyed else 0
         if self._watched:
             bound = self._watching(bound, route.codec, account, route.place)
@@ -157,7 +157,7 @@ class Store:
             put = self._put_in_tier if bound.exact else self._put_variable
             return ref(entry) if put(entry, src, route, saved, forward) else None
         nbytes = bound.nbytes
-        claim = Claim(entry, ledger.release)  # before there is memory, which an interrupt would lose
+        claim = Claim(entry, ledger.release)  # before the memory, which an interrupt would otherwise leak
         claim.booking = booking = [account, 0, 0]
         entry.last = claim
         claim.memory, claim.idle = route.pool.take(nbytes)
@@ -166,7 +166,7 @@ class Store:
             bound.encode(src, memory, key)
             ledger.add(account, saved, nbytes, nbytes, booking=booking)
         except BaseException:
-            ledger.release(claim)  # at once: in a cycle with its error the entry would be collected with its claim
+            ledger.release(claim)  # now: a cycle of entry and error would keep the claim until the collector runs
             raise
         entry.memory = memory
         return claim
@@ -176,7 +176,7 @@ class Store:
 
         Raises
         ------
-        TransferError, PayloadError : the bytes cannot be read or are not what was written
+        TransferError, PayloadError : the bytes cannot be read, or differ from what was written
         StateError : the store was closed
         """
         memory = entry.memory
@@ -191,7 +191,7 @@ class Store:
                 self._decode(entry, slot, out)
                 return
         else:
-            with place.late_lock:  # another thread might move the payload and free the slot meanwhile
+            with place.late_lock:  # or another thread moves the payload and frees the slot meanwhile
                 slot = entry.slot
                 if slot is not None:
                     if slot.written is not DONE:
@@ -209,11 +209,11 @@ class Store:
             berth.engine.leave(berth)
 
     def borrow(self, entry: Payload, dtype: torch.dtype) -> torch.Tensor | None:
-        """A payload as the memory of a 1-d tensor, which may change it like one of its own; None: ask `get`.
+        """Return a payload as the memory of a 1-d tensor, which its holder may change. For None, call `get`.
 
         Raises
         ------
-        TransferError, PayloadError, StateError : as `get`
+        TransferError, PayloadError, StateError : as for `get`
         """
         berth = entry.berth
         if berth is None or not entry.bound.as_is:
@@ -233,7 +233,7 @@ class Store:
         self.ledger.touch_peak(entry.account, out.nbytes)
 
     def begin(self, device: torch.device) -> ForwardPass:
-        """Begin a forward pass on `device`, whose payloads `put` is told to belong together."""
+        """Begin a forward pass on `device`, which `put` receives with each of its payloads."""
         self._forward = forward = ForwardPass()
         forward.place = place = self.place(device) if self.options.trace else self._places.get(device)
         if place is not None:
@@ -241,13 +241,13 @@ class Store:
         return forward
 
     def turn(self, forward: ForwardPass) -> None:
-        """Backward begins, inside of the context or after it: the end of forward."""
+        """Mark the end of forward, because backward begins, inside of the context or after it."""
         if forward.mark is not None and forward.place is not None and forward.span is None:
             device = forward.place.device
             forward.span = Between(forward.mark, device.mark(device.current()))
 
     def end(self, forward: ForwardPass) -> None:
-        """The forward pass is over: send what waits for more."""
+        """End the forward pass: send the parcels that wait for more payloads."""
         forward.ended = True
         for place, run in forward.runs.items():
             place.engine.flush(run)
@@ -257,7 +257,7 @@ class Store:
             forward.place.engine.note("forward", Between(forward.mark, device.mark(device.current())), [])
 
     def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
-        """A region begins to run again. Returns what to call at its end; None where nobody traces."""
+        """Begin to rerun a region. Returns a function to call at its end; None without a trace."""
         place = forward.place
         if place is None or self.trace is None:
             return None
@@ -273,12 +273,12 @@ class Store:
         return ended
 
     def start(self) -> None:
-        """Begin a step: forget the last one's figures, return memory that it did not need.
+        """Begin a step: reset the last step's figures, and return memory that it did not need.
 
         Raises
         ------
-        AccuracyError : the last payloads that were sampled lost more than is allowed; no step has begun
-        MutationError : backward has read a payload that was not what its tensor had been; no step has begun
+        AccuracyError : the last sampled payloads lost more than is allowed; no step has begun
+        MutationError : backward has read a payload that differed from its saved tensor; no step has begun
         """
         self._prove()
         self.sampling = self._sampler if self._sampler is not None and self._sampler.start(self._steps + 1) else None
@@ -294,7 +294,7 @@ class Store:
             place.start(self._steps)
 
     def _prove(self, *, wait: bool = False) -> None:
-        """Ask again about payloads that backward has read before the device had compared them."""
+        """Raise the error of a payload that differs, where backward read it before the device had compared it."""
         for _ in range(len(self.unproved)):
             comparison, error = self.unproved.pop(0)
             if wait:
@@ -302,18 +302,18 @@ class Store:
             comparison.refuse(error)
 
     def remember(self, entries: Iterable[ref[Any]]) -> None:
-        """Know these entries, so that `close` can free those that are still alive."""
+        """Register entries, so that `close` can free those that are still alive."""
         with self._lock:
             self._entries = [weak for weak in (*self._entries, *entries) if weak() is not None]
 
     def poll(self) -> None:
-        """Let go of device memory whose bytes have arrived elsewhere, or that payloads turned out not to need."""
+        """Free device memory whose bytes have arrived in a tier, and memory that payloads turned out not to need."""
         for place in [*self._places.values(), *self._left]:
             place.engine.poll()
             self._move_known(place)
 
     def circumstances(self, min_nbytes: int) -> Circumstances:
-        """What the figures of the step that runs depend on."""
+        """Return the conditions that the figures of the current step depend on."""
         first = self._steps < 2
         places, options, span = list(self._places.values()), self.options, self._forward.span
         begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
@@ -338,11 +338,11 @@ class Store:
 
     @property
     def steps(self) -> int:
-        """The number of steps that have begun."""
+        """Number of steps that have begun."""
         return self._steps
 
     def events(self) -> Trace | None:
-        """The trace, with all that is known by now."""
+        """Return the trace, with all events that are known by now."""
         self._end_backward()
         self.poll()
         if self._sampler is not None:
@@ -350,7 +350,7 @@ class Store:
         return self.trace
 
     def close(self) -> None:
-        """Return all memory and files. What graphs still hold can no longer be read."""
+        """Return all memory and files. Payloads that graphs still hold can no longer be read."""
         with self._lock:
             self._closed = True
             places, self._places = self._places, {}
@@ -369,7 +369,7 @@ class Store:
                 stack.callback(place.close)
 
     def place(self, device: torch.device) -> TierSet:
-        """The tiers of a compute device."""
+        """Return the tiers of a compute device."""
         with self._lock:
             if self._closed:
                 raise StateError("this store is closed; make a new ActivationStore")
@@ -383,13 +383,13 @@ class Store:
             return place
 
     def _next_key(self, account: Account) -> int:
-        """A key of 63 bits: the same for the same seed, step, site and number of payloads there."""
+        """Return a key of 63 bits, a function of the seed, the step, the site and the number of payloads there."""
         account.drawn += 1
         text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _watching(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
-        """The same codec, whose work is verified, measured, traced or sampled."""
+        """Return the same codec, whose work is verified, measured, traced or sampled."""
         plain = bound = verified(bound) if self.options.verify else bound
         if self.gauge is not None:
             bound = self.gauge.codec(bound, codec, account)
@@ -401,7 +401,7 @@ class Store:
         return bound
 
     def _traced(self, bound: Bound, place: TierSet, account: Account) -> Bound:
-        """The same codec, whose work the trace tells."""
+        """Return the same codec, whose work the trace records."""
         device, engine = place.device, place.engine
 
         def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
@@ -420,19 +420,19 @@ class Store:
         return bound._replace(encode=encode, decode=decode)
 
     def _note_backward(self, place: TierSet, begin: Ticket, end: Ticket) -> None:
-        """Backward decoded a payload, or ran a region again."""
+        """Note that backward decoded a payload or reran a region."""
         first = begin if self._backward is None else self._backward[1]
         self._backward = (place, first, end)
 
     def _end_backward(self) -> None:
-        """Have the trace tell of the last backward: from the first that it asked for to the last."""
+        """Record the last backward in the trace: from the first payload that it read to the last."""
         backward, self._backward = self._backward, None
         if backward is not None:
             place, begin, end = backward
             place.engine.note("backward", Between(begin, end), [])
 
     def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
-        """Encode into a slot of the device, or on the way to another tier; False when none has room."""
+        """Encode into a slot of the device, or into a berth for another tier. Returns False when none has room."""
         account, bound = entry.account, entry.bound
         slot, berth = self._find(route.place, route.tiers, bound.nbytes, account, forward)
         if slot is not None:
@@ -469,7 +469,7 @@ class Store:
     def _find(
         self, place: TierSet, tiers: Sequence[str], nbytes: int, account: Account, forward: ForwardPass
     ) -> tuple[Slot | None, Berth | None]:
-        """Room on the device, or on the way to another tier; neither when no tier has any."""
+        """Find room on the device, or in a parcel for another tier. Returns neither when no tier has room."""
         when_full = self.options.window.when_full
         for name in tiers:
             tier = place.tier(name)
@@ -495,10 +495,10 @@ class Store:
     # -- payloads of variable size ------------------------------------------------------------------------------------
 
     def _put_variable(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
-        """Encode into room for the longest payload, and move what there is to room for just that.
+        """Encode into a stage, with room for the longest payload, and move the payload to room of its size.
 
-        On a CPU at once. Elsewhere the payload waits on the device until its length has come to the host: nobody waits
-        for it, `poll` and later payloads look.
+        A CPU moves it at once. On an accelerator the payload waits on the device until the host knows its length.
+        The host does not block for the length: `poll` and later payloads check.
         """
         place, tiers, account, bound = route.place, route.tiers, entry.account, entry.bound
         stage = place.stage(bound.nbytes)
@@ -528,7 +528,7 @@ class Store:
         return moved
 
     def _move_known(self, place: TierSet) -> None:
-        """Move the payloads whose lengths have come to the host."""
+        """Move the payloads whose lengths the host knows."""
         while place.late:
             with place.late_lock:
                 if not place.late or not place.late[0][1].ready():
@@ -539,16 +539,16 @@ class Store:
                 stage = entry.slot if entry is not None else None
                 if entry is None or stage is None:
                     continue
-                with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
+                with place.device.on(length.stream):  # after the encoding, and on the stream of the stage's allocator
                     if not self._move(entry, place, stage, used, tiers, forward):
                         self._move(entry, place, stage, used, ("device",), forward)
-                if forward.ended and place in forward.runs:  # nobody else will send what waits for more
+                if forward.ended and place in forward.runs:  # the pass's own flush has run before
                     place.engine.flush(forward.runs[place])
 
     def _move(
         self, entry: Payload, place: TierSet, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass
     ) -> bool:
-        """Move the `used` bytes of a stage to the first tier that has room; False where none has."""
+        """Move the `used` bytes of a stage to the first tier that has room. Returns False when none has."""
         account, room = entry.account, min(_roomy(used), stage.nbytes)
         slot, berth = self._find(place, tiers, room, account, forward)
         if slot is not None:
@@ -576,7 +576,7 @@ class Store:
 
 
 def _relieving(weak: ref[Store]) -> Callable[[int], None]:
-    """What makes room on the device for so many bytes before they are booked."""
+    """Return a function that makes room on the device for a number of bytes before they are booked."""
 
     def relieve(nbytes: int) -> None:
         store = weak()
@@ -592,6 +592,6 @@ def _budget_of(options: StoreOptions, tier: str) -> int | None:
 
 
 def _roomy(nbytes: int) -> int:
-    """A size of at most a sixteenth more that few lengths differ in, so that pools find buffers that they know."""
+    """Round up by at most a sixteenth, so that few sizes occur and pools find free buffers of a size."""
     grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
     return round_up(nbytes, grain)

@@ -23,16 +23,16 @@ from actstore.transfer import Cell, Cells, Engine
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options of a store.
+    """Options of a store, beside its policy.
 
     Attributes
     ----------
-    tiers : options of each tier, by its name; a tier without any has its defaults
-    window : the bound on what waits on the device although a tier has it, or is about to
-    strict : whether a payload without room is an error
-    seed : of the random bits that codecs round with
-    trace : what writes down events
-    verify : whether every payload is checked against its checksum
+    tiers : options of each tier, by its name; a tier without options has its defaults
+    window : the bound on bytes that wait on the device although a tier has them, or is about to have them
+    strict : whether a payload that fits in no tier is an error
+    seed : seed of the random bits of lossy codecs
+    trace : the record of events; None for none
+    verify : whether each decode compares the payload with its checksum
     """
 
     tiers: Mapping[str, TierOptions] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TierSet:
         self.device = device
         self.engine = Engine(device, ledger, options.window.limit_nbytes, trace, poison=options.verify)
         self.lengths = Cells(device, LENGTH_NBYTES)
-        self.late: deque[tuple[ref[Any], Cell, Sequence[str], Any]] = deque()  # whose lengths are on their way
+        self.late: deque[tuple[ref[Any], Cell, Sequence[str], Any]] = deque()  # whose lengths the host awaits
         self.late_lock = Lock()
         self._options = options
         self._open: dict[str, Tier] = {}
@@ -66,12 +66,12 @@ class TierSet:
         return tier
 
     def pool(self, name: str) -> BufferPool | None:
-        """The buffers in which payloads lie without a slot, where a tier is ours and host memory as the device's."""
+        """Return the buffers of payloads without a slot; None unless the tier is actstore's own and in host memory."""
         tier = self.tier(name)
         return tier.pool if type(tier) is DeviceTier or type(tier) is HostMemoryTier else None
 
     def reserve(self, name: str, nbytes: int) -> Slot | None:
-        """Room in a tier, or None."""
+        """Reserve a slot in a tier. Returns None when it is full."""
         tier = self.tier(name)
         slot = tier.reserve(nbytes)
         if slot is not None:
@@ -79,20 +79,20 @@ class TierSet:
         return slot
 
     def stage(self, nbytes: int) -> Slot:
-        """Memory of the compute device for a payload on its way."""
+        """Reserve memory of the compute device for a payload whose length is unknown."""
         slot = self.reserve("device", nbytes)
         if slot is None:
             raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
         return slot
 
     def start(self, step: int) -> None:
-        """Begin a new step: return memory that the last one did not need."""
+        """Begin a step: return memory that the last step did not need."""
         self.engine.start(step)
         for tier in list(self._open.values()):
             tier.trim()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # all are closed, also when one fails
+        with ExitStack() as stack:  # closes all, also when one fails
             with self.late_lock:
                 late = [length for _, length, _, _ in self.late]
                 self.late.clear()

@@ -1,4 +1,4 @@
-"""A codec that looks whether its bytes are still those that it wrote."""
+"""A codec that checks that its bytes are still those that it wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actstore.kernels.base import LENGTH_NBYTES
 
 
 def verified(bound: Bound) -> Bound:
-    """The same codec, which checks on each decoding that the bytes are those that were encoded. The host waits."""
+    """Return the same codec, which compares checksums on each decode. The host waits for them."""
     sealed: list[tuple[int, torch.Tensor]] = []
 
     def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
@@ -32,4 +32,4 @@ def verified(bound: Bound) -> Bound:
             )
         bound.decode(buf, out, key)
 
-    return Bound(bound.nbytes, bound.exact, encode, decode)  # not `as_is`: all is read
+    return Bound(bound.nbytes, bound.exact, encode, decode)  # not `as_is`: the checksum reads all bytes

@@ -1,7 +1,7 @@
 """The Chrome trace format, which ui.perfetto.dev and chrome://tracing show.
 
-One process is the device, and each lane a thread of it. The format wants the events of a thread to lie inside or
-outside of each other: a lane whose events overlap in another way, as several writes to a disk do, gets more threads.
+One process stands for the device, and each thread of it for a lane. The format wants the events of a thread to nest:
+a lane whose events overlap otherwise, as several writes to a disk do, gets more threads.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _records(events: list[Event], name: str) -> Iterator[dict[str, Any]]:
 
 
 def rows(events: Iterable[Event]) -> list[list[Event]]:
-    """The events in as many rows as they need so that within each one lies inside or outside of any other."""
-    filled: list[tuple[list[Event], list[int]]] = []  # each with the ends of what is running, the innermost last
+    """Return the events in rows that nest: in a row, two events are disjoint or one contains the other."""
+    filled: list[tuple[list[Event], list[int]]] = []  # each row with the ends of its open events, the innermost last
     for event in sorted(events, key=lambda event: (event.begin_ns, -event.end_ns)):
         for _, ends in filled:
             while ends and ends[-1] <= event.begin_ns:
@@ -74,7 +74,7 @@ def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(event: Event, tid: int, zero_ns: int) -> dict[str, Any]:
-    """Times in microseconds from the first event on."""
+    """Return one event as the format writes it, with times in microseconds from the first event on."""
     args: dict[str, Any] = {"step": event.step}
     args.update({name: value for name in ("site", "tier", "note") if (value := getattr(event, name))})
     if event.nbytes:
@@ -90,5 +90,5 @@ def _record(event: Event, tid: int, zero_ns: int) -> dict[str, Any]:
         "args": args,
     }
     if event.lane == HOST:
-        return record | {"ph": "i", "s": "t"}  # a moment, of its thread
+        return record | {"ph": "i", "s": "t"}  # an instant event of its thread
     return record | {"ph": "X", "dur": event.duration_ns / 1000}

@@ -1,4 +1,4 @@
-"""One thing that took time."""
+"""Events: the intervals that a trace records."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ HOST = "host"
 
 
 class Event(NamedTuple):
-    """One thing that took time, on the clock of `time.perf_counter_ns`.
+    """One interval of work, waiting or copying, on the clock of `time.perf_counter_ns`.
 
     Attributes
     ----------
-    kind : forward, backward : the whole of it, or a part; recompute, encode, decode, measure : within these, where
-        measure finds out what a lossy payload loses, and `note` says it; offload, fetch : bytes on their way to and
-        from a tier; stall : compute waited for bytes or for room; keep : the store could not or would not move a
-        tensor, of no duration
-    begin_ns, end_ns : end is not before begin, and may be the same
+    kind : forward, backward : the whole pass, or a part of it; recompute, encode, decode, measure : work within these,
+        where measure finds the loss of a lossy payload, and `note` has the figure; offload, fetch : bytes on their way
+        to and from a tier; stall : compute waited for bytes or for room; keep : the store could not or would not move
+        a tensor, of no duration
+    begin_ns, end_ns : end is at or after begin
     site : the place in the model, as text; empty where it is not one place
     step : number of the training step that the event belongs to
-    tier : that the bytes went to or came from; empty where none did
-    nbytes : that were moved, kept or measured
-    note : anything else, such as why a tensor was kept
+    tier : the tier that the bytes went to or came from; empty where none did
+    nbytes : bytes that were moved, kept or measured
+    note : any other fact, such as why a tensor was kept
     """
 
     kind: Kind
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """What was busy: "compute", a link such as "offload host" or "fetch disk", or "host" for decisions."""
+        """The resource at work: "compute", a link such as "offload host" or "fetch disk", or "host" for decisions."""
         if self.kind in COPIES:
             return f"{self.kind} {self.tier}".rstrip()
         return HOST if self.kind == "keep" else COMPUTE
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 def order_of(lane: str) -> tuple[int, str]:
-    """A key that sorts lanes for people: compute, the links outwards, decisions."""
+    """Return a key that sorts lanes for display: compute, the links outwards, decisions."""
     for place, prefix in enumerate((COMPUTE, *COPIES)):
         if lane.startswith(prefix):
             return place, "" if lane.endswith(" host") else lane  # host memory before disk

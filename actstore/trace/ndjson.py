@@ -1,8 +1,8 @@
-"""The file of a trace: a line about itself, then one line for each event, each a JSON object.
+"""The file of a trace: a header line, then one line for each event, each a JSON object.
 
 The first line has `format` ("actstore-trace"), `version` (1), `clock`, the number of `events` that follow and of those
-`lost` before them, the `device`, and the versions of actstore and torch that wrote it. An event's line has the
-attributes of `Event`; those that are empty or 0 may be left out.
+`lost` before them. It also has the `device`, and the versions of actstore and torch that wrote it. An event's line
+has the attributes of `Event`; those that are empty or 0 may be left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from actstore.trace.event import KINDS, Event
 FORMAT = "actstore-trace"
 VERSION = 1
 CLOCK = "time.perf_counter_ns"
-_INT_END = 2**63  # what other programs can read, too
+_INT_END = 2**63  # the end of the range of int64, which other programs read
 _TYPES = {name: int if name.endswith("_ns") or name in ("step", "nbytes") else str for name in Event._fields}
 _NEEDED = ("kind", "begin_ns", "end_ns")
 
 
 class Header(NamedTuple):
-    """What the first line says: the number of events that follow and of those lost before, and the device."""
+    """The header line: the number of events that follow, the number lost before them, and the device."""
 
     events: int
     lost: int
@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
 
 def is_trace(first_line: str) -> bool:
-    """Whether a file that begins so means to be a trace."""
+    """Return whether a file with this first line is meant as a trace."""
     try:
         header = json.loads(first_line)
     except (ValueError, RecursionError):
@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[Header, list[Event]]:
     Raises
     ------
     ConfigError : the file cannot be opened
-    PayloadError : it is not a trace, or not all of one; `path` and `line` say where
+    PayloadError : the file is not a complete trace; `path` and `line` say where
     """
     try:
         with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A trace as a picture: when compute, the links and the stalls were."""
+"""A picture of a trace: compute, the links and the stalls over time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from actstore.trace import Event, Lane, Summary, Trace
 from actstore.trace.spans import Spans, union
 from actstore.trace.summary import format_ms, format_percent
 
-PIXELS = 2000  # of the time axis; what lies closer together is one bar
-MOST_BARS = 300  # of one kind in one lane; more of them are drawn as the part of each bin that they fill
+AXIS_PIXELS = 2000  # of the time axis; events that lie closer together are one bar
+MAX_BARS = 300  # of one kind in one lane; more events are drawn as the part of each bin that they fill
 BINS = 400
 _COLORS = {**look.TIMES, "offload": look.GREEN, "fetch": look.ORANGE}
 _NESTED = ("recompute", "encode", "decode")  # drawn inside of forward and backward
@@ -37,19 +37,19 @@ def save(trace: Trace, path: Path, step: int | None = None) -> None:
 
 
 def draw(events: list[Event], summary: Summary, subtitle: str) -> Figure:
-    """The figure of some events, with lanes from top to bottom and milliseconds from left to right."""
+    """Draw the events, with lanes from top to bottom and milliseconds from left to right."""
     lanes = summary.lanes
     figure = look.figure(1.75 + 0.72 * max(2, len(lanes)))
     axes = figure.add_subplot()
     zero = min((event.begin_ns for event in events), default=0)
     end = max((event.end_ns for event in events), default=0)
-    gap = (end - zero) // PIXELS
+    gap = (end - zero) // AXIS_PIXELS
     binned = False
     for row, lane in enumerate(lanes):
         mine = [event for event in events if event.lane == lane.name]
         for kind in _COLORS:
             spans = union((event.begin_ns, event.end_ns) for event in mine if event.kind == kind)
-            if len(spans) > MOST_BARS and kind != "stall":
+            if len(spans) > MAX_BARS and kind != "stall":
                 binned = True
                 _fill(axes, spans, (zero, end), row, kind)
             else:
@@ -69,7 +69,7 @@ def draw(events: list[Event], summary: Summary, subtitle: str) -> Figure:
 
 
 def _bars(axes: Axes, spans: Spans, zero: int, row: int, kind: str, least_ns: int) -> None:
-    """Bars of one kind; none is thinner than a pixel."""
+    """Draw the bars of one kind, each at least a pixel wide."""
     height = _LOW if kind in _NESTED else _TALL
     bars = [((begin - zero) / 1e6, max(end - begin, least_ns) / 1e6) for begin, end in spans]
     axes.broken_barh(
@@ -78,7 +78,7 @@ def _bars(axes: Axes, spans: Spans, zero: int, row: int, kind: str, least_ns: in
 
 
 def _fill(axes: Axes, spans: Spans, window: tuple[int, int], row: int, kind: str) -> None:
-    """One shape for many spans, as high as they fill the time."""
+    """Draw many spans as one shape, whose height in each bin is the part of the time that they fill."""
     edges = np.linspace(*window, BINS + 1)
     moments = np.array(spans, dtype=np.float64).ravel()
     busy = np.concatenate([[0.0], np.cumsum(np.diff(moments) * (np.arange(moments.size - 1) % 2 == 0))])
@@ -91,7 +91,7 @@ def _fill(axes: Axes, spans: Spans, window: tuple[int, int], row: int, kind: str
 
 
 def _mark_stalls(axes: Axes, events: Iterable[Event], zero: int, gap: int) -> None:
-    """A pale band through all lanes, to see which link was at work meanwhile."""
+    """Draw each stall as a pale band through all lanes, so that the links at work meanwhile show."""
     for begin, end in union(((e.begin_ns, e.end_ns) for e in events if e.kind == "stall"), gap):
         axes.axvspan(
             (begin - zero) / 1e6, (end - zero) / 1e6, color=_COLORS["stall"], alpha=0.12, linewidth=0, zorder=1
@@ -99,7 +99,7 @@ def _mark_stalls(axes: Axes, events: Iterable[Event], zero: int, gap: int) -> No
 
 
 def _name_halves(axes: Axes, events: list[Event], zero: int) -> None:
-    """The words forward and backward above where they are."""
+    """Write the words forward and backward above their events."""
     for kind in ("forward", "backward"):
         mine = [event for event in events if event.kind == kind]
         if mine:

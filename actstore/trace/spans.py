@@ -8,7 +8,7 @@ Spans = list[tuple[int, int]]
 
 
 def union(spans: Iterable[tuple[int, int]], gap: int = 0) -> Spans:
-    """All moments in any of the spans; what lies at most `gap` apart becomes one. Empty spans hold no moment."""
+    """Return all moments in any of the spans. Spans at most `gap` apart merge; empty spans hold no moment."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if end <= begin:
@@ -22,7 +22,7 @@ def union(spans: Iterable[tuple[int, int]], gap: int = 0) -> Spans:
 
 
 def intersection(left: Spans, right: Spans) -> Spans:
-    """The moments in both."""
+    """Return the moments in both."""
     both: Spans = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -37,7 +37,7 @@ def intersection(left: Spans, right: Spans) -> Spans:
 
 
 def difference(left: Spans, right: Spans) -> Spans:
-    """The moments in `left` that are not in `right`."""
+    """Return the moments in `left` that are not in `right`."""
     if not left:
         return []
     edges = [left[0][0], *(edge for span in right for edge in span), left[-1][1]]
@@ -45,5 +45,5 @@ def difference(left: Spans, right: Spans) -> Spans:
 
 
 def total(spans: Spans) -> int:
-    """Nanoseconds."""
+    """Return the total length in nanoseconds."""
     return sum(end - begin for begin, end in spans)

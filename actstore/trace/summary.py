@@ -1,4 +1,4 @@
-"""Figures from events: how busy each lane was, and how much of it compute had to wait for."""
+"""Figures from events: how long each lane was busy, and how long compute waited for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from actstore.trace.spans import Spans, difference, intersection, total, union
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane. Events that overlap count once in each duration.
+    """The figures of one lane. Events that overlap count once in each duration.
 
     Attributes
     ----------
     name : as in `Event.lane`
-    events : how many
-    nbytes : that they moved; without meaning for compute
-    busy_ns : at work; of compute, stalls left out
-    overlap_ns : of that, while compute was at work
-    exposed_ns : of that, while compute stalled
+    events : number of events
+    nbytes : bytes that they moved; without meaning for compute
+    busy_ns : time at work; for compute without stalls
+    overlap_ns : part of `busy_ns` while compute was at work
+    exposed_ns : part of `busy_ns` while compute stalled
     """
 
     name: str
@@ -36,7 +36,7 @@ class Lane:
 
     @property
     def gbps(self) -> float | None:
-        """10^9 bytes a second while busy; None for what moves no bytes."""
+        """Rate in 10^9 bytes a second while busy; None for a lane that moves no bytes."""
         return self.nbytes / self.busy_ns if self.is_link and self.busy_ns else None
 
 
@@ -46,13 +46,13 @@ class Summary:
 
     Attributes
     ----------
-    steps : how many
-    begin_ns, end_ns : from the first work of compute to its last; of all events where none is compute's
-    compute_ns : compute at work
-    stall_ns, stalls : compute waiting, and how often
-    copy_ns : any link busy
-    exposed_ns : of that, while compute stalled
-    kept_nbytes : that the store could not or would not move
+    steps : number of steps
+    begin_ns, end_ns : from the first event of compute to its last; of all events where compute has none
+    compute_ns : time that compute was at work
+    stall_ns, stalls : time that compute waited, and number of waits
+    copy_ns : time that any link was busy
+    exposed_ns : part of `copy_ns` while compute stalled
+    kept_nbytes : bytes that the store could not or would not move
     lanes : compute first, then the links
     """
 
@@ -73,12 +73,12 @@ class Summary:
 
     @property
     def hidden(self) -> float | None:
-        """The part of the copies' time in which compute did not wait, 0 to 1; None where nothing was copied."""
+        """Part of the copies' time in which compute did not wait, 0 to 1; None where nothing was copied."""
         return 1 - self.exposed_ns / self.copy_ns if self.copy_ns else None
 
     @property
     def words(self) -> str:
-        """The summary as a line: "copies hidden: 97 %, stall 1.2 ms of 85.0 ms"."""
+        """Summary as a line: "copies hidden: 97 %, stall 1.2 ms of 85.0 ms"."""
         stall = f"stall {format_ms(self.stall_ns)} of {format_ms(self.span_ns)}"
         return (
             f"nothing copied, {stall}"
@@ -129,7 +129,7 @@ def _spans(events: Iterable[Event]) -> Spans:
 
 
 def format_percent(part: float) -> str:
-    """Never 100 % where something is missing, nor 0 % where something is there."""
+    """Format a part of 1 as a percentage. Only exactly 1 is "100 %", and only exactly 0 is "0 %"."""
     whole = round(100 * part)
     if whole == 100 and part < 1:
         return "> 99 %"
@@ -137,6 +137,6 @@ def format_percent(part: float) -> str:
 
 
 def format_ms(ns: float) -> str:
-    """Milliseconds with a digit after the point, or with two that mean something where that is less than one."""
+    """Format nanoseconds as milliseconds with one decimal, or with two significant digits below 1 ms."""
     ms = ns / 1e6
     return f"{ms:.1f} ms" if ms >= 1 or ms == 0 else f"{ms:.2g} ms"

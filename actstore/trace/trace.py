@@ -19,8 +19,8 @@ class Trace:
 
     Parameters
     ----------
-    limit : most events; beyond that the oldest go, and `lost` counts them
-    device : that the store works for, as text
+    limit : maximum of events; beyond it the oldest are dropped, and `lost` counts them
+    device : the device that the store works for, as text
 
     Raises
     ------
@@ -33,12 +33,12 @@ class Trace:
         self.limit = limit
         self.device = device
         self._claimed = False
-        self._lost_before = 0  # by the trace that this one was read from
+        self._lost_before = 0  # in the trace that this one was read from
         self._numbers = count(1)
         self._rows: deque[tuple[int, Kind, int, int, object, int, str, int, str]] = deque(maxlen=limit)
 
     def claim(self) -> None:
-        """Let one store write here.
+        """Claim the trace for one store, which alone may write to it.
 
         Raises
         ------
@@ -49,7 +49,7 @@ class Trace:
         self._claimed = True
 
     def begin(self, device: str) -> None:
-        """Note the device that the events are about, unless one is noted already."""
+        """Note the device of the events, unless one is noted already."""
         self.device = self.device or device
 
     def add(
@@ -71,14 +71,14 @@ class Trace:
 
     @property
     def lost(self) -> int:
-        """How many events had to go."""
+        """Number of events that were dropped."""
         rows = self._rows.copy()
         recorded = max(row[0] for row in rows) if len(rows) == self.limit else len(rows)
         return self._lost_before + recorded - len(rows)
 
     def events(self, step: int | None = None) -> list[Event]:
-        """The events in the order of their recording, of one step or of all."""
-        rows = self._rows.copy()  # without a break: an iteration fails when another thread appends meanwhile
+        """Return the events of one step or of all, in the order of their recording."""
+        rows = self._rows.copy()  # atomic: an iteration fails when another thread appends meanwhile
         return [
             Event(kind, begin, end, str(site), number, tier, nbytes, note)
             for _, kind, begin, end, site, number, tier, nbytes, note in rows
@@ -86,11 +86,11 @@ class Trace:
         ]
 
     def steps(self) -> list[int]:
-        """The numbers of the steps that have events, in order."""
+        """Return the numbers of the steps that have events, in order."""
         return sorted({row[5] for row in self._rows.copy()})
 
     def last_step(self) -> int | None:
-        """The last step with a forward and a backward; else the last of all, and None in an empty trace."""
+        """Return the last step with a forward and a backward, else the last step; None for an empty trace."""
         seen: dict[int, set[str]] = {}
         for row in self._rows.copy():
             seen.setdefault(row[5], set()).add(row[1])
@@ -98,7 +98,7 @@ class Trace:
         return max(whole or seen, default=None)
 
     def summary(self, step: int | None = None) -> Summary:
-        """The figures of one step or of all."""
+        """Return the figures of one step or of all."""
         return Summary.of(self.events(step))
 
     def write(self, path: str | Path) -> None:
@@ -117,7 +117,7 @@ class Trace:
         Raises
         ------
         ConfigError : the file cannot be opened
-        PayloadError : it is not a trace, or not all of one; `path` and `line` say where
+        PayloadError : the file is not a complete trace; `path` and `line` say where
         """
         header, events = ndjson.read(Path(path))
         trace = cls(limit=max(LIMIT, len(events)), device=header.device)

@@ -1,4 +1,4 @@
-"""Memory of the compute device that parcels use again from step to step."""
+"""Memory of the compute device that parcels reuse from step to step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Buffer:
     Attributes
     ----------
     memory : Tensor, 1-d uint8
-    home : the stream whose allocator it came from
-    after : who writes to the memory comes after these
+    home : the stream whose allocator gave the memory
+    after : operations that must end before the next write to the memory
     """
 
     __slots__ = ("after", "home", "memory")
@@ -32,12 +32,12 @@ class Buffer:
 class Buffers:
     """Buffers of exact sizes. Not thread-safe.
 
-    In use and idle together never exceed the most that was in use in this step or the last one (`trim` begins a step),
-    so that variable shapes cannot make it grow, and a steady state allocates nothing.
+    Used and idle bytes together never exceed the peak of used bytes in this step and the last (`trim` begins a step).
+    So variable shapes cannot make it grow, and a steady state allocates nothing.
 
     Parameters
     ----------
-    poison : fill each buffer with NaN before it is used, so that who reads it too early does not find old bytes
+    poison : whether to fill each buffer with NaN before its use, so that a premature read finds no old bytes
     """
 
     def __init__(self, device: Device, *, poison: bool = False) -> None:
@@ -46,12 +46,12 @@ class Buffers:
         self._idle: dict[int, list[Buffer]] = {}
         self._idle_nbytes = 0
         self._used_nbytes = 0
-        self._high_nbytes = 0  # the most that was in use in this step
-        self._last_nbytes = 0  # and in the last one
-        self.allocated = 0  # buffers ever made
+        self._high_nbytes = 0  # peak of used bytes in this step
+        self._last_nbytes = 0  # peak in the last step
+        self.allocated = 0  # number of allocations
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of exactly `nbytes`. Whoever writes to it on any stream comes after its `after`."""
+        """Return a buffer of exactly `nbytes`. On any stream, a write to it must come after its `after`."""
         self._used_nbytes += nbytes
         self._high_nbytes = max(self._high_nbytes, self._used_nbytes)
         sized = self._idle.get(nbytes)
@@ -66,7 +66,7 @@ class Buffers:
             self._used_nbytes -= nbytes
             raise
         self.allocated += 1
-        buffer.after = (self._device.record(home),)  # work queued there may still use what its allocator gave
+        buffer.after = (self._device.record(home),)  # its queued work may still use the memory
         return self._poisoned(buffer)
 
     def give(self, buffer: Buffer, after: Sequence[Ticket]) -> None:
@@ -79,16 +79,16 @@ class Buffers:
         self._shrink()
 
     def forget(self, buffer: Buffer) -> None:
-        """A buffer that somebody may still write to at any time: it is not used again."""
+        """Drop a buffer that a tensor or a failed copy may still write to at any time, so that it is never reused."""
         self._used_nbytes -= buffer.memory.numel()
 
     def trim(self) -> None:
-        """Begin a new step: what the last one did not need is returned."""
+        """Begin a step: return memory that the last step did not need."""
         self._last_nbytes, self._high_nbytes = self._high_nbytes, self._used_nbytes
         self._shrink()
 
     def close(self) -> None:
-        """Return what is idle, and what comes back from now on."""
+        """Return all idle memory, and from now on each buffer that comes back."""
         self._high_nbytes = self._last_nbytes = 0
         self._shrink()
 
@@ -107,7 +107,7 @@ class Buffers:
             nbytes, sized = next(iter(self._idle.items()))
             if sized:
                 buffer = sized.pop(0)
-                for ticket in buffer.after:  # before work that is queued at home later gets the memory
+                for ticket in buffer.after:  # so that later work on the home stream gets the memory after these
                     ticket.wait_on(buffer.home)
                 self._idle_nbytes -= nbytes
             if not sized:

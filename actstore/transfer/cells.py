@@ -1,4 +1,4 @@
-"""Figures of a few bytes that only the device knows, on their way to the host. Nobody waits for them."""
+"""Small results that the device computes, on their way to the host, which does not block for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from actstore.devices import Device
 
-CELLS = 512
+CELLS_PER_PAGE = 512
 
 
 class Cells:
-    """Pinned cells of `nbytes` bytes that figures are copied to. Thread-safe."""
+    """Pinned cells of `nbytes` bytes each, which results are copied to. Thread-safe."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -24,7 +24,7 @@ class Cells:
         self._free: list[torch.Tensor] = []
 
     def expect(self, memory: torch.Tensor) -> Cell:
-        """The promise of the bytes at the beginning of `memory` (1-d uint8), in the order of the current stream."""
+        """Queue a copy of the first bytes of `memory` (1-d uint8) on the current stream, and return its cell."""
         with self._lock:
             if not self._free:
                 self._free = self._make()
@@ -32,14 +32,14 @@ class Cells:
         return Cell(self._device, memory[: self._nbytes], cell)
 
     def take(self, cell: Cell, dtype: torch.dtype) -> list[Any]:
-        """The bytes as numbers of a `dtype`, once they are ready."""
+        """Return the bytes as numbers of `dtype` and free the cell. The cell must be ready."""
         found = [number.item() for number in cell.memory.view(dtype)]
         with self._lock:
             self._free.append(cell.memory)
         return found
 
     def close(self, awaited: Iterable[Cell]) -> None:
-        """Return the memory. The host waits until the device has written what is `awaited`."""
+        """Return the memory, after the host has waited for the cells in `awaited`."""
         for cell in awaited:
             cell.wait()
         pages, self._pages, self._free = self._pages, [], []
@@ -47,22 +47,22 @@ class Cells:
             self._device.unpin(page)
 
     def _make(self) -> list[torch.Tensor]:
-        nbytes = CELLS * self._nbytes
+        nbytes = CELLS_PER_PAGE * self._nbytes
         page = self._device.pinned(nbytes)
         if page is None:
-            page = torch.empty(nbytes, dtype=torch.uint8)  # the copy then waits
+            page = torch.empty(nbytes, dtype=torch.uint8)  # not pinned: the copy blocks
         else:
             self._pages.append(page)
         return list(page[:nbytes].split(self._nbytes))
 
 
 class Cell:
-    """One of them.
+    """One cell, and the copy to it.
 
     Attributes
     ----------
-    stream : the stream on which the figures are made
-    memory : where they arrive, uint8
+    stream : the stream of the copy
+    memory : the destination, uint8
     """
 
     def __init__(self, device: Device, source: torch.Tensor, memory: torch.Tensor) -> None:
@@ -71,9 +71,9 @@ class Cell:
         self._copied = device.copy(memory, source, self.stream)
 
     def ready(self) -> bool:
-        """Whether the figures are known, without waiting."""
+        """Return whether the bytes are on the host, without waiting."""
         return self._copied.ready()
 
     def wait(self) -> None:
-        """Have the host wait until they are."""
+        """Wait on the host until they are."""
         self._copied.result()

@@ -1,15 +1,15 @@
-"""Moves payloads between the compute device and the tiers, each once, in time, and within bounds.
+"""The engine, which moves payloads between the compute device and the tiers.
 
-Order of the operations on the memory of one parcel; the numbers stand at the code, here and in traffic.py:
+Order of the operations on the memory of one parcel; comments here and in traffic.py refer to these numbers:
 
 1. the compute stream encodes the payloads into the buffer, after the buffer's last uses;
-2. the tier copies the buffer out, after 1; the host goes on;
-3. the buffer is used again after 2: by a stream that waits for it, or once the host has seen its end;
+2. the tier copies the buffer out, after 1; the host does not wait;
+3. the buffer is reused after 2: by a stream that waits for it, or once the host has seen its end;
 4. the tier copies the payload back into a buffer, after 2 and after that buffer's last uses;
 5. the compute stream decodes, after 4 (or after 1, while the bytes are still there);
-6. the buffer is used again after 5.
-
-No user's tensor is touched on any other stream than the one that was current when autograd packed or unpacked it.
+5. the compute stream decodes, after 4 (or after 1, while the buffer still has the bytes);
+6. the buffer is reused after 5.
+The engine touches a user's tensor only on the stream that was current when autograd packed or unpacked it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from actstore.transfer.loan import Loan
 from actstore.transfer.order import Lessons, TransferRun
 from actstore.transfer.parcel import Berth, Parcel, ParcelState
 from actstore.transfer.timekeeper import Timekeeper
-from actstore.transfer.traffic import GRAIN, Traffic
+from actstore.transfer.traffic import GRAIN_NBYTES, Traffic
 
-DEVICE_WINDOW_NBYTES = 256 * 2**20  # copies on a stream: about 5 ms of a 55 GB/s link
-HOST_WINDOW_NBYTES = 32 * 2**20  # writes of host threads: four of a chunk each
+DEVICE_WINDOW_NBYTES = 256 * 2**20  # about 5 ms of copies on a 55 GB/s link
+HOST_WINDOW_NBYTES = 32 * 2**20  # four writes of host threads, of a chunk each
 
-SMALL_NBYTES = 2**20  # smaller payloads travel together
+SMALL_NBYTES = 2**20  # smaller payloads share parcels
 PARCEL_NBYTES = 4 * 2**20
-PARCELS = 256  # make up the limit of what is held, at least
-PARCELS_ON_THEIR_WAY = 8  # make up the bound of what waits on the device, at least
-BERTH = 64  # payloads begin at multiples of it
+MIN_PARCELS_PER_LIMIT = 256  # at least so many shared parcels fit within the limit of all that is held
+MIN_PARCELS_PER_BOUND = 8  # at least so many shared parcels fit within the bound of what waits on the device
+BERTH_ALIGN_NBYTES = 64
 
 
 class Engine:
-    """The traffic of one compute device. Thread-safe; `drop` is safe in finalizers.
+    """Mover of payloads of one compute device. Thread-safe; `drop` is safe in finalizers.
 
     Parameters
     ----------
-    device : where payloads are made
-    ledger : where bytes are booked as they move
-    window_nbytes : most bytes that leave for one tier at once, and that are fetched ahead; None for a default
-    trace : where each copy and each stall is written down, if anywhere
+    device : the device of the payloads
+    ledger : the books of bytes by place
+    window_nbytes : bound on bytes that leave for one tier at once, and on bytes fetched ahead; None for a default
+    trace : the record of each copy and each stall, if any
     poison : see Buffers
     """
 
@@ -72,7 +72,7 @@ class Engine:
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)
         self._lock = Lock()
         self._dropped = Reaper[Berth](self._lock, traffic.forget)
-        self.drop = self._dropped.put  # nobody needs a payload any more: one call in C, for finalizers
+        self.drop = self._dropped.put  # the last reader of a payload died: one call in C, for finalizers
         self._returned = Reaper[Loan[Parcel]](self._lock, traffic.take_back)
         self._lessons = Lessons()
         self._told = False
@@ -80,19 +80,21 @@ class Engine:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> TransferRun[Berth]:
-        """A new forward pass."""
+        """Begin a forward pass."""
         return TransferRun(self._lessons)
 
     def admits(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
-        """Whether a payload could leave for `tier` now without waiting for others."""
+        """Return whether a payload can leave for `tier` now, before another copy ends."""
         with self._lock:
             self._tidy()
-            return self._traffic.quota.may_leave(run, tier, round_up(nbytes, GRAIN)) and self._traffic.shed(nbytes)
+            may_leave = self._traffic.quota.may_leave(run, tier, round_up(nbytes, GRAIN_NBYTES))
+            return may_leave and self._traffic.shed(nbytes)
 
     def make_room(self, nbytes: int) -> None:
-        """Have `nbytes` more fit within the limit of what is held, as far as something is on its way out or came early.
+        """Free device memory until `nbytes` more fit within the limit of all that is held, as far as possible.
 
-        The compute stream waits for copies out; the host waits only where a host thread is the one that copies.
+        Parcels that are on their way out, or were fetched early, give memory. The compute stream waits for copies out;
+        the host waits only where a host thread does the copy.
         """
         while True:
             with self._lock:
@@ -106,14 +108,13 @@ class Engine:
             self._wait_for(oldest, shares)
 
     def board(self, run: TransferRun[Berth], tier: Tier, nbytes: int, account: Account) -> Berth | None:
-        """Room for one payload on the device, and in `tier`; None when the tier is full.
+        """Reserve a berth for one payload on the device, and memory in `tier`. Returns None when the tier is full.
 
-        When the window is full, or the limit of what is held, the compute stream waits for the oldest copy; the host
-        waits only where a host thread is the one that copies. Call `depart` once the payload's encoding is queued, or
-        `cancel`.
+        When the window or the limit of all that is held is full, the compute stream waits for the oldest copy; the host
+        waits only where a host thread does the copy. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
         stream = self._device.current()
-        size = round_up(max(nbytes, 1), BERTH)
+        size = round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
         small = size < SMALL_NBYTES
         if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
@@ -126,14 +127,14 @@ class Engine:
                         return self._traffic.assign(self, parcel, size, nbytes, account)
                     self._traffic.seal(parcel)
                 run.recall(id(account))
-                capacity = round_up(max(size, self._together(run) if small else 0), GRAIN)
+                capacity = round_up(max(size, self._together(run) if small else 0), GRAIN_NBYTES)
                 quota = self._traffic.quota
                 may_leave = quota.may_leave(run, tier, capacity)
                 oldest = None if may_leave else self._traffic.oldest([quota.window(tier)])
                 if oldest is None:
                     parcel = self._traffic.load(run, tier, stream, capacity, account)
-                    if parcel is None and small:  # no room for others: room for this one
-                        parcel = self._traffic.load(run, tier, stream, round_up(size, GRAIN), account)
+                    if parcel is None and small:  # no room for a shared parcel: reserve for this payload alone
+                        parcel = self._traffic.load(run, tier, stream, round_up(size, GRAIN_NBYTES), account)
                     if parcel is None:
                         return None
                     if small:
@@ -144,17 +145,17 @@ class Engine:
             self._wait_for(oldest, [(account, nbytes)])
 
     def _together(self, run: TransferRun[Berth]) -> int:
-        """Return the bytes of a parcel of several payloads of `run`.
+        """Return the size in bytes of a parcel that several payloads of `run` share.
 
-        It leaves and comes back as a whole: where little may be on the device, little comes along that backward does
-        not want yet. A power of two, so that buffers fit from step to step.
+        A parcel leaves and comes back as a whole. Where little may be on the device, a small parcel brings few bytes
+        that backward does not need yet. The size is a power of two, so that buffers fit from step to step.
         """
-        share = self._traffic.quota.limit_nbytes(run) // PARCELS_ON_THEIR_WAY
-        most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.limit / PARCELS))
+        share = self._traffic.quota.limit_nbytes(run) // MIN_PARCELS_PER_BOUND
+        most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.limit / MIN_PARCELS_PER_LIMIT))
         return min(PARCEL_NBYTES, most)
 
     def depart(self, berth: Berth) -> None:
-        """The encoding of a payload is queued on the current stream: its parcel leaves when it is full."""
+        """Send the parcel of a payload when it is full. The payload's encoding is queued on the current stream."""
         try:
             with self._lock:
                 parcel = berth.parcel
@@ -166,7 +167,7 @@ class Engine:
             raise
 
     def cancel(self, berth: Berth) -> None:
-        """The payload was not encoded."""
+        """Give back the berth of a payload whose encoding failed."""
         with self._lock:
             parcel = berth.parcel
             parcel.filling -= 1
@@ -177,7 +178,7 @@ class Engine:
     def peek(self, berth: Berth) -> torch.Tensor | None:
         """Lend the bytes of a payload where they were encoded, to work on the same stream; None where they have left.
 
-        Call `peeked` after that work. Nothing moves, and no order is learned of it.
+        Call `peeked` after that work. The engine moves nothing, and learns no order of it.
         """
         with self._lock:
             parcel = berth.parcel
@@ -188,14 +189,14 @@ class Engine:
             return berth.memory
 
     def peeked(self, berth: Berth) -> None:
-        """Note that the work on what `peek` gave is queued."""
+        """Note that the work on the bytes of `peek` is queued."""
         read = self._device.record(self._device.current())
         with self._lock:
             berth.parcel.reads.append(read)
             self._traffic.release(berth.parcel, 1)
 
     def flush(self, run: TransferRun[Berth]) -> None:
-        """Send what waits for more payloads of a forward that has ended."""
+        """Send the parcels of a forward that has ended, although they have room for more payloads."""
         with self._lock:
             for parcel in [parcel for parcel in self._traffic.open.values() if parcel.run is run]:
                 self._traffic.seal(parcel)
@@ -204,21 +205,21 @@ class Engine:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def arrive(self, berth: Berth) -> torch.Tensor:
-        """The bytes of a payload on the device, (nbytes,) uint8, for work on the current stream; call `leave` after it.
+        """Return a payload's bytes on the device, (nbytes,) uint8, for the current stream. Call `leave` after use.
 
-        Also starts to fetch what is expected next.
+        Also starts to fetch the payloads that backward is expected to read next.
 
         Raises
         ------
-        TransferError, PayloadError : the bytes cannot be read, or are not those written
-        StateError : the payload was given back
+        TransferError, PayloadError : the bytes cannot be read, or differ from those written
+        StateError : the store has freed the payload
         """
         while (memory := self._arrive(berth)) is None:
             pass
         return memory
 
     def _arrive(self, berth: Berth) -> torch.Tensor | None:
-        """`arrive`, once; None where another thread has changed the bytes, which it was lent: the tier has them."""
+        """Try `arrive` once. Returns None where another thread has changed lent bytes: the tier has the payload."""
         stream, account = self._device.current(), berth.account
         if berth.parcel.state is ParcelState.RESIDENT and not self._traffic.ledger.fits(berth.parcel.used):
             self.make_room(berth.parcel.used)
@@ -231,7 +232,7 @@ class Engine:
                 self._traffic.renounce(parcel.loan)
             begun = parcel.state is ParcelState.FETCHING
             missed = parcel.state is ParcelState.RESIDENT
-            if missed and parcel.run.upcoming() is berth:  # what was looked ahead to took all the room
+            if missed and parcel.run.upcoming() is berth:  # the payloads fetched ahead took all the room
                 self._traffic.quota.lookahead.late(parcel.capacity)
             parcel.run.ask(berth.serial)
             if missed:
@@ -256,7 +257,7 @@ class Engine:
                     self._traffic.give_up(parcel)
             raise
         with self._lock:
-            if parcel.gone():  # by a close on another thread, which may have skipped the copy
+            if parcel.gone():  # closed by another thread, which may have skipped the copy
                 self._traffic.release(parcel, 1)
                 raise StateError("this payload was given back; close the store after the last backward")
             if parcel.buffer is not buffer:
@@ -272,12 +273,12 @@ class Engine:
             return berth.memory
 
     def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None:
-        """Like `arrive`, and the bytes become the memory of a 1-d tensor, which needs no `leave`: a copy less.
+        """Fetch like `arrive`, but make the bytes the memory of a 1-d tensor, without a copy and without `leave`.
 
         Returns
         -------
-        Tensor : None where the bytes have to be copied: on an accelerator, of small payloads, and where the tier does
-            not have them, so that nobody could tell what they were once the tensor was changed
+        Tensor : None where the bytes must be copied: on an accelerator, for small payloads, and where the tier does
+            not have them, because a change of the tensor would then lose the payload
         """
         if torch.is_inference_mode_enabled():
             return None
@@ -290,12 +291,12 @@ class Engine:
                         lent = self._traffic.lend(berth, dtype, self._returned.put)
                         return lent
                 finally:
-                    if lent is None:  # another thread has found the bytes changed: they are fetched anew
+                    if lent is None:  # another thread has found the bytes changed: fetch them anew
                         self._traffic.release(berth.parcel, 1)
         return None
 
     def leave(self, berth: Berth) -> None:
-        """The decoding of a payload is queued on the current stream."""
+        """Note that the decoding of a payload is queued on the current stream."""
         read = self._device.record(self._device.current())
         with self._lock:
             parcel = berth.parcel
@@ -308,23 +309,23 @@ class Engine:
     # -- any time -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Let go of device memory whose bytes have arrived elsewhere, without waiting."""
+        """Free device memory whose bytes have arrived in a tier, without waiting."""
         with self._lock:
             self._tidy()
         self._tell()
 
     def resize(self, window_nbytes: int) -> None:
-        """Let at most so many bytes be on their way to one tier, or fetched ahead, from now on."""
+        """Set the bound on bytes that are on their way to one tier, and on bytes fetched ahead."""
         with self._lock:
             self._traffic.quota.resize(window_nbytes)
 
     def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
-        """Have the trace tell what else the device did."""
+        """Record an operation of the device in the trace, once its ticket is complete."""
         with self._lock:
             self._traffic.times.expect(kind, ticket, "", shares)
 
     def start(self, step: int) -> None:
-        """Begin a new step: return memory that the last one did not need."""
+        """Begin a step: return memory that the last step did not need."""
         with self._lock:
             self._tidy()
             self._traffic.times.step = step
@@ -332,32 +333,32 @@ class Engine:
             self._lessons.differed = ""
 
     def left_ns(self) -> int:
-        """Return when the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        """Return the end of the last copy out, on the clock of `perf_counter_ns`; the present while one runs."""
         with self._lock:
             return self._traffic.times.left_ns()
 
     def bound_nbytes(self, run: TransferRun[Berth]) -> int:
-        """Return the most bytes of `run` that wait on the device although a tier has them or is about to."""
+        """Return the bound on bytes of `run` that wait on the device although a tier has them or is about to."""
         with self._lock:
             return self._traffic.quota.limit_nbytes(run)
 
     @property
     def differed(self) -> str:
-        """As in `Lessons`, in this step so far."""
+        """Difference of the last lesson in this step, as in `Lessons`."""
         return self._lessons.differed
 
     @property
     def window_nbytes(self) -> int:
-        """Most bytes that leave for one tier at once, and that are fetched ahead."""
+        """Bound on bytes that leave for one tier at once, and on bytes fetched ahead."""
         return self._traffic.quota.window_nbytes
 
     def close(self) -> None:
-        """Wait for what host threads still do to buffers, and return all memory. All berths were dropped before."""
+        """Wait until host threads have done with buffers, and return all memory. All berths were dropped before."""
         with self._lock:
             self._tidy()
             leaving, self._traffic.leaving = self._traffic.leaving, deque()
             for ticket, buffer, after in leaving:
-                with suppress(ActstoreError):  # nobody needs these bytes any more
+                with suppress(ActstoreError):  # the payloads are dropped: a failed write loses nothing
                     ticket.result()
                 self._traffic.buffers.give(buffer, after)
             self._traffic.buffers.close()
@@ -365,11 +366,11 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _wait_for(self, parcel: Parcel, shares: list[tuple[Account, int]]) -> None:
-        """Have the compute stream wait until a parcel has left; `shares` say for whose sake."""
+        """Make the compute stream wait until a parcel has left, and book the wait to `shares`."""
         self._tell()
         motion, stall = parcel.motion, None
         assert motion is not None
-        with suppress(ActstoreError):  # `land` deals with writes that failed
+        with suppress(ActstoreError):  # `land` handles failed writes
             stall = self._device.wait(self._device.current(), motion)
         with self._lock:
             if stall is not None:
@@ -378,13 +379,13 @@ class Engine:
                 self._traffic.land(parcel)  # 3
 
     def _tidy(self) -> None:
-        """Take note of what has happened since the last time; the caller owns the lock."""
+        """Process the drops, returns and copies since the last call. The caller holds the lock."""
         self._dropped.drain_locked()
         self._returned.drain_locked()
         self._traffic.tidy()
 
     def _tell(self) -> None:
-        """Warn of writes that failed; called without the lock, because a warning may be an exception."""
+        """Warn about failed writes. Called without the lock, because a warning may raise."""
         while self._traffic.troubles:
             error = self._traffic.troubles.popleft()
             if not self._told:

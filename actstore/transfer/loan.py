@@ -1,4 +1,4 @@
-"""Fetched bytes that serve as a tensor's own memory, where the compute device is a CPU: a copy less."""
+"""Fetched bytes that serve as a tensor's own memory, without a copy, where the compute device is a CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from actstore.base.reaper import Finalizer
 from actstore.base.storage import free_weak, hold_weak, revive, whole_of
 
-P = TypeVar("P")  # what the bytes travel in
+P = TypeVar("P")  # the owner of the bytes: Parcel
 
 
 class Loan(Generic[P]):
-    """The buffer of a parcel while tensors use it as theirs. Not thread-safe.
+    """The buffer of a parcel while tensors have it as their memory. Not thread-safe.
 
-    They may write to it, as to any tensor that autograd unpacks; the version that they share tells.
+    Code may write to the tensors, as to any tensor that autograd unpacks. Their shared version counter reveals it.
 
     Attributes
     ----------
-    parcel : whose bytes they are; None once they are no longer, because somebody changed them
-    users : how often the parcel was asked for and is in use by these tensors
+    parcel : owner of the bytes; None once a write has changed them
+    users : number of users of the parcel that these tensors stand for
     """
 
     __slots__ = ("_key", "_last", "_version", "_witness", "parcel", "users")
@@ -37,7 +37,7 @@ class Loan(Generic[P]):
         self._version = tensor._version
 
     def again(self) -> torch.Tensor | None:
-        """Another tensor over the memory that is lent, sharing the version counter; None when nobody uses it now."""
+        """Return another tensor over the lent memory, with the same version counter; None when no tensor is alive."""
         storage = revive(self._key)
         if storage is None:
             return None
@@ -46,12 +46,12 @@ class Loan(Generic[P]):
         return tensor
 
     def spoiled(self) -> bool:
-        """Whether somebody has changed the bytes."""
+        """Return whether a write has changed the bytes."""
         return self._witness._version != self._version
 
 
 class _Pages(np.ndarray):
-    """Memory that a storage holds, and that holds its buffer's. Not an array of ctypes: each size of one is a class."""
+    """Owner of a buffer's memory, which a storage keeps alive. Not a ctypes array: that makes a class for each size."""
 
     last: Finalizer
 
@@ -59,12 +59,12 @@ class _Pages(np.ndarray):
 def lend(
     parcel: P, memory: torch.Tensor, dtype: torch.dtype, returned: Callable[[Loan[P]], None]
 ) -> tuple[Loan[P], torch.Tensor]:
-    """The `memory` of a parcel as a 1-d tensor.
+    """Return a loan and a 1-d tensor over the `memory` of a parcel.
 
     Parameters
     ----------
     memory : Tensor, (nbytes,) uint8, on the host
-    returned : a function written in C, called with the loan when the last tensor over them is gone
+    returned : a function written in C, called with the loan when the last of its tensors dies
     """
     pages = memory.numpy().view(_Pages)
     tensor = torch.frombuffer(pages, dtype=dtype)

@@ -1,4 +1,4 @@
-"""In which order payloads come back: learned from the last backward of the same forward."""
+"""Order of the payloads in backward, learned from the last backward of the same forward."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
 
-B = TypeVar("B")  # what a run knows a payload by
+B = TypeVar("B")  # the berth of a payload
 
-REMEMBERED = 64  # forwards that differ from their first payload on
+MAX_LESSONS = 64  # one for each first payload
 
 
 @dataclass
 class Lesson:
-    """What a run has shown.
+    """Record of the payloads and the order of one run.
 
     Attributes
     ----------
-    signs : for each payload a number that stands for the sites of all payloads up to it
+    signs : for each payload a hash of the sites of all payloads up to it
     order : serial numbers of the payloads in the order in which backward first asked for them
-    nbytes : of each payload
+    nbytes : size of each payload
     """
 
     signs: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Lesson:
     nbytes: list[int] = field(default_factory=list)
 
     def first(self, nbytes: int) -> set[int]:
-        """The payloads that backward asks for first, up to a sum of `nbytes`, and one at least."""
+        """Return the payloads that backward asks for first, of at most `nbytes` in all; always at least one."""
         found: set[int] = set()
         for serial in self.order:
             nbytes -= self.nbytes[serial]
@@ -44,8 +44,8 @@ class TransferRun(Generic[B]):
     Attributes
     ----------
     berths : the payloads that are alive, by serial number
-    soon : payloads that backward is expected to ask for first: they may stay on the device
-    ahead_nbytes : what waits for backward on the device, as the quota counts it
+    soon : payloads that backward is expected to ask for first, which may stay on the device
+    ahead_nbytes : bytes that wait for backward on the device, as the quota counts them
     """
 
     def __init__(self, lessons: Lessons) -> None:
@@ -63,12 +63,12 @@ class TransferRun(Generic[B]):
         self._asked: set[int] = set()
         self._ranks: dict[int, int] = {}
         self._expected: list[int] = []
-        self._position = 0  # in `expected`: what comes before it was asked for
-        self._ahead = 0  # and this is the next to be looked at by `upcoming`
+        self._position = 0  # in `_expected`, after the last one that backward has asked for
+        self._ahead = 0  # in `_expected`, the next one for `upcoming`
 
     def recall(self, site: int) -> None:
-        """Remember the last forward that began at `site`, before the first payload is numbered; do nothing after."""
-        if self._own.signs and not self.berths:  # all that was saved has been used: another forward begins
+        """Look up the last forward that began at `site`. Does nothing after the first payload is numbered."""
+        if self._own.signs and not self.berths:  # all payloads are dead: another forward begins
             self._begin()
         if not self._own.signs:
             self._known = self._lessons.of(hash((0, site)))
@@ -76,16 +76,16 @@ class TransferRun(Generic[B]):
 
     @property
     def moved_nbytes(self) -> float:
-        """Return the bytes of all payloads: as many as the last time until backward begins, inf the first time."""
+        """Size of all payloads: the last run's until backward begins, inf in the first run."""
         return max(self._foreseen_nbytes, self._own_nbytes)
 
     def keep_soon(self, nbytes: int) -> None:
-        """Have so many bytes stay for backward, which is expected to ask for them first. After the first `number`."""
+        """Let `nbytes` stay that backward is expected to ask for first. Call after the first `number`."""
         if self._known is not None:
             self.soon = self._known.first(nbytes)
 
     def number(self, site: int, nbytes: int) -> int:
-        """The serial number of the next payload. `site` stands for where it was saved."""
+        """Return the serial number of the next payload, which is saved at `site`."""
         self.recall(site)
         own = self._own
         serial = len(own.signs)
@@ -99,7 +99,7 @@ class TransferRun(Generic[B]):
         return serial
 
     def ask(self, serial: int) -> None:
-        """Backward asks for a payload."""
+        """Note that backward asks for a payload."""
         if serial in self._asked:
             return
         if not self._expected or serial >= len(self._expected):
@@ -112,11 +112,11 @@ class TransferRun(Generic[B]):
             self._ahead = max(self._ahead, self._position)
 
     def expects(self, serial: int) -> bool:
-        """Whether the payload was looked ahead to and has not been asked for yet."""
+        """Return whether `upcoming` has passed the payload and backward has not asked for it yet."""
         return serial not in self._asked and self._position <= self._ranks.get(serial, -1) < self._ahead
 
     def upcoming(self) -> B | None:
-        """The next payload to look at, or None; the same one until `passed` is called."""
+        """Return the next payload to fetch ahead, or None; the same one until `passed` is called."""
         while self._ahead < len(self._expected):
             berth = self.berths.get(self._expected[self._ahead])
             if berth is not None and self._expected[self._ahead] not in self._asked:
@@ -128,13 +128,13 @@ class TransferRun(Generic[B]):
         self._ahead += 1
 
     def forget(self, serial: int) -> None:
-        """A payload is gone; with the last one the lesson is learned."""
+        """Remove a payload that died. With the last one, learn the lesson."""
         self.berths.pop(serial, None)
         if not self.berths:
             self._lessons.learn(self._own)
 
     def _expect(self) -> None:
-        """Foresee the order: as it was the last time, or the last payload first."""
+        """Predict the order: the order of the last run, else the last payload first."""
         count = len(self._own.signs)
         self._foreseen_nbytes = 0
         known = self._known
@@ -147,12 +147,12 @@ class TransferRun(Generic[B]):
 
 
 class Lessons:
-    """The last lesson of each forward, told apart by their first payload's site. Not thread-safe.
+    """The last lesson of each forward, keyed by the site of its first payload. Not thread-safe.
 
     Attributes
     ----------
-    differed : the last lesson differed from the one before by its "forward" (other payloads) or by its "backward"
-        (another order); empty where it did not
+    differed : "forward" where the last lesson had other payloads than the one before, "backward" where it had another
+        order of them, else empty
     """
 
     def __init__(self) -> None:
@@ -171,5 +171,5 @@ class Lessons:
                 self.differed = "backward"
             self._of[lesson.signs[0]] = lesson
             self._of.move_to_end(lesson.signs[0])
-            if len(self._of) > REMEMBERED:
+            if len(self._of) > MAX_LESSONS:
                 self._of.popitem(last=False)

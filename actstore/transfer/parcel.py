@@ -1,13 +1,13 @@
-"""What is moved at once: one large payload, or several small ones.
+"""The unit of a move: a parcel of one large payload, or of several small ones.
 
-Its states, and what is true in each:
+States of a parcel:
 
-* OPEN: on the device, and takes more payloads, or waits for them to be encoded
+* OPEN: on the device; takes more payloads, or waits for their encoding
 * OFFLOADING: on the device; a copy to its tier runs
 * RESIDENT: in its tier
 * FETCHING: in its tier; a copy back to the device runs. When that fails it is RESIDENT again
-* READY: on the device; in its tier too, unless that has lost it (`slot` is None)
-* DROPPED: nobody needs it any more
+* READY: on the device, and in its tier, unless the tier has lost it (`slot` is None)
+* DROPPED: all its payloads are dead
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ NEXT = {
 
 
 class Parcel:
-    """Bytes that travel together. Changed under the lock of its engine only.
+    """Payloads that move together. Only the engine changes them, under its lock.
 
     Attributes
     ----------
-    alone : one payload has the buffer for itself
+    alone : whether one payload has the buffer to itself
     buffer : the memory on the device, in the states that have one
-    slot : the room in its tier
+    slot : its memory in the tier
     home : the stream that encodes the payloads
     arrival : complete when `buffer` holds the bytes; None while its payloads are being encoded
-    motion : the copy that runs or ran last
-    loan : what tensors use `buffer` as their own memory, if any
+    motion : the current or last copy
+    loan : the loan of `buffer` to tensors, if any
     fetched : whether `arrival` is a copy from the tier, not the encoding on `home`
     filling : payloads whose encoding is not queued yet
     users : threads that decode from `buffer` now
-    waiting_nbytes, ahead_nbytes : as what its engine's quota counts it now
+    waiting_nbytes, ahead_nbytes : its bytes as the quota counts them now
     reads : the decodings that may still run on `buffer`
     unread : berths with fewer reads than readers
     """
@@ -93,21 +93,21 @@ class Parcel:
         self.waiting_nbytes = self.ahead_nbytes = 0
 
     def gone(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Return whether all its payloads are dead."""
         return self.state is ParcelState.DROPPED
 
     def waits(self) -> bool:
-        """Return whether it is on the device although its tier has it, or gets it, and no thread reads it."""
+        """Return whether it is on the device although its tier has it, or is about to, and no thread reads it."""
         return (
             self.state not in (ParcelState.RESIDENT, ParcelState.DROPPED) and self.slot is not None and not self.users
         )
 
     def wanted(self) -> bool:
-        """Whether backward is expected to ask for it now, or has begun to read it."""
+        """Return whether backward is expected to ask for it next, or has begun to read it."""
         return any(berth.reads or self.run.expects(berth.serial) for berth in self.unread)
 
     def shares(self) -> list[tuple[Account, int]]:
-        """Whose bytes they are."""
+        """Return the account and the size of each payload."""
         return [(berth.account, berth.nbytes) for berth in self.berths]
 
     def turn(self, state: ParcelState) -> None:
@@ -115,7 +115,7 @@ class Parcel:
 
         Raises
         ------
-        StateError : that state cannot follow on this one: a bug of actstore
+        StateError : that state cannot follow this one: a bug of actstore
         """
         if state not in NEXT[self.state]:
             raise StateError(f"a parcel cannot turn from {self.state.name} to {state.name}; please report this")
@@ -123,7 +123,7 @@ class Parcel:
 
 
 class Carrier(Protocol):
-    """What moves parcels, as the holder of a berth uses it."""
+    """Engine, as the owner of a berth uses it."""
 
     def depart(self, berth: Berth) -> None: ...
 
@@ -147,9 +147,9 @@ class Berth:
 
     Attributes
     ----------
-    serial : of the payload in its run
-    readers : saved tensors that it serves
-    reads : decodings since its bytes came to the device
+    serial : number of the payload in its run
+    readers : number of saved tensors that it serves
+    reads : number of decodings since its bytes came to the device
     """
 
     __slots__ = ("__weakref__", "account", "engine", "nbytes", "parcel", "readers", "reads", "serial", "start")
@@ -166,11 +166,11 @@ class Berth:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The payload on the device, (nbytes,) uint8.
+        """Bytes of the payload on the device, (nbytes,) uint8.
 
         Raises
         ------
-        StateError : it was given back, as `close` does with all of them
+        StateError : the store has freed the payload, as its `close` does
         """
         buffer = self.parcel.buffer
         if buffer is None:

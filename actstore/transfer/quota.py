@@ -1,4 +1,4 @@
-"""The one bound on payloads that wait on the device although a tier has them, or is about to have them."""
+"""The bound on payloads that wait on the device although a tier has them, or is about to have them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from actstore.transfer.order import TransferRun
 from actstore.transfer.parcel import Berth, Parcel, ParcelState
 from actstore.transfer.window import FlightWindow, Lookahead
 
-SHARE = 3  # of the bytes that forwards move, one part in so many waits on the device
-LEAST_NBYTES = 4 * 2**20  # of that part: less frees little memory, and its many small copies cost time
+BOUND_DIVISOR = 3  # a third of the bytes that forwards move may wait on the device
+MIN_BOUND_NBYTES = 4 * 2**20  # less frees little memory, and its many small copies cost time
 
 
 class Quota:
-    """Parcels on the device that a tier has or gets, counted and bounded. Not thread-safe.
+    """Counts and bounds of the parcels on the device that a tier has or is about to have. Not thread-safe.
 
-    They are on their way out, stay for backward, or were fetched ahead. One that a thread reads does not wait.
+    They are on their way out, stay for backward, or were fetched ahead. One that a thread reads does not count.
 
     Attributes
     ----------
-    windows : by tier, what leaves for it
-    lookahead : how much stays for backward, or comes back, before it is asked for
-    runs : those with payloads that are alive
-    nbytes : of the parcels that wait
+    windows : by tier, the parcels that leave for it
+    lookahead : bound on the bytes that stay for backward, or come back, before backward asks for them
+    runs : runs with live payloads
+    nbytes : size of the parcels that wait
     """
 
     def __init__(self, ledger: Ledger, window_nbytes: int) -> None:
@@ -36,7 +36,7 @@ class Quota:
         self.nbytes = 0
 
     def resize(self, window_nbytes: int) -> None:
-        """Let so many bytes leave for one tier at once, and come back before they are asked for."""
+        """Set the bound on bytes that leave for one tier at once, and on bytes that come back early."""
         self.window_nbytes = window_nbytes
         self.lookahead.resize(window_nbytes)
 
@@ -48,34 +48,34 @@ class Quota:
         return window
 
     def limit_nbytes(self, run: TransferRun[Berth]) -> int:
-        """Return the bound: the window, or a share of what `run` and the other runs move, as far as it is known.
+        """Return the bound: the window, or a third of what `run` and the other runs move, as far as that is known.
 
-        Under a budget of all that is held, the window alone: there the budget bounds the sum.
+        Under a budget of all that is held it is the window, because the budget bounds the sum.
         """
         if self._ledger.limit < inf:
             return self.window_nbytes
         others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
-        return int(min(self.window_nbytes, max(LEAST_NBYTES, (run.moved_nbytes + others) / SHARE)))
+        return int(min(self.window_nbytes, max(MIN_BOUND_NBYTES, (run.moved_nbytes + others) / BOUND_DIVISOR)))
 
     def may_leave(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
-        """Return whether `nbytes` of `run` may begin to leave for `tier`, beside what leaves for it and what stays."""
+        """Return whether `nbytes` of `run` may begin to leave for `tier`, beside the bytes that leave and that stay."""
         return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
 
     def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
-        """Return whether `nbytes` may come back before they are asked for.
+        """Return whether `nbytes` may come back before backward asks for them.
 
-        What is on its way out takes no room from them: a link that works in both directions is to be busy in both.
+        Bytes on their way out do not count: a link that works in both directions can be busy in both.
         """
         ahead = self.lookahead.nbytes
         return self.lookahead.admits(nbytes) and (not ahead or ahead + nbytes <= self.limit_nbytes(run))
 
     def begin(self, run: TransferRun[Berth]) -> None:
-        """Count `run` from its first payload on. Half of the bound may stay for backward: others leave beside it."""
+        """Count `run` from its first payload on, and let at most half of its bound stay for backward."""
         self.runs.add(run)
         run.keep_soon(min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2))
 
     def may_stay(self, parcel: Parcel) -> bool:
-        """Return whether a parcel that has just left may stay for backward; it is counted as on its way."""
+        """Return whether a parcel that has just left may also stay for backward. The quota counts it as leaving."""
         fits = self.nbytes <= max(parcel.capacity, self.limit_nbytes(parcel.run))
         return fits and self.lookahead.admits(parcel.capacity)
 
@@ -84,7 +84,7 @@ class Quota:
         return self.nbytes + nbytes <= self.limit_nbytes(run)
 
     def weigh(self, parcel: Parcel) -> None:
-        """Count a parcel anew, after a change of its state or of its users."""
+        """Count a parcel anew after a change of its state or its users."""
         waits = parcel.capacity if parcel.waits() else 0
         ahead = waits if parcel.state in (ParcelState.FETCHING, ParcelState.READY) else 0
         self.nbytes += waits - parcel.waiting_nbytes

@@ -1,4 +1,4 @@
-"""How long copies and stalls took, booked when the device tells."""
+"""Durations of copies and stalls, booked once the device has completed them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actstore.trace import Kind, Trace
 
 _BOOKED = ("offload", "fetch", "stall")
 
-LATE_NS = 20_000  # a shorter stall is the price of an event, not of a late copy
+LATE_NS = 20_000  # a shorter stall is the cost of an event, not of a late copy
 
 
 class _Pending(NamedTuple):
@@ -26,15 +26,15 @@ class _Pending(NamedTuple):
 
 
 class Timekeeper:
-    """Books the spans of tickets to the sites whose bytes moved, in proportion to these. Not thread-safe.
+    """Accountant of durations, which it splits between sites in proportion to their bytes. Not thread-safe.
 
-    Nothing is waited for: a span is booked by `settle` when it is known.
+    The host does not wait: `settle` books each span that is known.
     """
 
     def __init__(self, ledger: Ledger, trace: Trace | None) -> None:
         self._ledger = ledger
         self._trace = trace
-        self._pending: dict[Kind, deque[_Pending]] = {}  # of one kind, they end in their order
+        self._pending: dict[Kind, deque[_Pending]] = {}  # each kind completes in order
         self.step = 0  # of training, for the trace
         self._left_ns = 0
 
@@ -48,25 +48,29 @@ class Timekeeper:
         judged: bool = False,
         for_room: bool = False,
     ) -> None:
-        """`shares` say whose bytes the operation is about; `judged`: its length says whether a fetch was late.
+        """Queue an operation, to be booked once its ticket is complete.
 
-        `for_room` : a stall until a copy out has left its memory
+        Parameters
+        ----------
+        shares : the accounts and sizes of the payloads that it concerns
+        judged : whether the operation's duration shows that a fetch was late
+        for_room : whether it is a stall until a copy out has left its memory
         """
         self._pending.setdefault(kind, deque()).append(
             _Pending(kind, ticket, tier, self.step, shares, judged, for_room)
         )
 
     def left_ns(self) -> int:
-        """Return when the last copy out ended, on the clock of `perf_counter_ns`; now, while one runs."""
+        """Return the end of the last copy out, on the clock of `perf_counter_ns`; the present while one runs."""
         return perf_counter_ns() if self._pending.get("offload") else self._left_ns
 
     def settle(self) -> list[tuple[bool, int]]:
-        """Book what is known by now. Returns for each fetch that was judged whether it was late, and its bytes."""
+        """Record the operations that are complete. Returns for each judged fetch whether it was late, and its bytes."""
         late = []
         for pending in self._pending.values():
             while pending and pending[0].ticket.ready():
                 found = pending.popleft()
-                if (span := found.ticket.span()) is not None:  # else the operation failed
+                if (span := found.ticket.span()) is not None:  # None: the operation failed
                     self._book(found, *span)
                     if found.judged:
                         account, nbytes = found.shares[0]
@@ -89,7 +93,7 @@ class Timekeeper:
 
 
 class _Sites:
-    """The sites of one parcel, as text when it is read."""
+    """The sites of one parcel, which become text when they are read."""
 
     def __init__(self, shares: list[tuple[Account, int]]) -> None:
         self._first = shares[0][0].site

@@ -1,4 +1,4 @@
-"""The parcels of one compute device: what each change of their states does to memory, windows and books."""
+"""The parcels of one compute device, and the effect of each state change on memory, windows and books."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from actstore.transfer.quota import Quota
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.window import FlightWindow
 
-GRAIN = 4096  # buffers are multiples of it, which a disk can write without a copy
+GRAIN_NBYTES = 4096  # buffer sizes are multiples of it, so that a disk writes them without a copy
 
 
 class Traffic:
-    """What is on its way, and what is on the device. Not thread-safe: the engine calls it under its lock.
+    """The parcels on their way and on the device. Not thread-safe: the engine calls it under its lock.
 
     Attributes
     ----------
-    quota : what waits on the device, counted and bounded
+    quota : counts and bounds of the parcels that wait on the device
     open : the parcels that take more payloads
-    fetching : those on their way back, oldest first
-    ready : those on the device that can be dropped there, longest first
+    fetching : parcels on their way back, oldest first
+    ready : parcels that can be dropped from the device, the oldest first
     leaving : buffers of dropped parcels that a host thread may still use
-    troubles : writes that failed, to be told outside of the lock
+    troubles : errors of failed writes, which the engine reports outside of the lock
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Traffic:
         self.troubles: deque[ActstoreError] = deque()
 
     def load(self, run: TransferRun[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
-        """An empty parcel with room in `tier`, or None."""
+        """Return an empty parcel with room in `tier`, or None when the tier is full."""
         slot = tier.reserve(capacity)
         if slot is None:
             return None
@@ -90,7 +90,7 @@ class Traffic:
         return berth
 
     def seal(self, parcel: Parcel) -> None:
-        """No more payloads for this parcel."""
+        """Close a parcel to more payloads, and dispatch it once all are encoded."""
         del self.open[parcel.run, parcel.tier, parcel.home]
         parcel.closed = True
         if not parcel.filling:
@@ -100,7 +100,7 @@ class Traffic:
         slot, buffer = parcel.slot, parcel.buffer
         assert slot is not None
         assert buffer is not None
-        parcel.used = round_up(parcel.used, GRAIN)
+        parcel.used = round_up(parcel.used, GRAIN_NBYTES)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(ParcelState.OFFLOADING)
         self.quota.window(parcel.tier).flights.append(parcel)
@@ -116,7 +116,7 @@ class Traffic:
         self.times.expect("offload", parcel.motion, parcel.tier.name, parcel.shares())
 
     def land(self, parcel: Parcel) -> None:
-        """The bytes have left the buffer, or the compute stream has been made to wait until they have."""
+        """Complete a copy out. The bytes have left the buffer, or the compute stream waits until they have."""
         motion = parcel.motion
         assert motion is not None
         if motion.ready():
@@ -132,15 +132,15 @@ class Traffic:
             self.evict(parcel)
 
     def stays(self, parcel: Parcel) -> bool:
-        """Whether a parcel that has left is to stay on the device too, because backward is about to ask for it.
+        """Return whether a parcel that has left stays on the device too, because backward is about to ask for it.
 
-        In backward it always does: it takes up no more than it did on its way, and a fetch would cost time.
+        In backward it always stays: it takes up no more memory than on its way, and a fetch would cost time.
         """
         soon = any(berth.serial in parcel.run.soon for berth in parcel.unread)
         return parcel.wanted() or (soon and self.quota.may_stay(parcel))
 
     def strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
-        """A tier has lost a parcel, whose bytes are still on the device: there they stay. No error: an interrupt."""
+        """Keep on the device a parcel that its tier has lost. `error` is None after an interrupt."""
         self.leave_window(parcel)
         self.free_slot(parcel)
         parcel.turn(ParcelState.READY)
@@ -149,7 +149,7 @@ class Traffic:
             berth.account.note = f"kept: {parcel.tier.name} failed"
         if error is not None and not isinstance(
             error, StateError
-        ):  # else the tier was closed, or this is a forked child of who was to write
+        ):  # a StateError: the tier was closed, or this is a fork of the process that was to write
             self.troubles.append(error)
 
     def fetch(self, parcel: Parcel) -> None:
@@ -205,7 +205,7 @@ class Traffic:
         self.release(parcel, loan.users)
 
     def renounce(self, loan: Loan[Parcel]) -> None:
-        """Somebody has changed the bytes of a parcel that were lent: the tier has them still."""
+        """Give up a loan whose bytes a write has changed. The tier still has the payload."""
         parcel = loan.parcel
         assert parcel is not None
         assert parcel.buffer is not None
@@ -221,14 +221,14 @@ class Traffic:
             berth.parcel.unread.discard(berth)
 
     def use(self, parcel: Parcel, users: int) -> None:
-        """Have so many more threads or tensors use what is on the device, or fewer."""
+        """Add `users` threads or tensors that use the bytes on the device; negative to remove."""
         waited = not parcel.users
         parcel.users += users
         if waited is bool(parcel.users):
             self.quota.weigh(parcel)
 
     def release(self, parcel: Parcel, users: int) -> bool:
-        """Some users have done with a parcel; whether it was dropped from the device because nobody is left."""
+        """Remove `users`. Returns whether the parcel left the device because it has no users and no readers left."""
         self.use(parcel, -users)
         if parcel.users:
             return False
@@ -245,7 +245,7 @@ class Traffic:
         self.ready[parcel] = None
 
     def evict(self, parcel: Parcel) -> None:
-        """Drop what is on the device; the tier has it too."""
+        """Drop the bytes on the device, which the tier has too."""
         del self.ready[parcel]
         self.book_held(parcel, -1)
         parcel.turn(ParcelState.RESIDENT)
@@ -253,7 +253,7 @@ class Traffic:
         self.unload(parcel)
 
     def give_up(self, parcel: Parcel) -> None:
-        """A fetch has failed; the next `arrive` tries again."""
+        """Handle a failed fetch, so that the next `arrive` tries again."""
         if parcel.state is ParcelState.FETCHING:
             self.book_held(parcel, -1)
             parcel.turn(ParcelState.RESIDENT)
@@ -261,7 +261,7 @@ class Traffic:
             self.unload(parcel)
 
     def look_ahead(self, run: TransferRun[Berth]) -> None:
-        """Fetch what is expected next, while bytes last."""
+        """Fetch the payloads that backward is expected to read next, within the bounds."""
         while (berth := run.upcoming()) is not None:
             parcel = berth.parcel
             if parcel.state is ParcelState.RESIDENT:
@@ -273,12 +273,12 @@ class Traffic:
                     self.fetch(parcel)
                 except (torch.OutOfMemoryError, MemoryError):
                     self.quota.lookahead.limit_nbytes //= 2
-                    run.passed()  # it will be fetched when it is asked for
+                    run.passed()  # `arrive` fetches it later
                     return
             run.passed()
 
     def drop_unwanted(self, enough: Callable[[], bool]) -> bool:
-        """Drop what tiers have and backward does not want now, until that is `enough`; return whether it is."""
+        """Drop parcels that tiers have and backward is not about to read, until `enough`. Returns whether it is."""
         if enough():
             return True
         for parcel in list(self.ready):
@@ -289,9 +289,9 @@ class Traffic:
         return False
 
     def shed(self, nbytes: int) -> bool:
-        """Drop what the tiers have too and nobody reads, until `nbytes` fit within the limit of all that is held.
+        """Drop parcels that tiers have too and no thread reads, until `nbytes` fit within the limit of what is held.
 
-        What nobody is expected to ask for goes first, then what was fetched last.
+        Parcels that backward is not expected to ask for go first, then those fetched last.
         """
         if self.ledger.fits(nbytes):
             return True
@@ -306,12 +306,12 @@ class Traffic:
         return self.ledger.fits(nbytes)
 
     def _is_spare(self, parcel: Parcel) -> bool:
-        """Whether a parcel that was fetched, or has left, can be dropped from the device."""
+        """Return whether a parcel that was fetched, or has left, can be dropped from the device."""
         idle = not parcel.users and not any(berth.reads for berth in parcel.unread)
         return idle and (parcel in self.ready or parcel.state is ParcelState.FETCHING)
 
     def oldest(self, windows: Collection[FlightWindow]) -> Parcel | None:
-        """A parcel that is on its way out, the oldest of its tier; what waits for more payloads leaves if none is."""
+        """Return a parcel that is on its way out, the oldest of its tier. If none is, send the open parcels first."""
         if not any(window.flights for window in windows):
             for parcel in list(self.open.values()):
                 if self.quota.window(parcel.tier) in windows:
@@ -319,7 +319,7 @@ class Traffic:
         return next((window.flights[0] for window in windows if window.flights), None)
 
     def forget(self, berth: Berth) -> None:
-        """Nobody needs a payload any more."""
+        """Drop a payload, whose last reader died."""
         parcel = berth.parcel
         if berth not in parcel.berths:
             return
@@ -355,12 +355,12 @@ class Traffic:
             self.ledger.occupy(parcel.tier.name, -slot.nbytes)
 
     def unload(self, parcel: Parcel) -> None:
-        """Let go of a parcel's buffer."""
+        """Free the buffer of a parcel."""
         buffer, parcel.buffer = parcel.buffer, None
         if buffer is None:
             return
         motion = parcel.motion
-        # A copy by a host thread that had not begun when its slot was freed was skipped: it did not come after these.
+        # A host thread skips a copy whose slot was freed before it began: `motion` has then not awaited `before`.
         before = buffer.after if parcel.fetched else (parcel.arrival,)
         after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
         parcel.reads = []
@@ -373,17 +373,17 @@ class Traffic:
 
     def leave_window(self, parcel: Parcel) -> None:
         window = self.quota.window(parcel.tier)
-        if parcel in window.flights:  # unless an interrupt (Ctrl-C) fell between its turn and its departure
+        if parcel in window.flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
             window.flights.remove(parcel)
         window.nbytes -= parcel.capacity
 
     def book_held(self, parcel: Parcel, sign: int) -> None:
-        """Book payloads as come to the device, or as gone from it. They count there while they are in both places."""
+        """Record payloads as come to the device (1), or gone from it (-1). In both places, they count as there."""
         for berth in parcel.berths:
             self.ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes, has_room=True)
 
     def tidy(self) -> None:
-        """Take note of what has happened since the last time."""
+        """Process the copies that have ended since the last call."""
         for window in self.quota.windows.values():
             while window.flights and (motion := window.flights[0].motion) is not None and motion.ready():
                 self.land(window.flights[0])
@@ -396,7 +396,7 @@ class Traffic:
                     try:
                         parcel.motion.result()
                     except ActstoreError:
-                        self.give_up(parcel)  # who asks for it will be told
+                        self.give_up(parcel)  # `arrive` raises the error
                     else:
                         self.turn_ready(parcel)
             self.fetching.popleft()

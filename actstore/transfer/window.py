@@ -1,4 +1,4 @@
-"""How many bytes may be on their way at once."""
+"""Bounds on the bytes that may be on their way at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from actstore.transfer.parcel import Parcel
 class FlightWindow:
     """The parcels that leave the device for one tier, oldest first. Not thread-safe.
 
-    Their bytes count from the moment when the first payload is about to be encoded until the copy has left the buffer.
-    With several threads a limit can be exceeded by one parcel for each other thread that is encoding just then.
+    Bytes count from just before the first payload is encoded until the copy has left the buffer. With several threads
+    the limit can be exceeded by one parcel for each other thread that encodes at the same time.
     """
 
     def __init__(self) -> None:
@@ -19,27 +19,27 @@ class FlightWindow:
         self.flights: deque[Parcel] = deque()
 
     def admits(self, nbytes: int, limit_nbytes: int) -> bool:
-        """Return whether `nbytes` more may begin; a request larger than the limit begins when nothing leaves."""
+        """Return whether `nbytes` more may begin to leave. A request above the limit begins when no bytes leave."""
         return not self.nbytes or self.nbytes + nbytes <= limit_nbytes
 
 
 class Lookahead:
-    """How many bytes may come back before they are asked for: grows when one was late, shrinks when none is.
+    """The bound on bytes that come back before backward asks for them. It grows when one is late, else shrinks.
 
     Not thread-safe.
     """
 
-    PATIENCE = 256  # payloads in time before it shrinks
+    PATIENCE = 256  # payloads in time before the bound shrinks
     limit_nbytes = 0
 
     def __init__(self, most_nbytes: int) -> None:
         self.resize(most_nbytes)
-        self.limit_nbytes = self._least_nbytes  # memory is taken only where it proves to be needed
-        self.nbytes = 0  # on their way or waiting to be asked for
+        self.limit_nbytes = self._least_nbytes  # memory is taken only where a late fetch proves the need
+        self.nbytes = 0  # bytes on their way, or waiting for backward
         self._in_time = 0
 
     def resize(self, most_nbytes: int) -> None:
-        """Let it grow to so much from now on."""
+        """Set the maximum that the bound can grow to."""
         self._most_nbytes = most_nbytes
         self._least_nbytes = max(1, most_nbytes // 16)
         self.limit_nbytes = min(self.limit_nbytes, most_nbytes)
@@ -48,7 +48,7 @@ class Lookahead:
         return not self.nbytes or self.nbytes + nbytes <= self.limit_nbytes
 
     def late(self, nbytes: int) -> None:
-        """A payload of `nbytes` came late: two of its size at least are to be on their way from now on."""
+        """Grow the bound after a late payload of `nbytes`, so that at least two of its size fit."""
         self._in_time = 0
         self.limit_nbytes = min(self._most_nbytes, 2 * max(self.limit_nbytes, nbytes))
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from actstore import ActivationStore, SampleErrors
 from actstore.autograd import derived
 from actstore.autograd import tracker as modules
-from actstore.autograd.derived import MOST_DEEP, RULES
+from actstore.autograd.derived import MAX_CHAINED_OPERATORS, RULES
 from actstore.autograd.tracker import Norm
 from actstore.errors import MutationError, StateError
 from tests.autograd.checks import check_drained, check_same, gc_off
@@ -203,7 +203,7 @@ def test_a_chain_of_a_few_operators_is_made_again_from_its_begin():
     model = nn.Sequential(Reader((5,)), *[nn.GELU() for _ in range(20)], Called(torch.Tensor.sum))
     sites = check_derived(model, torch.randn(5))
     # each fifth output is kept, and the reader's input: the deepest is made by as many operators as are allowed
-    assert len(sites) == 20 - 1 - 19 // (MOST_DEEP + 1)
+    assert len(sites) == 20 - 1 - 19 // (MAX_CHAINED_OPERATORS + 1)
 
 
 def test_readers_of_one_tensor():

@@ -243,7 +243,7 @@ CASES = {
 @contextmanager
 def at_most_nodes(count: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "MOST_NODES", count)
+        patch.setattr(hooks, "MAX_NODES_INSPECTED", count)
         yield
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.autograd.regions import SPARE, can_be_lossy, is_whole, region_of
+from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy, is_whole, region_of
 from actstore.base.layout import layout_of
 
 
@@ -87,7 +87,7 @@ def test_the_whole_storage_goes_only_where_it_is_little_more():
     memory = torch.arange(100.0)
     for n in range(1, 101):
         _, region = region_of(memory[:n], lossless=True)
-        assert region.numel == (100 if n * SPARE >= 100 else n)
+        assert region.numel == (100 if n * MAX_STORAGE_RATIO >= 100 else n)
 
 
 def test_a_lossy_codec_takes_the_whole_storage_only_where_one_operator_wrote_it():

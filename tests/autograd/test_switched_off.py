@@ -91,7 +91,7 @@ def no_form_check(patch):
 
 
 def whole_storages(patch):
-    patch.setattr("actstore.autograd.regions.SPARE", 10**9)
+    patch.setattr("actstore.autograd.regions.MAX_STORAGE_RATIO", 10**9)
 
 
 def no_parts(patch):

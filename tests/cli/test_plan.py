@@ -262,6 +262,6 @@ def test_steps_that_cannot_be_planned_are_refused(monkeypatch: pytest.MonkeyPatc
         make_plan(model, lambda a, b: None, "1MiB")
     with ActivationStore(model), pytest.raises(StateError, match="inside a store's context"):
         make_plan(model, lambda: model(*batch), "1MiB")
-    monkeypatch.setattr("actstore.session.planning.MOST", 3)
+    monkeypatch.setattr("actstore.session.planning.MAX_STEPS", 3)
     with pytest.raises(StateError, match="3 steps ran, and none could be measured"):
         make_plan(torch.nn.Linear(2, 2), lambda: model(*batch), "1MiB")

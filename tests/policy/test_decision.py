@@ -93,28 +93,28 @@ def test_one_tier_may_be_given_alone():
         ),
         (
             lambda: Derive(Offload(Int8(), "disk")),
-            "derive(int8 @ disk) would make tensors of others that come back with an error; give a codec without loss, "
+            "derive(int8 @ disk) would derive tensors from inexact inputs; give a codec without loss, "
             "as in derive(raw @ host), or write 'int8 @ disk' alone",
         ),
         (
             lambda: Derive(Derive()),
-            "derive takes what happens to all other tensors, such as Keep() or Offload(Raw(), 'host'), not derive",
+            "derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not derive",
         ),
         (
             lambda: Recompute(segment=0),
-            "segment=0 of recompute is no number of calls; give 1 or more",
+            "recompute(segment=0): must be a number of calls. Give an int >= 1",
         ),
         (
             lambda: Recompute(segment=None),
-            "segment=None of recompute is no number of calls; give 1 or more",
+            "recompute(segment=None): must be a number of calls. Give an int >= 1",
         ),
         (
             lambda: Recompute(first=True),
-            "first=True of recompute is no number of calls; give 1 or more",
+            "recompute(first=True): must be a number of calls. Give an int >= 1",
         ),
         (
             lambda: Recompute(schedule="revolve", slots=0),
-            "slots=0 of recompute is no number of inputs; give 1 or more",
+            "recompute(slots=0): must be a number of inputs. Give an int >= 1",
         ),
         (
             lambda: Recompute(schedule="binomial"),
@@ -141,7 +141,7 @@ def test_one_tier_may_be_given_alone():
         ),
         (
             lambda: Recompute(Raw()),
-            "Recompute takes what happens to its inputs, such as Keep() or Offload(Raw(), 'host'), not Raw()",
+            "Recompute takes the decision on its inputs, such as Keep() or Offload(Raw(), 'host'), not Raw()",
         ),
     ],
 )

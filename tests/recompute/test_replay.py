@@ -580,7 +580,7 @@ def test_a_chain_that_never_begins_is_said():
     _, runs = runs_of(Counted, model, batch, store)
     assert runs == 12
     notes = {site.site: site.note for site in store.report().sites}
-    assert "its inputs are no outputs of a recomputed call" in notes["blocks.3[0]"]
+    assert "no recomputed call returned its inputs" in notes["blocks.3[0]"]
 
 
 @pytest.mark.parametrize("decision", ["segment=3", "raw, segment=3"])

@@ -247,7 +247,7 @@ BYTES = {
     "peak of sampling": Case(
         PEAK | {"peak_work": "sampling", "peak_site": "5[0]", "peak_bytes": 20 * MIB},
         "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to measure errors at 5[0]: "
-        "this step was sampled, and others need less; SampleErrors(every=0) leaves the measurement out.",
+        "this step was sampled, and other steps need less; SampleErrors(every=0) leaves the measurement out.",
         [
             {"peak_held_bytes": HALF},
             {"chooser": "auto"},
@@ -260,7 +260,7 @@ BYTES = {
     "peak of a predicted effect": Case(
         PEAK | {"peak_work": "sampling", "peak_bytes": 20 * MIB, "chooser": "bits"},
         "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to measure errors and "
-        "their effect on gradients: this step was sampled, and others need less.",
+        "their effect on gradients: this step was sampled, and other steps need less.",
         [{"chooser": ""}, {"peak_site": "5[0]"}],
     ),
     "peak of recomputation": Case(
@@ -298,13 +298,13 @@ BYTES = {
 STALLS = {
     "room": Case(
         STALL | {"room_ms": 11.0, "misses": 5},
-        ", 11.0 ms of it for copies out, before others could begin: Window(32.0 MiB) may be on its way; give a larger "
-        "Window, or keep or recompute some layers.",
+        ", 11.0 ms of it for copies out, before other copies could begin: Window(32.0 MiB) may be on its way; give a "
+        "larger Window, or keep or recompute some layers.",
         [{"room_ms": 9.0}, {"stall_ms": 3.0}, {"bound": 9 * MIB}],
     ),
     "room, of a third": Case(
         STALL | {"room_ms": 11.0, "misses": 5, "bound": 9 * MIB},
-        ", 11.0 ms of it for copies out, before others could begin: 9.0 MiB may be on its way; keep or "
+        ", 11.0 ms of it for copies out, before other copies could begin: 9.0 MiB may be on its way; keep or "
         "recompute some layers.",
         [{"room_ms": 9.0}, {"bound": 32 * MIB}],
     ),

@@ -141,7 +141,7 @@ def test_a_budget_gives_way_to_a_smaller_one():
     store = ActivationStore(model, Auto("1GiB"), min_bytes=0)
     with pytest.warns(RuntimeWarning, match="memory ran out"):
         error = failed(store, model, MemoryError())
-    (note,) = [note for note in notes(error) if note.startswith(out_of_memory.MARK)]
+    (note,) = [note for note in notes(error) if note.startswith(out_of_memory.NOTE_PREFIX)]
     budget = re.search(r'try next: the policy "auto\((.+)\)", or a smaller batch', note)
     assert 0 < parse_nbytes(budget[1]) < store.report().peak_held_bytes
 

@@ -84,7 +84,7 @@ def test_words_say_the_figures() -> None:
 
 def test_a_moment_is_as_wide_as_a_pixel() -> None:
     ((left, right, _),) = bars(draw([*STEP[:2], Event("stall", 20 * MS, 20 * MS + 1)]), "stall")
-    assert (left, right) == (20, 20 + 40 / timeline.PIXELS)
+    assert (left, right) == (20, 20 + 40 / timeline.AXIS_PIXELS)
 
 
 def test_many_copies_are_drawn_as_the_part_of_time_that_they_fill() -> None:

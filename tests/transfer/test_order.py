@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.transfer.order import REMEMBERED, Lessons, TransferRun
+from actstore.transfer.order import MAX_LESSONS, Lessons, TransferRun
 
 WINDOW = 100
 
@@ -156,11 +156,11 @@ def test_a_backward_that_uses_a_part_foresees_that_part():
 
 def test_lessons_are_few():
     lessons = Lessons()
-    for i in range(REMEMBERED + 5):
+    for i in range(MAX_LESSONS + 5):
         run = TransferRun(lessons)
         forward(run, [i])
         backward(run, [0])
-    assert len(lessons._of) == REMEMBERED
+    assert len(lessons._of) == MAX_LESSONS
 
 
 def test_a_lesson_tells_what_differed_from_the_one_before():

@@ -7,7 +7,7 @@ from torch import nn
 from actstore import ActivationStore, Disk, Window
 from actstore.base.spec import Site
 from actstore.transfer import engine, quota, timekeeper
-from actstore.transfer.quota import LEAST_NBYTES, SHARE
+from actstore.transfer.quota import BOUND_DIVISOR, MIN_BOUND_NBYTES
 from tests.transfer.bench import KIB, MIB, Bench
 
 LAYER = (1, 1, 4, 4, 1, 1, 1)  # the sizes that a block of a transformer saves, in units
@@ -22,7 +22,7 @@ BOUNDS = {2: 0.5, 4: 0.35, 16: 0.2}  # of what is saved, for so many windows
 def exact(monkeypatch):
     monkeypatch.setattr(engine, "SMALL_NBYTES", UNIT)  # each payload travels by itself,
     monkeypatch.setattr(timekeeper, "LATE_NS", 0)  # any wait is a late one,
-    monkeypatch.setattr(quota, "LEAST_NBYTES", 0)  # and no share is too small to be a bound
+    monkeypatch.setattr(quota, "MIN_BOUND_NBYTES", 0)  # and no share is too small to be a bound
 
 
 def step(bench, slow, sizes=SIZES, order=None):
@@ -111,7 +111,7 @@ def test_fifty_steps_of_a_model_on_a_disk(windows, monkeypatch, disk_folder):
 def test_what_moves_is_less_than_a_window(slow):
     bench = Bench(window_nbytes=2 * SAVED)
     held = [step(bench, slow)[0] for _ in range(5)]
-    assert max(held[1:]) <= SAVED / SHARE
+    assert max(held[1:]) <= SAVED / BOUND_DIVISOR
 
 
 def test_small_payloads_do_not_wait_for_a_parcel_of_the_usual_size(monkeypatch):
@@ -119,7 +119,7 @@ def test_small_payloads_do_not_wait_for_a_parcel_of_the_usual_size(monkeypatch):
     bench = Bench()
     held = [step(bench, slow=True)[0] for _ in range(3)]
     assert held[0] == SAVED  # one parcel has room for all, and nothing is known yet
-    assert max(held[1:]) <= SAVED / SHARE
+    assert max(held[1:]) <= SAVED / BOUND_DIVISOR
 
 
 def test_what_backward_reads_first_stays_wherever_forward_saved_it():
@@ -176,14 +176,18 @@ def test_an_engine_tells_its_bound():
             read(bench, berth)
             bench.drop(berth)
         end_all(bench)
-    assert found == [SAVED, SAVED // SHARE, SAVED]  # the first knows nothing, and a budget takes the place of both
+    assert found == [
+        SAVED,
+        SAVED // BOUND_DIVISOR,
+        SAVED,
+    ]  # the first knows nothing, and a budget takes the place of both
 
 
 def test_a_share_bounds_no_less_than_a_few_mebibytes(monkeypatch):
-    monkeypatch.setattr(quota, "LEAST_NBYTES", LEAST_NBYTES)
+    monkeypatch.setattr(quota, "MIN_BOUND_NBYTES", MIN_BOUND_NBYTES)
     bench = Bench()
     held = [step(bench, slow=True)[0] for _ in range(3)]
     assert held == [SAVED] * 3
-    large = [LEAST_NBYTES] * 8
+    large = [MIN_BOUND_NBYTES] * 8
     held = [step(bench, slow=True, sizes=large)[0] for _ in range(3)]
-    assert LEAST_NBYTES <= max(held[1:]) <= sum(large) / SHARE
+    assert MIN_BOUND_NBYTES <= max(held[1:]) <= sum(large) / BOUND_DIVISOR

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from actstore.autograd.protect import MOST_NODES, TRANSPARENT
+from actstore.autograd.protect import MAX_NODES_INSPECTED, TRANSPARENT
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 BUILT_IN = re.compile(r"\w+Backward\d+")  # nodes of PyTorch's own operators; others may do more than compute
@@ -60,7 +60,7 @@ class Walk:
             number = node._sequence_nr()
             if number in self.points or node.name() == ACCUMULATE:
                 continue
-            if len(self.points) == MOST_NODES:
+            if len(self.points) == MAX_NODES_INSPECTED:
                 self.full = True
                 return
             point = self.points[number] = GraphNode(node.name(), BUILT_IN.fullmatch(node.name()) is None)
