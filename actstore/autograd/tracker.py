@@ -231,6 +231,19 @@ class Tracker:
         self.frame.end(self.counted)
         self.frame = self.stack.pop()
 
+    def pack_as(self, pack: Callable[[Tensor], Any], tensor: Tensor, decision: Decision) -> Any:
+        """Return the handle that `pack` makes of a tensor of this call under `decision`, which plain autograd need
+        not save.
+        """
+        outer = self.frame
+        self.push(None, outer.place, decision)
+        self.frame.index = outer.index
+        try:
+            return pack(tensor)
+        finally:
+            outer.index = self.frame.index
+            self.pop()
+
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
         """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 from threading import Lock
 from typing import Any, TypeGuard
@@ -36,6 +36,7 @@ class Weights:
     ----------
     root : whose forward is to run again
     modules : all that are in it, itself first
+    once : modules among them whose forward does not run again: of their buffers the values after it count
 
     Attributes
     ----------
@@ -48,8 +49,9 @@ class Weights:
     forward that runs while another thread recomputes the same normalisation are lost, and rows are not limited there.
     """
 
-    def __init__(self, root: Module, modules: Iterable[Module]) -> None:
+    def __init__(self, root: Module, modules: Iterable[Module], once: Container[Module] = ()) -> None:
         self._root = root
+        self._late: list[Entries] = []  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
@@ -69,7 +71,9 @@ class Weights:
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:
                 continue
-            if isinstance(module, _NormBase):
+            if module in once and not hooked:
+                self._late.append(buffers)
+            elif isinstance(module, _NormBase):
                 self._norms.append((module, dict(buffers)))
                 if module.training:
                     continue
@@ -105,6 +109,7 @@ class Weights:
         unchanged = [(each, version) for each, version in self._versions if each._version == version]
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = [*unchanged, *limited, *self._saved]
+        self._seen += [(buffers, dict(buffers)) for buffers in self._late]
 
     def again(self) -> Weights:
         """The same weights and buffers, to `rewind` and `resume` by itself: several may be rewound at once."""
