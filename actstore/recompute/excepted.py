@@ -200,6 +200,7 @@ class ExceptedCall:
             if tensor.requires_grad and not isinstance(decision, Keep):
                 handle = pack(tensor, decision)
                 if type(handle) is Stored and is_exact(handle):
+                    handle.any_version = True  # its bytes are those from before any write
                     return handle
             return pack(own_copy(tensor), decision)
 

@@ -126,10 +126,10 @@ class Wrapped(ForwardWrapper):
         given = True
 
         def run() -> Any:
-            nonlocal given
+            nonlocal given, begun
             if given:
-                given = False
-                return call.first_run(begun)
+                given, first_run, begun = False, begun, None  # it knows hooks that know this function
+                return call.first_run(first_run)
             again, booked, repeating = call.again()
             counter.follow(booked, repeating)
             return again()

@@ -94,9 +94,7 @@ def test_the_outermost_modules_inside_that_another_rule_decides(text, found, par
 def test_a_rule_inside_a_recomputed_region_is_refused(text, inner, outer, where, why):
     with pytest.raises(PolicyError) as caught:
         roots(text)
-    assert str(caught.value) == (
-        f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): {why}"
-    )
+    assert str(caught.value) == (f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): {why}")
 
 
 def test_recompute_without_blocks_asks_for_names():
