@@ -28,6 +28,7 @@ from actstore.errors import StateError
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Decision, Keep, Offload
 from actstore.policy.decision import waits_as
+from actstore.recompute.attributes import tensors_of
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
@@ -49,6 +50,7 @@ class ExceptedPart(ForwardWrapper):
         self, name: str, module: Module, decision: Decision, once: frozenset[Module], double: DoubleCheckpoints
     ) -> None:
         super().__init__(name, module)
+        self.modules = list(module.modules())
         self._text = f"{name} ({decision})"
         self._once = once
         self._double = double
@@ -107,12 +109,19 @@ class RegionTensor:
 
 
 class ExceptedCall:
-    """One call of an excepted part in the first run of a region, and what later runs need of it."""
+    """One call of an excepted part in the first run of a region, and what later runs need of it.
 
-    __slots__ = ("_output", "_packs", "_states", "_views", "part")
+    Attributes
+    ----------
+    part : the part
+    attributes : those of its modules that it has put tensors into
+    """
+
+    __slots__ = ("_output", "_packs", "_states", "_views", "attributes", "part")
 
     def __init__(self, part: ExceptedPart) -> None:
         self.part = part
+        self.attributes: list[tuple[Module, str]] = []
         self._views: list[ArgumentView] = []
         self._states: list[tuple[GeneratorAccess, Any]] = []
         self._output: PartOutput | None = None
@@ -127,7 +136,7 @@ class ExceptedCall:
         """
         generators = run.parts.generators
         versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        before = generators.now()
+        before, attributes = generators.now(), tensors_of(self.part.modules)
         kept: dict[int, int] = {}
         unpack: Callable[[Any], Tensor] = run.parts.unpack
         if unpack is not hooks.unpack:
@@ -138,6 +147,8 @@ class ExceptedCall:
         self._states = [
             (source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old
         ]
+        left = tensors_of(self.part.modules)
+        self.attributes = [key for key, tensor in left.items() if attributes.get(key) is not tensor]
         if any(leaf._version != version for leaf, version in versions):
             raise StateError(
                 f"part={self.part.name}: a part that is excepted from a recomputation must not write to its arguments "

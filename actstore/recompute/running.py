@@ -13,6 +13,7 @@ from torch.nn import Module
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
+from actstore.recompute.attributes import hidden
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.modes import Mode
 
@@ -23,7 +24,14 @@ _thread = local()  # .run: the innermost run of a region
 
 
 class PartCall(Protocol):
-    """A call of an excepted part."""
+    """A call of an excepted part.
+
+    Attributes
+    ----------
+    attributes : those of modules that hold tensors since then
+    """
+
+    attributes: list[tuple[Module, str]]
 
     @property
     def part(self) -> ForwardWrapper:
@@ -134,7 +142,8 @@ class LaterRun(RegionRun):
         for wrapper in wrappers:  # the store may have been left, and its wrappers with it
             wrapper.enter(self)
         try:
-            return super().run(forward, *args, **kwargs)
+            with hidden([attribute for call in self.parts.calls for attribute in call.attributes]):
+                return super().run(forward, *args, **kwargs)
         finally:
             for wrapper in wrappers:
                 wrapper.exit(self)

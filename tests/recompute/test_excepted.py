@@ -473,6 +473,35 @@ def test_what_a_part_must_not_do(case, words):
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    "use", [lambda y, aux: y.sin() + aux, lambda y, aux: aux * y, lambda y, aux: y.sin() * aux.mean()]
+)
+def test_a_region_that_reads_an_attribute_that_its_part_has_set(use):
+    """The next call has put another tensor there."""
+
+    def keep(lin, x):
+        lin.aux = lin(x)
+        return lin.aux.sin()
+
+    model = Stack(lambda: Around(keep, lambda part, h: use(part(h), part.lin.aux).sin()), blocks=1)
+    with make(model, policy("keep")):
+        loss = model(*model.batch()).sum()
+        aux = model.blocks[0].part.lin.aux
+    with pytest.raises(StateError, match=r"attribute=Linear\.aux: .* Return the tensor from the part"):
+        loss.backward()
+    assert model.blocks[0].part.lin.aux is aux
+    del loss, aux, model.blocks[0].part.lin.aux
+
+
+def test_an_attribute_that_nothing_reads_stays():
+    def keep(lin, x):
+        lin.aux = lin(x).detach()
+        return lin(x).sin()
+
+    model = Stack(lambda: Around(keep, lambda part, h: part(h).sin()))
+    compare(model, policy("keep"))
+
+
 def test_a_recompute_directly_inside_is_refused():
     model = MODELS["gpt"]()
     with pytest.raises(PolicyError, match="the region runs again as a whole; leave that rule out"):
