@@ -1,4 +1,4 @@
-"""Tensors that an excepted part leaves in attributes: the region must not read them, for its second run has others."""
+"""Tensors that an excepted part leaves in attributes. The region must not read them: a later call replaces them."""
 
 from __future__ import annotations
 

@@ -234,12 +234,14 @@ class Wrapped(ForwardWrapper):
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
         if self._once:
-            exact = not self._decision.keeps_decisions and not any(
-                is_lossy(source.handle if source.carry is None else source.carry.handle)
-                for source in call.sources.values()
-            )
-            call.parts = RegionParts(self._region, self._once, exact, generators, unpack, [])
+            call.parts = self._parts(call)
         return call, CountRecomputed(scope, call)
+
+    def _parts(self, call: RegionCall) -> RegionParts:
+        """Return the calls of excepted parts in a call that begins: none so far."""
+        handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
+        exact = not self._decision.keeps_decisions and not any(map(is_lossy, handles))
+        return RegionParts(self._region, self._once, exact, call.generators, call.unpack, [])
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""
