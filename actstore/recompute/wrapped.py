@@ -183,16 +183,8 @@ class Wrapped(ForwardWrapper):
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
-        call = RegionCall(
-            self._region,
-            place.account(0),
-            forward,
-            leaves,
-            form,
-            unpack,
-            Weights(self._module, modules, self._once),
-            generators,
-        )
+        weights = Weights(self._module, modules, self._once)
+        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, weights, generators)
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.where = self._text
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
