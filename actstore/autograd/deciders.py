@@ -165,7 +165,9 @@ _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that back
 
 
 def is_reader(frame: FrameType) -> bool:
-    """Return whether an operator that decides by a float is known to be called by `frame` now."""
+    """Return whether an operator that decides by a float is known to be called by `frame` now, or by its caller."""
+    if frame.f_globals.get("__name__", "").startswith(_PACKAGE):  # a hook around the store's
+        return (above := caller()) is not None and is_reader(above)
     name = called_name(frame).strip("_")
     return name in _BY_SIGN or name in _BY_VALUE or frame.f_code in READERS
 

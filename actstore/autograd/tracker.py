@@ -243,6 +243,17 @@ class Tracker:
         self.frame.end(self.storages.counted)
         self.frame = self.stack.pop()
 
+    def pack_as(self, pack: Callable[[Tensor], Any], tensor: Tensor, decision: Decision) -> Any:
+        """Return the handle of a tensor under `decision` that plain autograd need not save, made by `pack`."""
+        outer = self.frame
+        self.push(None, outer.place, decision)
+        self.frame.index = outer.index
+        try:
+            return pack(tensor)
+        finally:
+            outer.index = self.frame.index
+            self.pop()
+
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and the calls inside it, because an interrupt runs no hooks."""
         if self.frame.module is not module and all(frame.module is not module for frame in self.stack):

@@ -72,6 +72,10 @@ class GeneratorStates:
         self._own = [(source, state) for source, state in self._own if source.read() != state]
         self._ended = True
 
+    def now(self) -> list[tuple[GeneratorAccess, Any]]:
+        """Return the states now of all generators that a forward which has not ended may draw from."""
+        return [(source, source.look()) for source, _ in (*self._before.items(), *self._own)]
+
     def again(self) -> GeneratorStates:
         """Return a twin with the same states, which can `rewind` and `resume` independently."""
         twin = object.__new__(GeneratorStates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 from threading import Lock
 from typing import Any, TypeGuard
@@ -36,6 +36,7 @@ class Weights:
     ----------
     root : the module whose forward is to run again
     modules : `root` and all modules inside it, `root` first
+    once : modules among them whose forward does not run again: the values of their buffers after it count
 
     Attributes
     ----------
@@ -49,8 +50,9 @@ class Weights:
     embedding rows.
     """
 
-    def __init__(self, root: Module, modules: Iterable[Module]) -> None:
+    def __init__(self, root: Module, modules: Iterable[Module], once: Container[Module] = ()) -> None:
         self._root = root
+        self._late: list[Entries] = []  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
@@ -70,7 +72,9 @@ class Weights:
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:
                 continue
-            if isinstance(module, _NormBase):
+            if module in once and not hooked:
+                self._late.append(buffers)
+            elif isinstance(module, _NormBase):
                 self._norms.append((module, dict(buffers)))
                 if module.training:
                     continue
@@ -106,6 +110,7 @@ class Weights:
         unchanged = [(each, version) for each, version in self._versions if each._version == version]
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = [*unchanged, *limited, *self._saved]
+        self._seen += [(buffers, dict(buffers)) for buffers in self._late]
 
     def again(self) -> Weights:
         """Return a twin with the same weights and buffers: several twins may be rewound at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from actstore.errors import PolicyError
 from actstore.policy.decision import Decision, Recompute
@@ -11,8 +12,21 @@ from actstore.policy.pattern import EVERYTHING, Pattern, ancestry
 Rule = tuple[Pattern, Decision]
 
 
-def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[str]) -> dict[str, Recompute]:
-    """Return the outermost modules that each Recompute rule matches itself and decides; see `Rules.recompute_roots`.
+class Regions(NamedTuple):
+    """Modules of a model that a policy recomputes, and modules inside of them that do not run again.
+
+    Attributes
+    ----------
+    roots : the recomputed modules, each with its decision
+    parts : the outermost modules in them that another rule decides
+    """
+
+    roots: dict[str, Recompute]
+    parts: list[str]
+
+
+def regions_of(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[str]) -> Regions:
+    """Return the regions of a model; see `Rules.regions`.
 
     Parameters
     ----------
@@ -30,20 +44,39 @@ def recompute_roots(ordered: Sequence[Rule], names: Sequence[str], blocks: Seque
         for name, (pattern, decision) in owners.items()
         if isinstance(decision, Recompute) and (name in blocks if pattern == EVERYTHING else pattern.matches(name))
     }
-    roots: dict[str, Recompute] = {}
-    inside: set[str] = set()  # the roots and all modules in them
+    regions = Regions({}, [])
+    inside: set[str] = set()  # modules that run again
     for name in names:
-        around = [outer for outer in ancestry(name) if outer in matched]
-        if not around:
-            continue
-        inside.add(name)
-        root = around[-1]
-        if owners[name] is not owners[root]:
-            raise _conflict(owners[name], owners[root], f"{root} holds {name}")
+        root, part = _around(name, owners, matched)
+        if root and not part:
+            inside.add(name)
         if name == root and isinstance(decision := owners[name][1], Recompute):
-            roots[name] = decision
+            regions.roots[name] = decision
+        elif name == part:
+            regions.parts.append(name)
     _require_live_tags(ordered, owners, inside)
-    return roots
+    return regions
+
+
+def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str, str]:
+    """Return the region that a module is in, and the part of it that does not run again; empty for none."""
+    root = part = ""
+    for outer in reversed([*ancestry(name)]):
+        if outer not in owners:
+            continue
+        if outer in matched and (part or not root):
+            root, part = outer, ""
+        elif root and not part and owners[outer] is not owners[root]:
+            if isinstance(owners[outer][1], Recompute):
+                raise _conflict(
+                    owners[outer],
+                    owners[root],
+                    f"{root} holds {outer}",
+                    "the region runs again as a whole; leave that rule out, or write patterns for the other parts "
+                    "instead of the whole",
+                )
+            part = outer
+    return root, part
 
 
 def _require_live_tags(ordered: Sequence[Rule], owners: dict[str, Rule], inside: set[str]) -> None:
@@ -52,12 +85,17 @@ def _require_live_tags(ordered: Sequence[Rule], owners: dict[str, Rule], inside:
         if rule[0].tag and not rule[0].any_module:
             covered = [name for name in owners if rule[0].matches(name)]
             if covered and inside.issuperset(covered):
-                raise _conflict(rule, owners[covered[0]], covered[0])
+                raise _conflict(
+                    rule,
+                    owners[covered[0]],
+                    covered[0],
+                    "no tagged tensor is saved there; leave that rule out, or name the module that saves it: "
+                    f"'{rule[0].module}.part : {rule[1]}'",
+                )
 
 
-def _conflict(inner: Rule, outer: Rule, where: str) -> PolicyError:
+def _conflict(inner: Rule, outer: Rule, where: str, rule: str) -> PolicyError:
     return PolicyError(
         f"rule '{inner[0]} : {inner[1]}' lies inside the recomputed region of rule '{outer[0]} : {outer[1]}' "
-        f"({where}): nothing inside a recomputed region is saved; leave that rule out, or write patterns for the other "
-        "parts instead of the whole"
+        f"({where}): {rule}"
     )

@@ -10,7 +10,7 @@ from actstore.errors import PolicyError
 from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
 from actstore.policy.grammar import parse_rules
 from actstore.policy.pattern import EVERYTHING, Pattern, near_modules, shapes
-from actstore.policy.roots import recompute_roots
+from actstore.policy.roots import Regions, regions_of
 
 _MAX_NAMES_SHOWN = 8  # names of the model in an error
 
@@ -138,12 +138,13 @@ class Rules:
             lines = [f"pattern '{pattern}' matches no module of the model{_meant(pattern, names)}" for pattern in idle]
             raise PolicyError("\n".join([*lines, _listed(names)]), patterns=tuple(map(str, idle)))
 
-    def recompute_roots(self, names: Sequence[str], blocks: Sequence[str]) -> dict[str, Recompute]:
-        """Return the modules of a model to wrap for recomputation, each with its decision, in the order of `names`.
+    def regions(self, names: Sequence[str], blocks: Sequence[str]) -> Regions:
+        """Return the modules of a model to wrap for recomputation, and those inside that do not run again.
 
-        They are the outermost modules that the pattern of a Recompute rule matches itself, unless an earlier rule
+        The first are the outermost modules that the pattern of a Recompute rule matches itself, unless an earlier rule
         decides on them. Under the default they are the model's repeated blocks. Modules that a decision covers outside
-        of these are not recomputed.
+        of these are not recomputed. A module inside one of them on which another rule decides does not run again, and
+        may itself hold modules to recompute.
 
         Parameters
         ----------
@@ -152,10 +153,10 @@ class Rules:
 
         Raises
         ------
-        PolicyError : another rule covers a module inside one of these, where nothing is saved; or the
-            default is Recompute and the model has no blocks
+        PolicyError : another rule recomputes a module inside one of these, or is for tags there, where nothing is
+            saved; or the default is Recompute and the model has no blocks
         """
-        return recompute_roots(self._ordered, names, blocks)
+        return regions_of(self._ordered, names, blocks)
 
 
 def derives(policy: Policy) -> bool:

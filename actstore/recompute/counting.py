@@ -99,6 +99,7 @@ class CountSaved(Delegating):
         self._weights = call.weights
         self.inputs = set[int]()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
+        self.packs = 0  # tensors that it saved
 
     def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         key = storage._cdata
@@ -107,6 +108,10 @@ class CountSaved(Delegating):
             self._weights.saved(key)
         if key not in self._scope.parameters:
             seen.nbytes[key] = storage.nbytes()
+
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
+        self.packs += 1
+        return pack(tensor)
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         region, call, diverged = self._region, self._call, self._diverged

@@ -29,6 +29,7 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._kept = decisions.kept
+        self.paused = False  # while a part runs whose decisions are not the region's
 
 
 def is_choice(result: Any) -> bool:

@@ -24,6 +24,8 @@ class Recording(Mode):
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return operator(*args, **kwargs)
         kind = kind_of(operator)
         if kind is DecisionKind.RESULT:
             result = operator(*args, **kwargs)

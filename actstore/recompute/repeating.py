@@ -56,6 +56,8 @@ class Repeating(Mode):
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return operator(*args, **kwargs)
         if operator is _DETACH:  # of saved-tensor hooks
             return operator(*args, **kwargs)
         kind = kind_of(operator)

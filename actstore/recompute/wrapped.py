@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -26,18 +25,20 @@ from actstore.model.names import named_modules
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
+from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.counting import CountRecomputed, CountSaved
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import divergence
-from actstore.recompute.replay import CallChain, CallInput, Calls, Carry, RegionCall
+from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.replay import CallInput, Calls, RegionCall, is_lossy
+from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
 
 
-_wrapping = Lock()
 _STATELESS = {torch.device("cpu"), torch.device("meta")}  # or devices with a generator that is always known
 
 
@@ -48,17 +49,17 @@ class Entered(Protocol):
     calls: Calls
 
 
-class Wrapped:
-    """One module, with a wrapped forward while a store is active.
+class Wrapped(ForwardWrapper):
+    """One module whose forward is a recomputed region while a store is active.
 
-    The wrapper is an attribute of the instance, set at entry and removed at exit. So the model can be copied and
-    pickled in between. It acts on threads that have entered the store, and calls through on other threads.
+    It acts on threads that have entered the store, and calls through on other threads.
 
     Parameters
     ----------
     entry_of : returns the store's entry on this thread, if it is the innermost one
     double : the warning of the model's own checkpoints
     alike : number of modules that the same rule matches: the first guess at the length of a chain
+    once : all modules of the policy that do not run again, with the regions around them
 
     Raises
     ------
@@ -73,6 +74,7 @@ class Wrapped:
         entry_of: Callable[[], Entered | None],
         double: DoubleCheckpoints,
         alike: int = 1,
+        once: frozenset[Module] = frozenset(),
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
         if scripted is not None:  # an exception ends a recomputation, and TorchScript's interpreter replaces it
@@ -88,10 +90,10 @@ class Wrapped:
                 f"name what it holds: '{name}.* : {decision}'",
                 module=name,
             )
-        self._name = name
+        super().__init__(name, module)
+        self._once = once
         self._region = f"{name} ({decision})"  # for messages
         self._text = str(decision)
-        self._module = module
         self._decision = decision
         self._entry_of = entry_of
         self._double = double
@@ -100,29 +102,6 @@ class Wrapped:
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lengths: dict[int, int] = {}
-        self.users = set[object]()  # the entries that need it
-
-    def enter(self, user: object) -> None:
-        """Wrap the module's forward, unless it is wrapped already."""
-        with _wrapping:
-            self.users.add(user)
-            own = forward = self._module.__dict__.get("forward")
-            while isinstance(forward, _RegionForward):
-                if forward.region is self:
-                    return
-                forward = forward.own
-            self._module.__dict__["forward"] = _RegionForward(self, self._module, self._module.forward, own)
-
-    def exit(self, user: object) -> None:
-        """Restore the module's own forward, as soon as no later store wraps it."""
-        with _wrapping:
-            self.users.discard(user)
-            attributes = self._module.__dict__
-            while isinstance(forward := attributes.get("forward"), _RegionForward) and not forward.region.users:
-                if forward.own is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = forward.own
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
@@ -140,16 +119,17 @@ class Wrapped:
         depth, hidden = len(tracker.stack), tracker.hidden
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
         saved = CountSaved(scope, call, self._diverged)
+        begun = FirstRun(call.parts, scope, pack, lambda: saved.packs) if call.parts is not None else None
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         given = True
 
         def run() -> Any:
-            nonlocal given
+            nonlocal given, begun
             if given:
-                given = False
-                return call.first_run()
+                given, first_run, begun = False, begun, None  # it knows hooks that know this function
+                return call.first_run(first_run)
             again, booked, repeating = call.again()
             counter.follow(booked, repeating)
             return again()
@@ -175,6 +155,8 @@ class Wrapped:
         if call.decisions is not None:
             call.decisions.ended()
             calls.offers.add(call.decisions)
+        for part in () if call.parts is None else call.parts.calls:
+            part.ended(saved.packs, replays=call.chain is not None)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -190,7 +172,7 @@ class Wrapped:
             with torch.enable_grad(), call.rewound():
                 call.again()[0]()
 
-        return divergence(self._name, self._decision, str(error), repeats, run)
+        return divergence(self.name, self._decision, str(error), repeats, run)
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
@@ -201,23 +183,13 @@ class Wrapped:
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
-        call = RegionCall(
-            self._region,
-            place.account(0),
-            forward,
-            leaves,
-            form,
-            unpack,
-            Weights(self._module, modules),
-            generators,
-        )
+        weights = Weights(self._module, modules, self._once)
+        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, weights, generators)
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.where = self._text
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
         tracker.push(None, place, self._decision.inputs)
         try:
-            frame = tracker.frame
-            stored = frame.target
             places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
@@ -226,7 +198,7 @@ class Wrapped:
                             f"{call.region} is given a {type(leaf).__name__}: its second run would append to that once "
                             "more, and what is in it keeps the graph of each step alive. Turn caches off in training: "
                             "model.config.use_cache = False, or model(..., use_cache=False)",
-                            module=self._name,
+                            module=self.name,
                         )
                     continue
                 first = places.setdefault(id(leaf), i)
@@ -244,16 +216,24 @@ class Wrapped:
                         None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack)
                     )
                     continue
-                if carry.handle is None or carry.live:
-                    frame.target = None if carry.live else stored
+                if carry.live:
+                    carry.handle = tracker.pack_as(pack, leaf, Keep())
+                elif carry.handle is None:
                     carry.handle = pack(leaf)
-                    frame.target = stored
                 call.sources[i] = CallInput(carry, None, leaf.requires_grad)
         finally:
             tracker.pop()
         if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
+        if self._once:
+            call.parts = self._parts(call)
         return call, CountRecomputed(scope, call)
+
+    def _parts(self, call: RegionCall) -> RegionParts:
+        """Return the calls of excepted parts in a call that begins: none so far."""
+        handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
+        exact = not self._decision.keeps_decisions and not any(map(is_lossy, handles))
+        return RegionParts(self._region, self._once, exact, call.generators, call.unpack, [])
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""
@@ -282,23 +262,6 @@ class Wrapped:
                     chain.hold(carry)
             carries[i] = carry
         return carries
-
-
-class _RegionForward:
-    """A module's forward as its region runs it. A copy or a pickle of the module has the module's own forward."""
-
-    def __init__(self, region: Wrapped, module: Module, forward: Callable[..., Any], own: Any) -> None:
-        functools.update_wrapper(self, forward)
-        self.region = region
-        self.own = own  # the instance attribute that it replaces, if any
-        self._module = module
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.region.run(self._forward, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")  # a copy has no state yet, so this is its class's forward
 
 
 @functools.cache

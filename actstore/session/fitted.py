@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from torch.nn import Module
 
@@ -13,6 +14,8 @@ from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.excepted import ExceptedPart
+from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.wrapped import Wrapped
 from actstore.session.entries import innermost_of
 
@@ -79,7 +82,7 @@ class Fitted:
         return ModuleSites(name, self._ledger, decision, keep_below, watched=watched)
 
 
-def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[Wrapped]:
+def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[ForwardWrapper]:
     if not isinstance(policy, Rules):
         return []
     if model is None:
@@ -91,9 +94,23 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
         return []
     named = dict(named_modules(model))
     policy.check(named)
-    roots = policy.recompute_roots(list(named), repeated_blocks(model) if policy.recomputes else [])
+    roots, parts = policy.regions(list(named), repeated_blocks(model) if policy.recomputes else [])
+    excepted = dict(part for name in parts for part in _callable_parts(name, named[name]))
+    once = frozenset(inner for part in excepted.values() for inner in part.modules())
     alike = Counter(roots.values())
     return [
-        Wrapped(name, named[name], decision, lambda: innermost_of(owner), double, alike[decision])
-        for name, decision in roots.items()
+        *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
+        *(
+            Wrapped(name, named[name], decision, lambda: innermost_of(owner), double, alike[decision], once)
+            for name, decision in roots.items()
+        ),
     ]
+
+
+def _callable_parts(name: str, module: Module) -> Iterator[tuple[str, Module]]:
+    """Yield a module, or the outermost ones inside of it, that have a forward."""
+    if type(module).forward is not Module.forward:
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _callable_parts(f"{name}.{key}", child)

@@ -110,7 +110,7 @@ def _fits(text: str, policy: Policy, model: Module | None) -> bool:
         if isinstance(rules, Rules) and model is not None:
             names = [name for name, _ in named_modules(model)]
             rules.check(names)
-            rules.recompute_roots(names, _blocks(model))
+            rules.regions(names, _blocks(model))
     except ActstoreError:
         return False
     return rules != policy

@@ -15,7 +15,7 @@ NAMES = [
 
 
 def roots(text):
-    return parse(text).recompute_roots(NAMES, BLOCKS)
+    return parse(text).regions(NAMES, BLOCKS).roots
 
 
 @pytest.mark.parametrize(
@@ -54,33 +54,52 @@ def test_each_root_has_its_own_decision():
 
 def test_blocks_inside_blocks_are_recomputed_with_them():
     names = ["stages", "stages.0", "stages.0.0", "stages.0.1"]
-    assert list(parse("recompute").recompute_roots(names, names[1:])) == ["stages.0"]
+    assert list(parse("recompute").regions(names, names[1:]).roots) == ["stages.0"]
 
 
 @pytest.mark.parametrize(
-    ("text", "inner", "outer", "where"),
+    ("text", "found", "parts"),
     [
-        ("blocks.*.attn : int8; blocks.* : recompute", "blocks.*.attn : int8", "blocks.* : recompute",
-         "blocks.0 holds blocks.0.attn"),
-        ("blocks.*.attn : int8; * : recompute", "blocks.*.attn : int8", "* : recompute", "blocks.0 holds blocks.0.attn"),
-        ("blocks.2.attn.proj : keep; blocks.* : recompute(raw @ host)", "blocks.2.attn.proj : keep",
-         "blocks.* : recompute(raw @ host)", "blocks.2 holds blocks.2.attn.proj"),
-        ("*.mlp : recompute; blocks : recompute", "*.mlp : recompute", "blocks : recompute", "blocks holds blocks.0.mlp"),
-        ("blocks.*.mlp/h : int8; blocks.* : recompute", "blocks.*.mlp/h : int8", "blocks.* : recompute", "blocks.0.mlp"),
+        ("blocks.*.attn : int8; blocks.* : recompute", BLOCKS, [f"{block}.attn" for block in BLOCKS]),
+        ("blocks.*.attn : int8; * : recompute", BLOCKS, [f"{block}.attn" for block in BLOCKS]),
+        ("blocks.2.attn.proj : keep; blocks.* : recompute(raw @ host)", BLOCKS, ["blocks.2.attn.proj"]),
+        ("blocks.*.attn.proj : int8; blocks.*.attn : keep; blocks.1 : recompute", ["blocks.1"], ["blocks.1.attn"]),
+        ("*.proj : recompute; blocks.0.attn : keep; blocks.0 : recompute", ["blocks.0", *(f"{b}.attn.proj" for b in BLOCKS)],
+         ["blocks.0.attn"]),
+        ("blocks.*.attn : int8; blocks.*.mlp : recompute", [f"{block}.mlp" for block in BLOCKS], []),
+        ("blocks.*.mlp/h : int8; *.mlp : keep; blocks.* : recompute", BLOCKS, [f"{block}.mlp" for block in BLOCKS]),
     ],
 )  # fmt: skip
-def test_a_rule_inside_a_recomputed_region_is_refused(text, inner, outer, where):
+def test_the_outermost_modules_inside_that_another_rule_decides(text, found, parts):
+    regions = parse(text).regions(NAMES, BLOCKS)
+    assert list(regions.roots) == found
+    assert regions.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "inner", "outer", "where", "why"),
+    [
+        ("*.mlp : recompute; blocks : recompute", "*.mlp : recompute", "blocks : recompute", "blocks holds blocks.0.mlp",
+         "the region runs again as a whole; leave that rule out, or write patterns for the other parts instead of the "
+         "whole"),
+        ("blocks.*.attn.proj : recompute(int8); blocks.*.mlp : keep; blocks.* : recompute",
+         "blocks.*.attn.proj : recompute(int8)", "blocks.* : recompute", "blocks.0 holds blocks.0.attn.proj",
+         "the region runs again as a whole; leave that rule out, or write patterns for the other parts instead of the "
+         "whole"),
+        ("blocks.*.mlp/h : int8; blocks.* : recompute", "blocks.*.mlp/h : int8", "blocks.* : recompute", "blocks.0.mlp",
+         "no tagged tensor is saved there; leave that rule out, or name the module that saves it: "
+         "'blocks.*.mlp.part : int8'"),
+    ],
+)  # fmt: skip
+def test_a_rule_inside_a_recomputed_region_is_refused(text, inner, outer, where, why):
     with pytest.raises(PolicyError) as caught:
         roots(text)
-    assert str(caught.value) == (
-        f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): nothing inside a recomputed "
-        "region is saved; leave that rule out, or write patterns for the other parts instead of the whole"
-    )
+    assert str(caught.value) == (f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): {why}")
 
 
 def test_recompute_without_blocks_asks_for_names():
     with pytest.raises(PolicyError) as caught:
-        parse("recompute(raw @ host)").recompute_roots(["", "encoder"], [])
+        parse("recompute(raw @ host)").regions(["", "encoder"], [])
     assert str(caught.value) == (
         "'* : recompute(raw @ host)' recomputes the repeated blocks of the model, and it has none; name the modules to "
         "recompute instead, such as 'encoder : recompute(raw @ host)'"

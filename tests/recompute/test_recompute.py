@@ -291,7 +291,7 @@ def test_a_pattern_wraps_the_outermost_matches():
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("blocks.0.qkv : int8; blocks.* : recompute", ["blocks.0.qkv", "inside the recomputed region", "blocks.*"]),
+        ("*.qkv : recompute(raw); * : recompute", ["*.qkv", "inside the recomputed region", "blocks.0.qkv"]),
         ("blocks.* : recompute; blocks.0.qkv : int8", ["can never apply", "blocks.0.qkv", "blocks.*"]),
         ("blocks : recompute", ["ModuleList", "no forward of its own", "'blocks.* : recompute'"]),
         ("blocks.7 : recompute", ["blocks.7", "matches no module", "blocks.0"]),

@@ -56,7 +56,7 @@ def findings(root: Path = ROOT) -> Iterator[str]:
             continue
         for node in _stores(tree):
             known = owners.get(node.attr, set())
-            if not known or node.attr in TORCH or ast.unparse(node.value) in ("self", "cls"):
+            if not known or node.attr in TORCH or ast.unparse(node.value) in ("self", "cls", "_thread"):
                 continue
             if _room(path) not in {room for room, _ in known} and not {name for _, name in known} & EXCEPTIONS.keys():
                 names = ", ".join(sorted(name for _, name in known))

@@ -1,0 +1,192 @@
+"""Runs of recomputed regions on this thread, for the parts that are excepted from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.base.checkpoints import innermost_pack
+from actstore.errors import StateError
+from actstore.model.generators import GeneratorStates
+from actstore.recompute.attributes import hidden
+from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.modes import Mode
+
+if TYPE_CHECKING:
+    from actstore.autograd.hooks import Scope
+
+_thread = local()  # .run: the innermost run of a region
+
+
+class PartCall(Protocol):
+    """A call of an excepted part.
+
+    Attributes
+    ----------
+    attributes : those of modules that hold tensors since then
+    """
+
+    attributes: list[tuple[Module, str]]
+
+    @property
+    def part(self) -> ForwardWrapper:
+        """Return the part."""
+
+    def ended(self, packs: int, *, replays: bool) -> None:
+        """Note that the region has run, and has saved so many tensors."""
+
+
+class RegionParts(NamedTuple):
+    """The calls of excepted parts in one call of a region, and what they need of that.
+
+    Attributes
+    ----------
+    region : the name of the module and its decision, for messages
+    once : all modules of the policy that do not run again: it tells the policy, too
+    exact : whether the inputs of the region come back exactly
+    generators : their states before the region
+    unpack : reads what was saved outside of the region
+    calls : in the order of the first run
+    """
+
+    region: str
+    once: frozenset[Module]
+    exact: bool
+    generators: GeneratorStates
+    unpack: Callable[[Any], Tensor]
+    calls: list[PartCall]
+
+
+class RegionRun:
+    """One run of a region.
+
+    Attributes
+    ----------
+    parts : the calls of excepted parts
+    hook : the pack hook of the region; where another one is innermost, no part is excepted
+    mode : the mode that keeps or repeats decisions; None for no mode
+    """
+
+    __slots__ = ("hook", "mode", "parts")
+
+    def __init__(self, parts: RegionParts) -> None:
+        self.parts = parts
+        self.hook: Any = None
+        self.mode: Mode | None = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the region's forward."""
+        self.hook = innermost_pack()
+        with running(self):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run a part that belongs to no region, and whose decisions are neither kept nor repeated."""
+        mode = self.mode
+        with running(None):
+            if mode is not None:
+                mode.paused = True
+            try:
+                yield
+            finally:
+                if mode is not None:
+                    mode.paused = False
+
+
+class FirstRun(RegionRun):
+    """The run of a region in forward.
+
+    Attributes
+    ----------
+    scope : the state of the store's hooks
+    pack : the hook around the region, which is the store's, or one that was entered inside of that
+    count : returns how many tensors the region has saved so far
+    """
+
+    __slots__ = ("count", "pack", "scope")
+
+    def __init__(
+        self, parts: RegionParts, scope: Scope, pack: Callable[[Tensor], Any], count: Callable[[], int]
+    ) -> None:
+        super().__init__(parts)
+        self.scope = scope
+        self.pack = pack
+        self.count = count
+
+
+class LaterRun(RegionRun):
+    """A run of a region in backward. Its excepted parts do not run.
+
+    Attributes
+    ----------
+    booked : the storages that are booked as held already
+    fixed : the storages that came back exactly
+    """
+
+    __slots__ = ("_next", "booked", "fixed")
+
+    def __init__(self, parts: RegionParts, booked: set[int], fixed: set[int]) -> None:
+        super().__init__(parts)
+        self.booked = booked
+        self.fixed = fixed
+        self._next = 0
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wrappers = {call.part for call in self.parts.calls}
+        for wrapper in wrappers:  # the store may have been left, and its wrappers with it
+            wrapper.enter(self)
+        try:
+            with hidden([attribute for call in self.parts.calls for attribute in call.attributes]):
+                return super().run(forward, *args, **kwargs)
+        finally:
+            for wrapper in wrappers:
+                wrapper.exit(self)
+
+    def next(self, part: ForwardWrapper) -> Any:
+        """Return the next call of an excepted part, which must be one of this part.
+
+        Raises
+        ------
+        StateError : the region goes another way than in its first run
+        """
+        calls = self.parts.calls
+        call = calls[self._next] if self._next < len(calls) else None
+        if call is None or call.part is not part:
+            was = "no further one" if call is None else f"one of {call.part.name}"
+            raise self.differs(
+                part, f"its call {self._next + 1} of an excepted part is one of {part.name}, and was {was}"
+            )
+        self._next += 1
+        return call
+
+    def differs(self, part: ForwardWrapper, how: str) -> StateError:
+        """Return the error for a region that goes another way."""
+        return StateError(
+            f"The second run of {self.parts.region} goes another way than its first: {how}.\n"
+            "A Python value or a global has changed since.\n"
+            "Give that to the module as an argument, or do not recompute it: write keep in place of recompute.",
+            module=part.name,
+        )
+
+
+def current() -> RegionRun | None:
+    """Return the run of a region on this thread; None outside of all, and in an excepted part."""
+    run: RegionRun | None = getattr(_thread, "run", None)
+    return run
+
+
+@contextmanager
+def running(run: RegionRun | None) -> Iterator[None]:
+    """Make `run` the current one of this thread for a while."""
+    before = current()
+    _thread.run = run
+    try:
+        yield
+    finally:
+        _thread.run = before
