@@ -382,7 +382,7 @@ def test_a_part_is_not_compared_with_the_whole_on_an_accelerator(monkeypatch):
 
 
 def test_differences_on_a_device(monkeypatch):
-    monkeypatch.setattr(sameness, "WORDS", 16)
+    monkeypatch.setattr(sameness, "CHUNK_WORDS", 16)
     for nbytes in (0, 1, 7, 8, 9, 1023, 1024):
         memory = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
         assert not sameness.difference_on_device(memory, memory.clone())
