@@ -63,7 +63,7 @@ def _kind(row: dict[str, Any]) -> str:
 def step(job: Job, path: Path) -> None:
     """Draw the timeline of one step into a file, and write its trace beside it for Perfetto."""
     policy = job.place.sized("raw @ host", "raw @ disk")  # on a CPU nothing moves to the host
-    with entered(Row(policy, "ours", policy), job, trace=True) as (enter, store):
+    with entered(Row(policy, "ours", policy), job, observe=[Trace()]) as (enter, store):
         assert store is not None
         for _ in range(STEPS):
             job.step(enter())
