@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore
+from actstore.errors import PayloadError, TransferError
 from actstore.tiers import DeviceTier, DiskTier, Limited
 from actstore.transfer import Engine
 
@@ -98,10 +99,11 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until host threads have finished what they do for payloads that are gone."""
+    """Wait until host threads have finished what they do for payloads that are gone, whether that failed or not."""
     engine.poll()
     for ticket, *_ in list(engine._traffic.leaving):
-        ticket.result()
+        with suppress(TransferError, PayloadError):  # of a fetch that no backward asked for
+            ticket.result()
     engine.poll()
 
 
