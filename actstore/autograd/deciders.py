@@ -20,7 +20,7 @@ from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
-from actstore.autograd.called import called_name
+from actstore.autograd.called import MAX_CALLS, called_name
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -164,12 +164,23 @@ _ORDERS: dict[CodeType, tuple[Any, ...]] = {
 _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
 
 
+_deciding: dict[tuple[int, int], tuple[CodeType, bool]] = {}  # by the code's id and the instruction; holds the code
+
+
 def is_reader(frame: FrameType) -> bool:
     """Return whether an operator that decides by a float is known to be called by `frame` now, or by its caller."""
+    code, at = frame.f_code, frame.f_lasti
+    found = _deciding.get((id(code), at))
+    if found is not None:
+        return found[1]
     if frame.f_globals.get("__name__", "").startswith(_PACKAGE):  # a hook around the store's
         return (above := caller()) is not None and is_reader(above)
     name = called_name(frame).strip("_")
-    return name in _BY_SIGN or name in _BY_VALUE or frame.f_code in READERS
+    if len(_deciding) >= MAX_CALLS:
+        _deciding.clear()
+    decides = name in _BY_SIGN or name in _BY_VALUE or code in READERS
+    _deciding[id(code), at] = code, decides
+    return decides
 
 
 def _named_reader(frame: FrameType) -> tuple[str, Need]:

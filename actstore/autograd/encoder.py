@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
@@ -62,8 +63,7 @@ class Encoder:
         """Encode a dense tensor of the storage `key`. Returns whether a tier had room."""
         weak = self._store.put(handle, tensor, route, saved, self._forward)
         if weak is None:
-            if saved:  # the handle that keeps the storage counts it
-                self._storages.counted.discard(key)
+            self._storages.uncount(key, saved)
             return False
         stored = self._storages.stored
         if key in stored:
@@ -149,6 +149,12 @@ def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, em
         handle.account.precedent = Precedent(
             target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
         )
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return an alias of `tensor` with its memory, even where a mode makes each new tensor a fake one."""
+    with unset_fake_temporarily():
+        return tensor.detach()
 
 
 def no_room(tiers: tuple[str, ...]) -> str:

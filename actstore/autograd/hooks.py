@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._C import _current_graph_task_id, _get_dispatch_mode, _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.nn import Parameter
 
@@ -22,7 +22,7 @@ from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain
-from actstore.autograd.encoder import Encoder, SavedTensor, name, no_room, set_precedent
+from actstore.autograd.encoder import Encoder, SavedTensor, alias_of, name, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
 from actstore.autograd.readers import Reader, Readers
@@ -81,6 +81,7 @@ class Scope:
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._encoder = Encoder(store, forward, tracker)
+        self._sharing = self._encoder.sharing
         self._turned = False  # whether a backward has begun
         self._alone = store.alone
         self._looked = 0  # nodes that Python has inspected
@@ -101,7 +102,7 @@ class Scope:
 
         def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
             if _len_torch_dispatch_stack() and any(_get_dispatch_mode(mode) is not None for mode in _TRACING):
-                return _alias_of(tensor), tensor._version, tracker.frame
+                return alias_of(tensor), tensor._version, tracker.frame
             if unsettled and _get_sequence_nr() != encoder.unsettled_nr:
                 self.settle()
             frame = tracker.frame
@@ -212,7 +213,8 @@ class Scope:
             return self._keep(tensor, account, key, storage, reason)
         known = tensor if outer is None else outer
         exact = frame.exact or (COMPUTED if key in self.storages.computed else "")
-        facts = Facts(known, self._producer(known), whole, exact, self._excluded(account, key))
+        excluded = "" if self._alone is None else self._excluded(account, key)
+        facts = Facts(known, self._producer(known), whole, exact, excluded)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
         reason = verdict.reason
         if reason is WITHOUT_GRADIENT and COMPILER in modules and region_saves():
@@ -241,7 +243,8 @@ class Scope:
             route = self._encoder.encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:
                 return self._keep(tensor, account, key, storage, no_room(tiers))
-            self._go_on()
+            if self._sharing.over:
+                self._go_on()
             if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
                 set_precedent(handle, target, facts.producer, nbytes, empty, route)
             return handle
@@ -256,6 +259,7 @@ class Scope:
     ) -> Kept | Stored | None:
         """Return the handle as `_place` would, for a tensor like the last of its site; None if `_place` must decide."""
         target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
+        storages = self.storages
         if (
             tensor.is_nested
             or nbytes != known_nbytes
@@ -265,10 +269,10 @@ class Scope:
             or tensor.device != device
             or tensor.is_neg()
             or tensor._is_zerotensor()
-            or key in self.storages.stored
-            or key in self.storages.kept
-            or key in self.storages.computed
-            or self.storages.tags
+            or key in storages.stored
+            or key in storages.kept
+            or key in storages.computed
+            or storages.tags
             or self._alone is not None
             or self._looked == MAX_NODES_INSPECTED
             or _current_graph_task_id() != -1
@@ -283,9 +287,14 @@ class Scope:
         self._looked += 1
         account.where = target[3]
         handle = Stored(tensor, account, shape, stride, empty, self.allows_mutation())
-        if not self._encoder.put(handle, tensor, route, key, self.tracker.saved_nbytes(key, storage)):
+        saved = self.tracker.saved_nbytes(key, storage)
+        weak = self._store.put(handle, tensor, route, saved, self._forward)
+        if weak is None:
+            storages.uncount(key, saved)
             return self._keep(tensor, account, key, storage, no_room(target[1]))
-        self._go_on()
+        storages.stored[key] = [weak]
+        if self._sharing.over:
+            self._go_on()
         return handle
 
     def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
@@ -327,9 +336,7 @@ class Scope:
         return account, target_of(self._policy(account.site, Spec.of(tensor)))
 
     def _excluded(self, account: Account, key: int) -> str:
-        """Return the reason why a site is exact while another one alone is lossy; empty where it need not be."""
-        if self._alone is None:
-            return ""
+        """Return the reason why a site is exact while another one alone is lossy; empty for that one."""
         owners = [weak() for weak in self.storages.stored.get(key, ())]  # sites that read its payload are lossy, too
         sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
         return "" if any(str(site) == self._alone for site in sites) else f"only {self._alone} is lossy now"
@@ -341,7 +348,7 @@ class Scope:
 
     def settle(self) -> None:
         """Encode the tensors that waited for their operator to end."""
-        if self._encoder.settle():
+        if self._encoder.settle() and self._sharing.over:
             self._go_on()
 
     def turn(self, thread: int) -> None:
@@ -349,7 +356,7 @@ class Scope:
 
         A tracker belongs to the thread of its forward.
         """
-        self._encoder.sharing.over = True
+        self._sharing.over = True
         if self._turned:
             return
         self._turned = True
@@ -359,11 +366,9 @@ class Scope:
         self.ledger.mark_turn()
 
     def _go_on(self) -> None:
-        """Register for the next backward, where a tensor is stored after a backward."""
-        sharing = self._encoder.sharing
-        if sharing.over:
-            sharing.begin()
-            turns.append(self)
+        """Continue after a backward, because a tensor is stored: register for the next backward."""
+        self._sharing.begin()
+        turns.append(self)
 
     def close(self, *, failed: bool) -> None:
         """Record the open frames, and forget every storage. After a `failed` forward, nothing more is encoded."""
@@ -390,9 +395,3 @@ class Scope:
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage of `tensor`, for the rules of tensors that are saved from now on."""
         self.storages.tag(tensor, name)
-
-
-def _alias_of(tensor: Tensor) -> Tensor:
-    """Return an alias of `tensor` with its memory, even where a mode makes each new tensor a fake one."""
-    with unset_fake_temporarily():
-        return tensor.detach()

@@ -30,10 +30,11 @@ class Storages:
     kept : the first handle that keeps a storage as it is
     stored : the handles whose payloads have bytes of a storage; never an empty list
     tags : names that users gave
+    prune_count : so many met storages make `prune` worth its time
     """
 
     __slots__ = (
-        "_held", "_last", "_prune_count", "computed", "counted", "kept", "met", "parameters", "small", "stored", "tags",
+        "_held", "_last", "computed", "counted", "kept", "met", "parameters", "prune_count", "small", "stored", "tags",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Storages:
         self.kept: dict[int, ref[Any]] = {}
         self.stored: dict[int, list[ref[Any]]] = {}
         self.tags: dict[int, str] = {}
-        self._prune_count = _MIN_PRUNE_COUNT
+        self.prune_count = _MIN_PRUNE_COUNT
         self._held: list[int] = []
         self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
 
@@ -63,6 +64,11 @@ class Storages:
         self.counted.add(key)
         self.meet(key, storage)
         return storage.nbytes()
+
+    def uncount(self, key: int, saved: int) -> None:
+        """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""
+        if saved:
+            self.counted.discard(key)
 
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
         """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
@@ -99,10 +105,6 @@ class Storages:
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
                 yield handle, storage.nbytes()
 
-    def is_full(self) -> bool:
-        """Return whether so many storages were met that `prune` is worth its time."""
-        return len(self.met) > self._prune_count
-
     def prune(self) -> list[ref[Any]]:
         """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads."""
         gone = {key for key in self.met if expired(key)}
@@ -115,7 +117,7 @@ class Storages:
         self._held[:] = [key for key in self._held if key not in gone]
         for key in gone:
             free_weak(key)
-        self._prune_count = _MIN_PRUNE_COUNT + 2 * len(self.met)
+        self.prune_count = _MIN_PRUNE_COUNT + 2 * len(self.met)
         return handles
 
     def clear(self) -> None:

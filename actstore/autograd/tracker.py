@@ -225,7 +225,7 @@ class Tracker:
     def saved_nbytes(self, key: int, storage: torch.UntypedStorage) -> int:
         """Count a storage that is saved now. Returns the bytes that plain autograd holds because of it."""
         storages, frame = self.storages, self.frame
-        if storages.is_full():
+        if len(storages.met) > storages.prune_count:
             self.remember(storages.prune())
         if frame.inputs is not None:
             storages.meet(key, storage)  # the input of a region: plain autograd need not save it

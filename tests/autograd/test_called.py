@@ -87,7 +87,7 @@ def test_without_positions_no_call_has_a_name():
 def test_memory_of_calls_is_bounded(monkeypatch):
     from actstore.autograd import called
 
-    monkeypatch.setattr(called, "_MAX_CALLS", 3)
+    monkeypatch.setattr(called, "MAX_CALLS", 3)
     x = torch.randn(4, requires_grad=True)
     for _ in range(2):
         assert names(lambda x: x.sin().abs().cos().exp().clamp(0), x) == "sin abs cos exp clamp"

@@ -105,6 +105,7 @@ def no_signs(monkeypatch):
 
 def no_names(monkeypatch):
     monkeypatch.setattr(deciders, "called_name", lambda _: "")
+    monkeypatch.setattr(deciders, "_deciding", {})
 
 
 @pytest.mark.parametrize(
