@@ -50,20 +50,13 @@ def nothing_entered() -> Iterator[None]:
     assert not left, f"saved-tensor hooks were left entered: {left}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen_modules() -> Iterator[None]:
-    """`gc.collect` looks at what a module's tests make: imports and earlier tests leave a million objects."""
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """`gc.collect` looks at what the test makes, and not at what thousands of tests before it have left."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def frozen_heap() -> None:
-    """`gc.collect` looks at what the test makes, and not at what other tests of its module have left."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
