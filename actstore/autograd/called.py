@@ -7,7 +7,7 @@ import re
 from itertools import takewhile
 from types import CodeType, FrameType
 
-MAX_CALLS = 4096  # calls that are remembered; beyond, all are forgotten
+_MAX_CALLS = 4096  # calls that are remembered; beyond, all are forgotten
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "PRECALL"})  # the last of Python 3.11, which may call
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
 # They stand between the function and its call.
@@ -17,13 +17,13 @@ _known: dict[tuple[int, int], tuple[CodeType, str]] = {}
 
 
 def called_name(frame: FrameType) -> str:
-    """Tell the name by which `frame` calls a function now; empty for a variable, and outside of calls."""
+    """Tell the name by which `frame` calls a function now, without underscores at its ends; empty for no known name."""
     code, at = frame.f_code, frame.f_lasti
     found = _known.get((id(code), at))
     if found is None:
-        if len(_known) >= MAX_CALLS:
+        if len(_known) >= _MAX_CALLS:
             _known.clear()
-        found = _known[id(code), at] = code, _read(code, at)  # the code is held, and so its id stays its own
+        found = _known[id(code), at] = code, _read(code, at).strip("_")  # the code is held, and so its id stays its own
     return found[1]
 
 

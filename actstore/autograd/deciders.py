@@ -20,7 +20,7 @@ from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
-from actstore.autograd.called import MAX_CALLS, called_name
+from actstore.autograd.called import called_name
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -164,28 +164,21 @@ _ORDERS: dict[CodeType, tuple[Any, ...]] = {
 _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
 
 
-_deciding: dict[tuple[int, int], tuple[CodeType, bool]] = {}  # by the code's id and the instruction; holds the code
+_BY_NAME = _BY_SIGN | _BY_VALUE
 
 
 def is_reader(frame: FrameType) -> bool:
     """Return whether an operator that decides by a float is known to be called by `frame` now, or by its caller."""
-    code, at = frame.f_code, frame.f_lasti
-    found = _deciding.get((id(code), at))
-    if found is not None:
-        return found[1]
-    if frame.f_globals.get("__name__", "").startswith(_PACKAGE):  # a hook around the store's
-        return (above := caller()) is not None and is_reader(above)
-    name = called_name(frame).strip("_")
-    if len(_deciding) >= MAX_CALLS:
-        _deciding.clear()
-    decides = name in _BY_SIGN or name in _BY_VALUE or code in READERS
-    _deciding[id(code), at] = code, decides
-    return decides
+    if called_name(frame) in _BY_NAME or frame.f_code in READERS:
+        return True
+    if not frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        return False
+    return (above := caller()) is not None and above is not frame and is_reader(above)  # `frame` is a hook around ours
 
 
 def _named_reader(frame: FrameType) -> tuple[str, Need]:
     """Find the operator that `frame` calls by its name, and its need."""
-    name = called_name(frame).strip("_")
+    name = called_name(frame)
     if frame.f_code in _ORDERS:
         return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
     return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""

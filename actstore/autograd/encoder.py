@@ -8,7 +8,6 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
@@ -59,19 +58,6 @@ class Encoder:
         self._storages = tracker.storages
         self._empty: dict[torch.dtype, Tensor] = {}
 
-    def put(self, handle: Stored, tensor: Tensor, route: Route, key: int, saved: int) -> bool:
-        """Encode a dense tensor of the storage `key`. Returns whether a tier had room."""
-        weak = self._store.put(handle, tensor, route, saved, self._forward)
-        if weak is None:
-            self._storages.uncount(key, saved)
-            return False
-        stored = self._storages.stored
-        if key in stored:
-            stored[key].append(weak)
-        else:  # never an empty list, even if an interrupt comes between
-            stored[key] = [weak]
-        return True
-
     def encode(
         self, handle: Stored, tensor: Tensor, storage: UntypedStorage, whole: bool, codec: Codec, tiers: tuple[str, ...]
     ) -> Route | None:
@@ -85,7 +71,16 @@ class Encoder:
             saved = 0
             self._storages.meet(key, storage)
         route = self._store.route(handle.account, tensor, codec, tiers)
-        return route if self.put(handle, tensor, route, key, saved) else None
+        weak = self._store.put(handle, tensor, route, saved, self._forward)
+        if weak is None:
+            self._storages.uncount(key, saved)
+            return None
+        stored = self._storages.stored
+        if key in stored:
+            stored[key].append(weak)
+        else:  # never an empty list, even if an interrupt comes between
+            stored[key] = [weak]
+        return route
 
     def share(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
         """Let an earlier payload of the same storage serve `handle`, if one can. Returns whether one does."""
@@ -130,7 +125,7 @@ class Encoder:
             try:
                 route = self.encode(handle, tensor, storage, is_whole(tensor, storage.nbytes()), codec, tiers)
             except ActstoreError as error:
-                name(error, handle.account, tensor)
+                name_in(error, handle.account, tensor)
                 raise
             if route is not None:
                 handle.alias = handle.snapshot = None
@@ -151,17 +146,11 @@ def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, em
         )
 
 
-def alias_of(tensor: Tensor) -> Tensor:
-    """Return an alias of `tensor` with its memory, even where a mode makes each new tensor a fake one."""
-    with unset_fake_temporarily():
-        return tensor.detach()
-
-
 def no_room(tiers: tuple[str, ...]) -> str:
     """Return the reason for a tensor that found no room."""
     return f"no room in {' > '.join(tiers)}"
 
 
-def name(error: ActstoreError, account: Account, tensor: Tensor) -> None:
+def name_in(error: ActstoreError, account: Account, tensor: Tensor) -> None:
     """Add the saved tensor to the context of an error."""
     error.add_context(f"while saving {account.site} ({describe(tensor)}, {account.where})")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import guards
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from actstore.autograd.regions import Region
 from actstore.autograd.tracker import Frame
@@ -224,6 +225,12 @@ def same_root(a: Stored, b: Stored) -> bool:
     """
     root = a.root()
     return root is not None and root is b.root()
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return an alias of `tensor` with its memory, even where a mode makes each new tensor a fake one."""
+    with unset_fake_temporarily():
+        return tensor.detach()
 
 
 def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:

@@ -22,8 +22,8 @@ from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain
-from actstore.autograd.encoder import Encoder, SavedTensor, alias_of, name, no_room, set_precedent
-from actstore.autograd.handles import Kept, Stored
+from actstore.autograd.encoder import Encoder, SavedTensor, name_in, no_room, set_precedent
+from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import exact_copy, is_whole
@@ -144,7 +144,7 @@ class Scope:
                         return handle
                 return self._place(SavedTensor(tensor, frame, account, key, storage, nbytes, outer))
             except ActstoreError as error:
-                name(error, account, tensor)
+                name_in(error, account, tensor)
                 raise
 
         return pack

@@ -35,7 +35,7 @@ class Levels(Codec):
     dtypes: float32, float16, bfloat16. Of ``2**bits`` codes one is for each side and one for NaN, so that what is
     rounded is off by at most half of ``(high - low) / (2**bits - 3)``, or of ``1 / (2**bits - 3)``. No scale is stored.
     Codes of 8 bits are bytes; those of fewer lie in planes of one bit of each element, each plane filled up to 16
-    bytes. Allocates some float32 numbers and bytes for each element.
+    bytes. Allocates two float32 numbers and some bytes for each element.
     """
 
     name = "levels"
@@ -96,14 +96,14 @@ class Levels(Codec):
         check_buffers(self, out, buf, nbytes, "decode", PayloadError)
         numel = out.numel()
         if self.bits == 8:
-            codes = buf[:nbytes].to(torch.int64)
+            codes = buf[:nbytes].to(torch.int32)
         else:
             step, plane = _plane_nbytes(numel), torch.empty(numel, dtype=torch.bool, device=out.device)
-            codes = torch.zeros(numel, dtype=torch.int64, device=out.device)
+            codes = torch.zeros(numel, dtype=torch.int32, device=out.device)
             for bit in range(self.bits):
                 PLANE.decode(buf[bit * step : (bit + 1) * step], plane)
-                codes |= plane.to(torch.int64) << bit
-        storage_slice(out, 0, numel).copy_(self._values(out.device)[codes])
+                codes |= plane.to(torch.int32) << bit
+        storage_slice(out, 0, numel).copy_(self._values(out.device).index_select(0, codes))
 
     def _values(self, device: torch.device) -> torch.Tensor:
         """List the numbers that codes come back as."""

@@ -37,7 +37,7 @@ CASES = {  # and the names of what saves a tensor, in their order
     "positions": (lambda x: x.clamp(*[0, 1]), "clamp"),
     "keywords": (lambda x: x.clamp(**dict.fromkeys(["min"], 0)), "clamp"),
     "both": (lambda x: torch.clamp(*(x,), **dict.fromkeys(["min"], 0)), "clamp"),
-    "in place": (lambda x: x.mul(1).clamp_(0), "clamp_"),
+    "in place": (lambda x: x.mul(1).clamp_(0), "clamp"),
     "an operator": (lambda x: x.detach() % x, "% %"),
     "an operator in place": (divided, "/ /"),
     "in a function of PyTorch's": (lambda x: F.hardtanh(x), "hardtanh"),  # noqa: PLW0108
@@ -87,7 +87,7 @@ def test_without_positions_no_call_has_a_name():
 def test_memory_of_calls_is_bounded(monkeypatch):
     from actstore.autograd import called
 
-    monkeypatch.setattr(called, "MAX_CALLS", 3)
+    monkeypatch.setattr(called, "_MAX_CALLS", 3)
     x = torch.randn(4, requires_grad=True)
     for _ in range(2):
         assert names(lambda x: x.sin().abs().cos().exp().clamp(0), x) == "sin abs cos exp clamp"

@@ -105,7 +105,6 @@ def no_signs(monkeypatch):
 
 def no_names(monkeypatch):
     monkeypatch.setattr(deciders, "called_name", lambda _: "")
-    monkeypatch.setattr(deciders, "_deciding", {})
 
 
 @pytest.mark.parametrize(

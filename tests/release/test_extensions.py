@@ -111,7 +111,9 @@ def test_the_bound_of_the_example_is_tight(example):
 
 
 def test_what_contributing_says_of_their_tests_runs(example):
-    for code in re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    for code in blocks:
         names = {}
         exec(code, names)
         names["test_promises"]()
