@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import REST, Timeline, bands_of, labels_of
-
-if TYPE_CHECKING:
-    from actstore.inspection.result import Inspection
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#b87a00", "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
 _TEXT_COLUMNS = (1, 2, 3, 4, 5, 6, 9)  # of a tensor's row: each text is in the file once
 
 
-def page(found: Inspection) -> str:
+def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline]) -> str:
     """Return the text of the file."""
-    timelines = (found.plain, found.store)
     bands = bands_of(timelines)
     labels = labels_of(timelines, bands)
     rows: list[list[Any]] = [
@@ -27,7 +24,7 @@ def page(found: Inspection) -> str:
             tensor.module, tensor.place, tensor.code, round(tensor.saved_ms, 2),
             None if tensor.freed_ms is None else round(tensor.freed_ms, 2), bands.get(tensor.module, REST),
         ]
-        for tensor in found.tensors
+        for tensor in tensors
     ]  # fmt: skip
     texts = {column: _Numbers() for column in _TEXT_COLUMNS}
     for row in rows:

@@ -117,11 +117,11 @@ class Inspection:
 
     def to_html(self) -> str:
         """Return the text of one HTML file, without other resources: both steps to hover and zoom, and all tensors."""
-        return page(self)
+        return page(self.tensors, (self.plain, self.store))
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks."""
-        return f'<iframe srcdoc="{escape(page(self))}" width="100%" height="760" style="border:0"></iframe>'
+        return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="760" style="border:0"></iframe>'
 
     def to_json(self) -> str:
         """Return all tensors and both timelines as one JSON object, under the names of the attributes."""
