@@ -264,6 +264,15 @@ class Ledger:
         self.settle()
         return self._held
 
+    def held_by_module(self) -> dict[str, int]:
+        """Return the bytes that are held on the compute device now, by the module of their sites."""
+        found: dict[str, int] = {}
+        for account in self.accounts():
+            if account.held:
+                name = account.site.name
+                found[name] = found.get(name, 0) + account.held
+        return found
+
     def fits(self, nbytes: int) -> bool:
         """Return whether `nbytes` more can be held within the budget."""
         if self._held + nbytes <= self.budget.limit:

@@ -7,11 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 NUMBER = re.compile(r"\d+")
+INDEX = re.compile(r"(?<![^.])(0|[1-9]\d*)(?![^.])")  # a part of a dotted name that is a number
 
 
 def pattern_of(name: str) -> str:
     """Return `name` with `#` for each number; empty for a name without numbers."""
     return NUMBER.sub("#", name) if NUMBER.search(name) else ""
+
+
+def layer_pattern(name: str) -> str:
+    """Return `name` with `#` for its first index, that of a layer: ``blocks.3.mlp.0`` becomes ``blocks.#.mlp.0``."""
+    return INDEX.sub("#", name, count=1)
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return ``blocks.0-2,4.mlp`` for names with the same `layer_pattern`."""
+    found = [INDEX.search(name) for name in names]
+    numbers = sorted({int(match[0]) for match in found if match})
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last, _ in _runs(numbers))
+    return INDEX.sub(text, names[0], count=1)
 
 
 def short(names: Sequence[str], width: int = 40) -> str:

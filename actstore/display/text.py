@@ -35,16 +35,18 @@ def unwrapped(lines: Iterable[str]) -> list[str]:
     return found
 
 
-def columns(cells: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
+def columns(cells: Sequence[Sequence[str]], numbers: bool = False, left: int | None = None) -> list[str]:
     """Return the lines of a table.
 
-    The last column is aligned left, and so is the first one unless it has `numbers`; the rest are aligned right.
+    The last column is aligned left, and so is the first one unless it has `numbers`; the rest are aligned right. With
+    `left`, the columns from that one on are aligned left, and all before it right.
     """
     last = len(cells[0]) - 1
+    words = set(range(left, last)) if left is not None else set() if numbers else {0}
     widths = [max(len(line[i]) for line in cells) for i in range(last)]
     return [
         "  ".join([
-            *(cell.ljust(width) if i == 0 and not numbers else cell.rjust(width)
+            *(cell.ljust(width) if i in words else cell.rjust(width)
               for i, (cell, width) in enumerate(zip(line[:last], widths, strict=True))),
             line[last],
         ]).rstrip()

@@ -3,10 +3,11 @@
 from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
 from actstore.accuracy.bits.payloads import Choice
 from actstore.check import Difference, GradientCheck, GradientDeviation
+from actstore.inspection import InspectedTensor, Inspection, MemoryPoint, Timeline
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
 from actstore.session.process import ProcessMemory
-from actstore.session.report import SiteReport
+from actstore.session.rows import ModuleReport, SiteReport
 
 __all__ = [
     "Choice",
@@ -16,8 +17,13 @@ __all__ = [
     "GradientCheck",
     "GradientDeviation",
     "GradientEffect",
+    "InspectedTensor",
+    "Inspection",
+    "MemoryPoint",
+    "ModuleReport",
     "ProcessMemory",
     "Profile",
     "SiteEffect",
     "SiteReport",
+    "Timeline",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from threading import Lock
@@ -36,7 +36,7 @@ from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
-from actstore.session.arguments import read_chooser, read_model, read_policy
+from actstore.session.arguments import listed, read_chooser, read_model, read_policy
 from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
@@ -119,8 +119,8 @@ class ActivationStore:
     ) -> None:
         former.refuse(unknown)
         self._model = read_model(model)
-        options, window = read_tiers(tiers := _listed(tiers))
-        observers = read_observers(observe := _listed(observe))
+        options, window = read_tiers(tiers := listed(tiers))
+        observers = read_observers(observe := listed(observe))
         self._given_policy = policy
         self._options = {"tiers": tiers, "min_bytes": min_bytes, "strict": strict, "allow_mutation": allow_mutation}
         self._options |= {"seed": seed}
@@ -328,6 +328,16 @@ class ActivationStore:
             process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
         return Report.of(self._ledger, circumstances, errors, gradients, request, process)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of activations that are held on the compute device now."""
+        return self._ledger.held
+
+    def held_by_module(self) -> dict[str, int]:
+        """Return `held_bytes` by the name of the module that saved them; a region's memory while it runs again is not
+        among them."""
+        return self._ledger.held_by_module()
+
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""
         self._sampler.ask()
@@ -388,11 +398,6 @@ class ActivationStore:
                 wrapped.enter(entry)
             entry.scope.follow(policy, self._fitted.places)
         return True
-
-
-def _listed(given: Any) -> Any:
-    """Return a list of an iterator's items, because it can be read only once; any other object as it is."""
-    return list(given) if isinstance(given, Iterator) else given
 
 
 def _remake(model: Module | None, policy: Any, options: dict[str, Any]) -> ActivationStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ from actstore.policy import (
     parse_chooser,
 )  # fmt: skip
 from actstore.policy.aliases import expand
+
+
+def listed(given: Any) -> Any:
+    """Return a list of an iterator's items, because it can be read only once; any other object as it is."""
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def read_model(model: Any) -> Module | None:

@@ -3,75 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from actstore.accuracy.figures import ErrorFigures, format_error
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.base.units import format_nbytes
 from actstore.display import html
-from actstore.errors import StateError
+from actstore.display.text import columns
+from actstore.errors import ConfigError, StateError
 from actstore.policy import Keep, Rules
+from actstore.session import rows
 from actstore.session.advice import why
 from actstore.session.causes import Request, figures_of
 from actstore.session.process import ProcessMemory
+from actstore.session.rows import ModuleReport, SiteReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from actstore.base.ledger import Account, Circumstances, Ledger
 
-HEAD = ("site", "tensors", "saved", "stored", "held", "live", "decision")
+HEAD = ("tensors", "saved", "stored", "held", "live", "decision")  # after the name
 ERROR = "error"  # a column before the decision, if a site is lossy
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """The figures of one site; all sizes in bytes, times in ms, meanings as in `Report`.
-
-    `error` has the errors of its lossy payloads in the last sampled step; None for a site without lossy payloads.
-    """
-
-    site: str
-    decision: str
-    note: str
-    tensors: int
-    saved_bytes: int
-    stored_bytes: int
-    held_bytes: int
-    peak_held_bytes: int
-    live_bytes: int
-    offload_ms: float
-    fetch_ms: float
-    stall_ms: float
-    hits: int
-    late: int
-    misses: int
-    error: ErrorFigures | None = None
-
-
-@dataclass(frozen=True)
-class ModuleReport:
-    """The sites of one module with the same decision, added up; sizes in bytes, meanings as in `Report`.
-
-    `error` is the largest relative error of these sites; None where none was measured.
-    """
-
-    module: str
-    decision: str
-    tensors: int
-    saved: int
-    stored: int
-    held: int
-    live: int
-    error: float | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Saved, stored, held and live bytes."""
-        return self.saved, self.stored, self.held, self.live
+MAX_ROWS = 24  # of a printed table
+By = Literal["layers", "modules", "sites"]
 
 
 @dataclass(frozen=True)
@@ -187,30 +145,30 @@ class Report:
         return json.dumps(_finite(asdict(self)), indent=1)
 
     def __str__(self) -> str:
-        """Return a table of the modules, with the sites of each added up, and the totals."""
-        cells = [self._head, *self._cells()]
-        last = len(self._head) - 1
-        widths = [max(len(line[i]) for line in cells) for i in range(last)]
-        table = "\n".join(
-            "  ".join(
-                [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, last)), line[last]]
-            ).rstrip()
-            for line in cells
-        )
-        return "\n".join([table, *self._lines(), *self.advice])
+        """Return the table of the layers, the totals and the advice."""
+        return "\n".join([self.table(), *self._lines(), *self.advice])
+
+    def table(self, by: By = "layers", most: int | None = MAX_ROWS) -> str:
+        """Return a table, and its sums in the last row.
+
+        Parameters
+        ----------
+        by : the rows, "layers", "modules" or "sites": as the attributes of these names
+        most : number of rows that are shown; one more has the sum of the rest. None for all
+        """
+        return "\n".join(columns([self._head(by), *self._cells(self._rows(by), most)]))
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML for notebooks, with a bar for the held bytes of each module."""
-        most = max((module.held for module in self.modules), default=0) or 1
-        bars = [module.held / most for module in self.modules]
+        """Return the table of the layers as HTML for notebooks, with a bar for the held bytes of each."""
+        most = max((row.held for row in self.layers), default=0) or 1
         return html.section(
             f"{format_nbytes(self.held_bytes)} held of {format_nbytes(self.saved_bytes)} saved",
             html.table(
-                self._head,
-                self._cells(),
-                words=(0, len(self._head) - 1),
+                self._head("layers"),
+                self._cells(self.layers, None),
+                words=(0, len(self._head("layers")) - 1),
                 bar=4,
-                bars=bars,
+                bars=[row.held / most for row in self.layers],
                 total=True,
             ),
             *map(html.line, self._lines()),
@@ -218,41 +176,35 @@ class Report:
         )
 
     def plot(self) -> Figure:
-        """Draw where the bytes of each module wait.
+        """Draw where the bytes of the layers wait.
 
         Raises
         ------
         ConfigError : matplotlib is not installed (the extra `bench`)
         StateError : no tensor was saved yet
         """
-        if not self.modules:
+        if not self.layers:
             raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
         from actstore.display.bars import Bar, picture
 
-        def moved(module: ModuleReport) -> int:
-            return max(0, module.stored - module.held) if "@" in module.decision else 0
+        def moved(row: ModuleReport) -> int:
+            return max(0, row.stored - row.held) if "@" in row.decision else 0
 
-        bars = [Bar(m.module, m.decision, max(m.saved, m.held), m.held, moved(m)) for m in self.modules]
+        bars = [Bar(row.label, row.decision, max(row.saved, row.held), row.held, moved(row)) for row in self.layers]
         return picture(bars, "Where activations wait at the end of forward")
+
+    @property
+    def layers(self) -> tuple[ModuleReport, ...]:
+        """Equal modules added up: those with the same decision and bytes, whose names differ in indices only.
+
+        What holds most comes first.
+        """
+        return rows.layers(self.modules)
 
     @property
     def modules(self) -> tuple[ModuleReport, ...]:
         """Sites of each module added up where their decision is the same, in the order of first use."""
-        rows: dict[tuple[str, str], list[int]] = {}
-        errors: dict[tuple[str, str], float] = {}
-        for site in self.sites:
-            text = f"{site.decision or 'keep'}{f' ({site.note})' if site.note else ''}"
-            key = site.site.split("[")[0], text
-            row = rows.setdefault(key, [0] * 5)
-            figures = (site.tensors, site.saved_bytes, site.stored_bytes, site.held_bytes, site.live_bytes)
-            row[:] = [a + b for a, b in zip(row, figures, strict=True)]
-            if site.error is not None and site.error.measured:
-                errors[key] = max(errors.get(key, 0.0), site.error.relative)
-        return tuple(
-            ModuleReport(module, decision, tensors, saved, stored, held, live, errors.get((module, decision)))
-            for (module, decision), (tensors, saved, stored, held, live) in rows.items()
-            if saved or stored or held or live
-        )
+        return rows.modules(self.sites)
 
     @property
     def lossy(self) -> tuple[SiteReport, ...]:
@@ -260,24 +212,41 @@ class Report:
         sites = [site for site in self.sites if site.error is not None and site.error.measured]
         return tuple(sorted(sites, key=_relative, reverse=True))
 
-    @property
-    def _head(self) -> tuple[str, ...]:
-        return (*HEAD[:-1], ERROR, HEAD[-1]) if self._has_errors else HEAD
+    def _rows(self, by: By) -> Sequence[ModuleReport]:
+        if by == "layers":
+            return self.layers
+        if by == "modules":
+            return self.modules
+        if by == "sites":
+            return [site.as_row() for site in self.sites]
+        raise ConfigError(f"by={by!r}: must be 'layers', 'modules' or 'sites'.")
+
+    def _head(self, by: By) -> tuple[str, ...]:
+        names = (*HEAD[:-1], ERROR, HEAD[-1]) if self._has_errors else HEAD
+        return (by, *names)
 
     @property
     def _has_errors(self) -> bool:
         return any(site.error is not None for site in self.sites)
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        has_errors = self._has_errors
+    def _cells(self, every: Sequence[ModuleReport], most: int | None) -> list[tuple[str, ...]]:
+        """Return the texts of at most `most` rows, of the sum of the rest, and of the totals."""
+        shown = len(every) if most is None or len(every) <= most + 1 else most
+        rest, total = every[shown:], self._total()
+        cells = [self._texts(row.label, row) for row in every[:shown]]
+        if rest:
+            words = "table(most=None) shows them"
+            cells.append(self._texts(f"{len(rest)} more", replace(rows.added("", rest), decision=words)))
+        return [*cells, self._texts("total", total)]
 
-        def row(name: str, tensors: int, sizes: tuple[int, ...], error: float | None, words: str) -> tuple[str, ...]:
-            errors = ["" if error is None else format_error(error)] if has_errors else []
-            return (name, str(tensors), *map(format_nbytes, sizes), *errors, words)
+    def _texts(self, name: str, row: ModuleReport) -> tuple[str, ...]:
+        errors = ["" if row.error is None else format_error(row.error)] if self._has_errors else []
+        return (name, str(row.tensors), *map(format_nbytes, row.sizes), *errors, row.decision)
 
-        cells = [row(m.module, m.tensors, m.sizes, m.error, m.decision) for m in self.modules]
-        totals = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
-        return [*cells, row("total", sum(s.tensors for s in self.sites), totals, None, "")]
+    def _total(self) -> ModuleReport:
+        tensors = sum(site.tensors for site in self.sites)
+        sizes = (self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes)
+        return ModuleReport("total", "", tensors, *sizes)
 
     def _lines(self) -> list[str]:
         """Return the lines about the whole model."""

@@ -341,7 +341,7 @@ def test_the_report_tells():
     run(store)
     report = store.report()
     head, *lines = str(report).splitlines()
-    assert head.split() == ["site", "tensors", "saved", "stored", "held", "live", "error", "decision"]
+    assert head.split() == ["layers", "tensors", "saved", "stored", "held", "live", "error", "decision"]
     (row,) = (line for line in lines if line.startswith("1 "))
     error = {site.site: site.error for site in report.sites}["1[0]"]
     percent = f"{100 * error.relative:.1f} %"

@@ -85,7 +85,7 @@ def test_a_bar_is_as_long_as_its_part():
 def test_a_report_shows_the_rows_of_its_text(one_thread):
     report = trained().report()
     rows = Cells(report._repr_html_()).rows
-    assert rows[0] == ["site", "tensors", "saved", "stored", "held", "live", "error", "decision"]
+    assert rows[0] == ["layers", "tensors", "saved", "stored", "held", "live", "error", "decision"]
     lines = str(report).splitlines()[: len(rows)]
     assert [" ".join(cells).split() for cells in rows] == [line.split() for line in lines]
     assert rows[-1][0] == "total"
@@ -134,10 +134,10 @@ def test_a_store_draws_what_it_holds(one_thread):
     pytest.importorskip("matplotlib")
     store = trained()
     axes = store.plot().axes[0]
-    modules = store.report().modules
-    assert [label.get_text() for label in axes.get_yticklabels()] == [module.module for module in modules]
-    held = [bar.get_width() for bar in axes.patches[: len(modules)]]
-    assert held == pytest.approx([module.held / 2**10 for module in modules])
+    layers = store.report().layers
+    assert [label.get_text() for label in axes.get_yticklabels()] == [layer.label for layer in layers]
+    held = [bar.get_width() for bar in axes.patches[: len(layers)]]
+    assert held == pytest.approx([layer.held / 2**10 for layer in layers])
     assert {text.get_text() for text in axes.get_legend().get_texts()} >= {"int8", "recompute", "keep"}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Disk, Report
+from actstore.errors import ConfigError
 from actstore.results import SiteReport
 
 
@@ -104,7 +105,7 @@ def test_notes_say_why_a_decision_was_not_followed():
 def test_the_table_has_a_line_for_each_module_and_the_totals():
     store, loss = reported("0 : int8; 1 : raw; * : keep")
     lines = str(store.report()).splitlines()
-    assert lines[0].split() == ["site", "tensors", "saved", "stored", "held", "live", "decision"]
+    assert lines[0].split() == ["layers", "tensors", "saved", "stored", "held", "live", "decision"]
     total = next(i for i, line in enumerate(lines) if line.startswith("total"))
     names = [line.split()[0] for line in lines[1:total]]
     assert {"0", "1", "3"} <= set(names)
@@ -112,6 +113,81 @@ def test_the_table_has_a_line_for_each_module_and_the_totals():
     assert "peak over the step" in lines[total + 1]
     assert "8.0 KiB" in str(store.report())
     del loss
+
+
+class Block(nn.Module):
+    """The modules of a transformer's block, without their meaning."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Tanh())
+        self.drop, self.out = nn.Dropout(0.1), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.drop(self.out(self.mlp(self.norm(x)).sigmoid()))
+
+
+def deep(policy, layers=32):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+    model.head = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1))
+    store = ActivationStore(model, policy, min_bytes=0)
+    with store:
+        loss = model(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    return store.report()
+
+
+def test_a_report_of_32_layers_fits_a_screen():
+    report = deep("blocks.*.mlp.* : int8; * : keep")
+    text = str(report)
+    assert len(text.splitlines()) <= 40
+    assert sum(line.startswith("blocks.0-31.mlp.1 x32 ") for line in text.splitlines()) == 1
+    one = next(module for module in report.modules if module.module == "blocks.7.mlp.1")
+    group = next(row for row in report.layers if row.module == "blocks.0-31.mlp.1")
+    assert (group.saved, group.held, group.tensors) == (32 * one.saved, 32 * one.held, 32 * one.tensors)
+    held = [row.held for row in report.layers]
+    assert held == sorted(held, reverse=True)
+
+
+@pytest.mark.parametrize("rows", ["layers", "modules"])
+def test_rows_add_up_to_the_totals(rows):
+    report = deep("blocks.*.mlp.* : int8; blocks.*.out : raw @ disk; * : keep", layers=5)
+    found = getattr(report, rows)
+    assert sum(row.saved for row in found) == report.saved_bytes
+    assert sum(row.stored for row in found) == report.stored_bytes
+    assert sum(row.held for row in found) == report.held_bytes
+    assert sum(row.tensors for row in found) == sum(site.tensors for site in report.sites)
+    assert sum(row.modules for row in report.layers) == len(report.modules)
+
+
+def test_layers_that_differ_have_rows_of_their_own():
+    report = deep("blocks.2.mlp.* : int8; * : keep", layers=4)
+    names = [row.label for row in report.layers if ".mlp.1" in row.module]
+    assert sorted(names) == ["blocks.0-1,3.mlp.1 x3", "blocks.2.mlp.1"]
+
+
+def test_a_table_of_few_rows_sums_the_rest():
+    report = deep("keep", layers=2)
+    _, first, rest, total = report.table(most=1).splitlines()
+    assert first.startswith(report.layers[0].label)
+    assert rest.split()[:2] == [str(len(report.layers) - 1), "more"]
+    assert "table(most=None)" in rest
+    assert total.startswith("total")
+    assert len(report.table(most=None).splitlines()) == len(report.layers) + 2
+    assert len(report.table(most=len(report.layers) - 1).splitlines()) == len(report.layers) + 2  # a row of one more
+
+
+def test_a_table_by_modules_and_by_sites():
+    report = deep("keep", layers=3)
+    modules = report.table("modules", most=None)
+    assert [line.split()[0] for line in modules.splitlines()[1:-1]] == [row.module for row in report.modules]
+    sites = report.table("sites", most=None).splitlines()
+    assert sites[0].split()[0] == "sites"
+    assert [line.split()[0] for line in sites[1:-1]] == [site.site for site in report.sites]
+    with pytest.raises(ConfigError, match=r"by='rows': must be"):
+        report.table("rows")
 
 
 def test_a_report_is_a_value():

@@ -1,0 +1,84 @@
+"""`inspect_step`: a training step run once plainly and once with a store, with all that autograd saves noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import Any
+
+from actstore.errors import ConfigError, StateError
+from actstore.inspection.recorder import Recorder
+from actstore.inspection.result import Inspection
+from actstore.inspection.timeline import Timeline
+from actstore.rerun.state import ModelState, require_initialized
+from actstore.rerun.step import leaves_of, run_backward, takes_store
+from actstore.session.activation_store import ActivationStore
+from actstore.session.entries import is_active
+
+
+def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: Iterable[Any] = ()) -> Inspection:
+    """Run a training step plainly and with the store, and note each saved tensor, its line, and the memory.
+
+    Parameters
+    ----------
+    step : a function that runs forward and backward, in one of the forms that `check_gradients` takes
+    store : ``ActivationStore(model, policy)``
+    stateful : other objects that the step changes, with `state_dict` and `load_state_dict`. Optimizers are found
+        automatically
+
+    Returns
+    -------
+    Inspection : prints itself as a table of the lines that hold most; `plot` draws the memory through the step
+
+    Raises
+    ------
+    ConfigError : the step does not fit one of the forms, or computes no gradient, or `store` is not an ActivationStore
+    StateError : a store is active here, or the step did not enter the store that it was given
+
+    Notes
+    -----
+    The step runs twice plainly and twice with the store, each time from the same state, which is restored, also after
+    an exception. Later steps cost nothing. Not thread-safe: other threads must not train the model meanwhile.
+    """
+    if not isinstance(store, ActivationStore):
+        raise ConfigError(f"store={store!r}: must be an ActivationStore. Make one: ActivationStore(model, 'int8').")
+    if is_active():
+        raise StateError("inspect_step was called inside a store's context. Call it outside; it enters the store.")
+    require_initialized(store.model)
+    passes = takes_store(step)
+    with ModelState(store.model, (), stateful) as state, closing(ActivationStore(store.model, min_bytes=0)) as kept:
+
+        def run(recorder: Recorder) -> Recorder:
+            state.restore()
+            try:
+                if passes:
+                    returned = step(recorder)
+                else:
+                    with recorder:
+                        returned = step()
+                if not recorder.entered:
+                    raise StateError(
+                        "the step did not enter the store that it was given. Write `with store:` around forward."
+                    )
+                if not recorder.ran_backward:
+                    run_backward(dict(leaves_of(returned)))
+                del returned
+            finally:
+                recorder.end()
+            return recorder
+
+        run(Recorder(kept, plain=True))  # the first step of a process allocates more than later ones
+        plain = run(Recorder(kept, plain=True))
+        run(Recorder(store, plain=False))  # the store learns the order of backward's reads
+        stored = run(Recorder(store, plain=False))
+        return Inspection(
+            tensors=tuple(plain.saved),
+            plain=Timeline("plain PyTorch", tuple(plain.points)),
+            store=Timeline(_text(store), tuple(stored.points)),
+            report=store.report(),
+        )
+
+
+def _text(store: ActivationStore) -> str:
+    policy: Any = store.policy
+    return str(getattr(policy, "__name__", policy)).removeprefix("* : ").replace("\n", "; ")

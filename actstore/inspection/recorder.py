@@ -1,0 +1,188 @@
+"""Recorder of one step: a store's context whose hooks also note what is saved, from where, and the memory then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from actstore.autograd.tracker import current
+from actstore.autograd.unpack import unpack
+from actstore.base.checkpoints import innermost_pack
+from actstore.base.layout import layout_of
+from actstore.devices import cpu_memory
+from actstore.inspection.lines import current_line
+from actstore.inspection.saved import InspectedTensor
+from actstore.inspection.timeline import MemoryPoint
+from actstore.session.activation_store import ActivationStore
+
+RESOLUTION = 1 / 400  # of the most bytes so far: a smaller change of memory makes no point
+
+
+class InspectedHandle:
+    """Handle of the store in an inspected step. It dies when autograd lets the saved tensor go."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+class Recorder:
+    """Context that stands for a store in one step.
+
+    Attributes
+    ----------
+    points : the memory at each moment
+    saved : the tensors that went through the hooks, in order
+    entered, ran_backward : whether the step has entered the context, and computed a gradient
+
+    Parameters
+    ----------
+    plain : whether to count what plain autograd holds; otherwise what the store holds
+    """
+
+    def __init__(self, store: ActivationStore, *, plain: bool) -> None:
+        model = store.model
+        tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+        self.points: list[MemoryPoint] = []
+        self.saved: list[InspectedTensor] = []
+        self._store, self._plain = store, plain
+        self._weights = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+        self._leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
+        self._watches: list[RemovableHandle] = []
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._modules = Counter[str]()  # bytes that plain autograd holds
+        self._storages: dict[int, tuple[str, int]] = {}  # those that autograd holds: the module, and the bytes
+        self._tensors = Counter[int]()  # that autograd holds, by storage
+        self._began, self._own_ns = perf_counter_ns(), 0
+        self._most = self._last = 0
+        self.entered = self.ran_backward = False
+
+    def __enter__(self) -> Recorder:
+        if not self._watches:
+            self._watches = [leaf.register_post_accumulate_grad_hook(self._note_gradient) for leaf in self._leaves]
+        self._store.__enter__()
+        if not self.entered:
+            self._began = perf_counter_ns()
+        self.entered = True
+        self._pack_inner = innermost_pack()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        self.note()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self._store.__exit__(kind, error, trace)
+        self.note()
+
+    def end(self) -> None:
+        """Note the memory at the end of the step, and remove the hooks of the weights."""
+        self.note()
+        for watch in self._watches:
+            watch.remove()
+
+    def note(self) -> None:
+        """Note the memory of this moment."""
+        begin = perf_counter_ns()
+        self._add_point(begin)
+        self._own_ns += perf_counter_ns() - begin
+
+    def _note_gradient(self, _: Tensor) -> None:
+        """Note the memory when a weight gets its gradient."""
+        began = perf_counter_ns()
+        self.ran_backward = True
+        self._note_change(began)
+        self._own_ns += perf_counter_ns() - began
+
+    def _pack(self, tensor: Tensor) -> InspectedHandle:
+        began = perf_counter_ns()
+        number = len(self.saved)
+        tracker = current()
+        module = "" if tracker is None else tracker.frame.place.name
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else None
+        key = 0 if storage is None else storage._cdata
+        counts = storage is not None and key not in self._weights
+        new = counts and not self._tensors[key]
+        line = current_line()
+        self.saved.append(
+            InspectedTensor(
+                module,
+                line.operator,
+                "" if tensor.grad_fn is None else tensor.grad_fn.name(),
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                _layout(tensor),
+                storage.nbytes() if new and storage is not None else 0,
+                line.file,
+                line.line,
+                line.function,
+                self._ms(began),
+                None,
+            )
+        )
+        inner = perf_counter_ns()
+        packed = InspectedHandle(self._pack_inner(tensor))
+        own = perf_counter_ns()
+        if new and storage is not None:
+            self._storages[key] = module, storage.nbytes()
+            self._modules[module] += storage.nbytes()
+        self._tensors[key] += counts
+        finalize(packed, self._let_go, number, key if counts else None).atexit = False
+        self._note_change(own)
+        self._own_ns += inner - began + perf_counter_ns() - own
+        return packed
+
+    def _unpack(self, packed: InspectedHandle) -> Tensor:
+        began = perf_counter_ns()
+        self.ran_backward = True
+        self._note_change(began)
+        self._own_ns += perf_counter_ns() - began
+        return unpack(packed.handle)
+
+    def _let_go(self, number: int, key: int | None) -> None:
+        """Note that autograd has let a saved tensor go, and its storage with the last one."""
+        self.saved[number] = replace(self.saved[number], freed_ms=self._ms(perf_counter_ns()))
+        if key is None:
+            return
+        self._tensors[key] -= 1
+        if not self._tensors[key]:
+            module, nbytes = self._storages.pop(key)
+            self._modules[module] -= nbytes
+
+    def _note_change(self, now_ns: int) -> None:
+        """Note this moment if the memory has changed by more than the resolution."""
+        held = self._modules.total() if self._plain else self._store.held_bytes
+        if abs(held - self._last) > RESOLUTION * self._most:
+            self._add_point(now_ns)
+
+    def _add_point(self, now_ns: int) -> None:
+        modules = dict(self._modules) if self._plain else self._store.held_by_module()
+        self._last = sum(modules.values())
+        self._most = max(self._most, self._last)
+        allocated = cpu_memory.memory_allocated() if self._device.type == "cpu" else _allocated(self._device)
+        self.points.append(MemoryPoint(self._ms(now_ns), self.ran_backward, modules, allocated))
+
+    def _ms(self, now_ns: int) -> float:
+        return (now_ns - self._began - self._own_ns) / 1e6
+
+
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _layout(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return str(tensor.layout).removeprefix("torch.")
+    return "dense" if layout_of(tuple(tensor.shape), tensor.stride()).dense else "strided"

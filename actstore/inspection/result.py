@@ -1,0 +1,153 @@
+"""The result of an inspection: saved tensors, the memory through the step, and tables of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Literal
+
+from actstore.base.units import format_nbytes
+from actstore.display.naming import joined, layer_pattern
+from actstore.display.text import columns, percent
+from actstore.errors import ConfigError
+from actstore.inspection.page import page
+from actstore.inspection.saved import InspectedTensor
+from actstore.inspection.timeline import Timeline, holders
+from actstore.session.report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_ROWS = 16
+MAX_CODE_LENGTH = 48  # characters
+GroupBy = Literal["line", "operator", "module"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A step, inspected.
+
+    Attributes
+    ----------
+    tensors : all that autograd saves in the plain step, weights included, in the order of forward
+    plain, store : memory through the plain step, and through the step with the store
+    report : the store's report after its step
+    """
+
+    tensors: tuple[InspectedTensor, ...]
+    plain: Timeline
+    store: Timeline
+    report: Report
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that plain autograd holds for the step: each storage once, without parameters and buffers."""
+        return sum(tensor.saved_bytes for tensor in self.tensors)
+
+    def table(self, by: GroupBy = "line", most: int | None = MAX_ROWS) -> str:
+        """Return a table of what plain autograd saves, the largest first, with its sum in the last row.
+
+        Parameters
+        ----------
+        by : "line" of code, "operator", or "module", with equal modules of several layers in one row
+        most : number of rows that are shown; one more has the sum of the rest. None for all
+        """
+        if by not in _KEYS:
+            raise ConfigError(f"by={by!r}: must be 'line', 'operator' or 'module'.")
+        groups: dict[str, list[InspectedTensor]] = {}
+        for tensor in self.tensors:
+            if tensor.saved_bytes:
+                groups.setdefault(_KEYS[by](tensor), []).append(tensor)
+        rows = sorted(groups.values(), key=lambda tensors: -_nbytes(tensors))
+        shown = len(rows) if most is None or len(rows) <= most + 1 else most
+        head = ("saved", "share", "tensors", "shape", "dtype", "saved by", "module", "line")
+        cells = [self._cells(row) for row in rows[:shown]]
+        if rest := [tensor for row in rows[shown:] for tensor in row]:
+            cells.append((*self._sums(rest), "", "", "", "", f"{len(rows) - shown} more: table(most=None) shows them"))
+        every = [tensor for row in rows for tensor in row]
+        return "\n".join(columns([head, *cells, (*self._sums(every), "", "", "", "", "total")], left=3))
+
+    def _cells(self, tensors: list[InspectedTensor]) -> tuple[str, ...]:
+        first = tensors[0]
+        code = first.code if len(first.code) <= MAX_CODE_LENGTH else first.code[: MAX_CODE_LENGTH - 3] + "..."
+        same_line = _one(f"{tensor.file}:{tensor.line}" for tensor in tensors) is not None
+        return (
+            *self._sums(tensors),
+            _one("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors) or "several",
+            _one(tensor.dtype for tensor in tensors) or "several",
+            _one(tensor.operator for tensor in tensors) or "several",
+            _modules(tensors),
+            f"{first.place}  {code}".strip() if same_line else "several",
+        )
+
+    def _sums(self, tensors: list[InspectedTensor]) -> tuple[str, str, str]:
+        nbytes = _nbytes(tensors)
+        return format_nbytes(nbytes), percent(nbytes / (self.saved_bytes or 1), ".0f"), str(len(tensors))
+
+    def __str__(self) -> str:
+        """Return the table by lines, the peaks of both steps, and the store's advice."""
+        return self.text()
+
+    def text(self, by: GroupBy = "line", most: int | None = MAX_ROWS) -> str:
+        """Return the same with another `table`."""
+        return "\n".join([self.table(by, most), "", *self._peaks(), *self.report.advice])
+
+    def _peaks(self) -> Iterable[str]:
+        for timeline in (self.plain, self.store):
+            peak = timeline.peak
+            when = "backward" if peak.backward else "forward"
+            largest = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in holders(timeline))
+            yield (
+                f"{timeline.policy}: at most {format_nbytes(peak.held_bytes)} of activations, {peak.ms:.0f} ms into "
+                f"the step, in {when}: {largest or 'nothing'}"
+            )
+
+    def plot(self) -> Figure:
+        """Draw the memory through both steps, one band for each group of layers.
+
+        Raises
+        ------
+        ConfigError : matplotlib is not installed (the extra `bench`)
+        """
+        from actstore.inspection.picture import picture
+
+        return picture(self.plain, self.store)
+
+    def to_html(self) -> str:
+        """Return the text of one HTML file, without other resources: both steps to hover and zoom, and all tensors."""
+        return page(self.tensors, (self.plain, self.store))
+
+    def _repr_html_(self) -> str:
+        """Return the same for notebooks."""
+        return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="760" style="border:0"></iframe>'
+
+    def to_json(self) -> str:
+        """Return all tensors and both timelines as one JSON object, under the names of the attributes."""
+        values = {name: value for name, value in asdict(self).items() if name != "report"}
+        return json.dumps(values | {"report": json.loads(self.report.to_json())}, indent=1)
+
+
+_KEYS: dict[str, Callable[[InspectedTensor], str]] = {
+    "line": lambda tensor: f"{tensor.file}:{tensor.line} {tensor.operator} {tensor.shape} {tensor.dtype}",
+    "operator": lambda tensor: tensor.operator,
+    "module": lambda tensor: layer_pattern(tensor.module),
+}
+
+
+def _nbytes(tensors: Iterable[InspectedTensor]) -> int:
+    return sum(tensor.saved_bytes for tensor in tensors)
+
+
+def _one(texts: Iterable[str]) -> str | None:
+    """Return the text that all are; None where they differ."""
+    found = set(texts)
+    return found.pop() if len(found) == 1 else None
+
+
+def _modules(tensors: list[InspectedTensor]) -> str:
+    names = list(dict.fromkeys(tensor.module for tensor in tensors))
+    if len({layer_pattern(name) for name in names}) > 1:
+        return "several"
+    return joined(names) if len(names) > 1 else names[0] or "(outside of the model)"
