@@ -76,10 +76,11 @@ class Fitted:
         if not isinstance(policy, Rules):
             return ModuleSites(name, self._ledger, None, keep_below, watched=False)
         decision = policy.decide(name)
-        if isinstance(decision, Keep) and not policy.names_tags:
+        asks = any(pattern.operator for pattern, _ in policy.tensor_rules(name))
+        if isinstance(decision, Keep) and not (policy.names_tags or asks):
             keep_below = max(keep_below, GROUPED_NBYTES)
         watched = policy.pattern_of(name) != "*" or isinstance(decision, Recompute)
-        return ModuleSites(name, self._ledger, decision, keep_below, watched=watched)
+        return ModuleSites(name, self._ledger, None if asks else decision, keep_below, watched=watched)
 
 
 def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[ForwardWrapper]:
