@@ -251,3 +251,16 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
             expected=expected,
             found=found,
         )
+
+
+def is_exact(handle: Any) -> bool:
+    """Return whether a handle's tensor comes back exactly, as far as the hooks know now."""
+    if isinstance(handle, Stored):
+        owner = handle.owner or handle
+        return owner.alias is None and owner.codec.lossless
+    return isinstance(handle, Kept | tuple | Tensor)
+
+
+def is_lossy(handle: Any) -> bool:
+    """Return True if the handle's tensor comes back with an error."""
+    return isinstance(handle, Stored) and handle.alias is None and not (handle.owner or handle).codec.lossless

@@ -24,6 +24,7 @@ from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
+from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import exact_copy, is_whole
@@ -33,7 +34,7 @@ from actstore.autograd.verdict import Facts, judge, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.spec import Site, Spec
 from actstore.errors import ActstoreError
-from actstore.policy.rules import derives
+from actstore.policy.rules import asks_operators, derives
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -77,6 +78,7 @@ class Scope:
         self._store = store
         self._forward = forward
         self._policy = policy
+        self._asks_operators = asks_operators(policy)
         tracker.derives = derives(policy)
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
@@ -187,7 +189,7 @@ class Scope:
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
-        account, decided = self._decide(tensor, frame, account, key)
+        account, decided = self._decide(tensor, frame, account, key, outer)
         if isinstance(decided, Deriving):
             account.where, target = decided.where, decided.rest
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
@@ -320,7 +322,7 @@ class Scope:
         return producer
 
     def _decide(
-        self, tensor: Tensor, frame: Frame, account: Account, key: int
+        self, tensor: Tensor, frame: Frame, account: Account, key: int, outer: Tensor | None
     ) -> tuple[Account, Target | Deriving | None]:
         """Return the account and the target of a tensor, whose storage may have a tag."""
         decided = frame.target
@@ -333,7 +335,16 @@ class Scope:
             return account, decided
         if tensor.is_nested:  # it has no single shape to ask for
             return account, None
-        return account, target_of(self._policy(account.site, Spec.of(tensor)))
+        site = account.site
+        if self._asks_operators:
+            known = tensor if outer is None else outer
+            account.operator, looked = operator_of(known, MAX_NODES_INSPECTED - self._looked)
+            site = replace(site, operator=account.operator)
+        else:
+            looked = 0
+        target = target_of(self._policy(site, Spec.of(tensor)))
+        self._looked += looked if target is None else max(looked - 1, 0)  # the first node is looked at again
+        return account, target
 
     def _excluded(self, account: Account, key: int) -> str:
         """Return the reason why a site is exact while another one alone is lossy; empty for that one."""
@@ -343,7 +354,7 @@ class Scope:
 
     def follow(self, policy: Policy, places: dict[Module, ModuleSites]) -> None:
         """Apply another policy to tensors that are saved from now on."""
-        self._policy, self.tracker.places = policy, places
+        self._policy, self._asks_operators, self.tracker.places = policy, asks_operators(policy), places
         self.tracker.derives = derives(policy)
 
     def settle(self) -> None:

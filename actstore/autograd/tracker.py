@@ -243,9 +243,14 @@ class Tracker:
         self.frame.end(self.storages.counted)
         self.frame = self.stack.pop()
 
-    def pack_as(self, pack: Callable[[Tensor], Any], tensor: Tensor, decision: Decision) -> Any:
-        """Return the handle of a tensor under `decision` that plain autograd need not save, made by `pack`."""
-        outer = self.frame
+    def pack_as(
+        self, pack: Callable[[Tensor], Any], tensor: Tensor, decision: Decision, frame: Frame | None = None
+    ) -> Any:
+        """Return the handle of a tensor under `decision` that plain autograd need not save, made by `pack`.
+
+        It counts as one of the innermost call, or of that of `frame`.
+        """
+        outer = frame or self.frame
         self.push(None, outer.place, decision)
         self.frame.index = outer.index
         try:

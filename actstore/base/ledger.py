@@ -82,6 +82,7 @@ class Account:
         "misses",
         "note",
         "offload_ns",
+        "operator",
         "peak",
         "precedent",
         "room_ns",
@@ -113,6 +114,7 @@ class Account:
         self.misses = 0  # and whose fetch had not begun
         self.exact = False  # kept because its values must come back exactly, and its codec is lossy
         self.where = ""  # the decision, as policy text
+        self.operator = ""  # that made the last tensor, where the policy asks for it
         self.note = ""  # why the store did not follow the decision; empty where it did
         self.route: Any = None  # the store's cache of the last tensor's tier and codec,
         self.precedent: Any = None  # and the hooks' cache of what that tensor was

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -58,12 +58,14 @@ def describe(tensor: torch.Tensor) -> str:
 class Site:
     """A place in the model that saves a tensor: module name, index within its call, optional tag.
 
-    Index -1 stands for all tensors of the module that are kept because they are small.
+    Index -1 stands for all tensors of the module that are kept because they are small. A policy is also told the
+    `operator` that made the tensor, such as ``aten.gelu``; empty where that is unknown. Sites are equal without it.
     """
 
     name: str
     index: int
     tag: str = ""
+    operator: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         tag = f"/{self.tag}" if self.tag else ""

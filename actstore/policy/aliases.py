@@ -11,6 +11,7 @@ from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Rules
+from actstore.policy.operators import CLASSES
 from actstore.policy.options import did_you_mean
 from actstore.policy.pattern import Pattern, ancestry, shapes
 
@@ -71,6 +72,8 @@ def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:
 def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -> list[str]:
     """Return patterns for an alias and its further text: one pattern for all layers where it covers nothing else."""
     alias, dot, rest = module.partition(".")
+    if alias not in parts and alias.removeprefix("@") in CLASSES:
+        raise PolicyError(f"'{alias}' is a class of operators: write '*/{alias}'", alias=alias)
     if alias not in parts:
         raise PolicyError(
             f"'{alias}' is an unknown alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}; "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from actstore.base import extensions
 from actstore.base.spec import Site, Spec
+from actstore.codecs import Raw
 from actstore.codecs.base import Codec
 from actstore.errors import ChainError
 from actstore.policy.options import codec_text
@@ -242,6 +243,14 @@ def waits_as(decision: Decision) -> Keep | Encode | Offload:
     if isinstance(decision, Recompute):
         return decision.inputs
     return decision.rest if isinstance(decision, Derive) else decision
+
+
+def exactly(decision: Decision) -> Keep | Encode | Offload:
+    """Return a decision that waits in the same place, without loss."""
+    wait = waits_as(decision)
+    if isinstance(wait, Keep) or wait.codec.lossless:
+        return wait
+    return Offload(Raw(), wait.tiers) if isinstance(wait, Offload) else Keep()
 
 
 def known_tiers() -> tuple[str, ...]:

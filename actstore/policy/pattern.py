@@ -4,43 +4,53 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import translate
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from actstore.errors import PolicyError
+from actstore.policy import operators
+from actstore.policy.globs import includes, matcher
 
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
 
 
 class Pattern(NamedTuple):
-    """A glob over dotted module names, ``*`` crossing dots, and a glob over tags where one is given.
+    """A glob over dotted module names, ``*`` crossing dots, and where one is given a glob over tags, or an operator.
 
     A pattern covers the modules that it matches and everything inside them.
     """
 
     module: str
     tag: str = ""
+    operator: str = ""  # a class of operators, or a glob over the names of operators
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Read ``module`` or ``module/tag``.
+        """Read ``module``, ``module/tag`` or ``module/@operator``.
 
         Raises
         ------
-        PolicyError : empty, more than one slash, or an invalid character
+        PolicyError : empty, more than one slash, an invalid character, or an unknown operator
         """
         if not _VALID.fullmatch(text):
             raise PolicyError(
                 f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
-                "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'",
+                "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv', or operators, "
+                "such as 'blocks.*/@sdpa'",
                 pattern=text,
             )
-        return cls(*text.split("/"))
+        module, _, inner = text.partition("/")
+        if inner.startswith("@"):
+            return cls(module, operator=operators.check_operator(inner[1:], text))
+        return cls(module, inner)
 
     def __str__(self) -> str:
-        return f"{self.module}/{self.tag}" if self.tag else self.module
+        return f"{self.module}/{self.tensors}" if self.tensors else self.module
+
+    @property
+    def tensors(self) -> str:
+        """Text after the slash, which says the tensors that are meant; empty for all."""
+        return f"@{self.operator}" if self.operator else self.tag
 
     @property
     def any_module(self) -> bool:
@@ -49,19 +59,27 @@ class Pattern(NamedTuple):
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches the module `name` itself."""
-        return _compiled(self.module)(name) is not None
+        return matcher(self.module)(name) is not None
 
-    def covers(self, name: str, tag: str = "") -> bool:
-        """Return whether the pattern covers a tensor with this tag, saved in the module `name`."""
-        if self.tag and not (tag and _compiled(self.tag)(tag)):
+    def covers(self, name: str, tag: str = "", operator: str = "") -> bool:
+        """Return whether the pattern covers a tensor with this tag that `operator` made, saved in the module `name`."""
+        if self.tag and not (tag and matcher(self.tag)(tag)):
             return False
+        if self.operator and not operators.covers(self.operator, operator):
+            return False
+        return self.covers_module(name)
+
+    def covers_module(self, name: str) -> bool:
+        """Return whether the pattern may cover a tensor that is saved in the module `name`."""
         return self.any_module or any(map(self.matches, ancestry(name)))
 
     def includes(self, other: Pattern) -> bool:
         """Return whether this pattern provably covers all that `other` covers, in any model."""
-        if self.tag and not (other.tag and _includes(self.tag, other.tag)):
+        if self.tag and not (other.tag and includes(self.tag, other.tag)):
             return False
-        return any(_includes(self.module, outer) for outer in ancestry(other.module))
+        if self.operator and not (other.operator and operators.includes_all(self.operator, other.operator)):
+            return False
+        return any(includes(self.module, outer) for outer in ancestry(other.module))
 
 
 EVERYTHING = Pattern("*")
@@ -102,18 +120,3 @@ def _closest(word: str, known: Iterable[str]) -> list[str]:
 
 def _shape(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-@lru_cache(maxsize=4096)
-def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
-    return re.compile(translate(glob)).match
-
-
-def _includes(glob: str, other: str) -> bool:
-    """Return whether `glob` provably matches all that `other` matches, for globs whose only wildcard is ``*``.
-
-    Its ``*`` then matches the wildcards of `other` like any other character, and its letters match none of them.
-    """
-    if glob == other:
-        return True
-    return not set("?[") & set(glob) and "[" not in other and _compiled(glob)(other) is not None

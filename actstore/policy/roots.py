@@ -45,16 +45,12 @@ def regions_of(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[s
         if isinstance(decision, Recompute) and (name in blocks if pattern == EVERYTHING else pattern.matches(name))
     }
     regions = Regions({}, [])
-    inside: set[str] = set()  # modules that run again
     for name in names:
         root, part = _around(name, owners, matched)
-        if root and not part:
-            inside.add(name)
         if name == root and isinstance(decision := owners[name][1], Recompute):
             regions.roots[name] = decision
         elif name == part:
             regions.parts.append(name)
-    _require_live_tags(ordered, owners, inside)
     return regions
 
 
@@ -77,21 +73,6 @@ def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str,
                 )
             part = outer
     return root, part
-
-
-def _require_live_tags(ordered: Sequence[Rule], owners: dict[str, Rule], inside: set[str]) -> None:
-    """Refuse a rule for a tag whose modules are all recomputed."""
-    for rule in ordered:
-        if rule[0].tag and not rule[0].any_module:
-            covered = [name for name in owners if rule[0].matches(name)]
-            if covered and inside.issuperset(covered):
-                raise _conflict(
-                    rule,
-                    owners[covered[0]],
-                    covered[0],
-                    "no tagged tensor is saved there; leave that rule out, or name the module that saves it: "
-                    f"'{rule[0].module}.part : {rule[1]}'",
-                )
 
 
 def _conflict(inner: Rule, outer: Rule, where: str, rule: str) -> PolicyError:

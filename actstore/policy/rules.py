@@ -21,8 +21,8 @@ class Rules:
 
     A pattern is a glob over dotted module names (``*`` crosses dots) and covers the modules that it matches and all
     inside them: ``blocks.*.attn`` covers ``blocks.0.attn.proj``. ``blocks.*/qkv`` covers only the tensors there that
-    were tagged ``qkv``; a pattern without a tag covers tensors with any tag or none. A last rule for ``*`` is the
-    default.
+    were tagged ``qkv``, and ``blocks.*/@matmul`` those that a matrix product made; a pattern without such a part covers
+    all tensors. A last rule for ``*`` is the default.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ class Rules:
 
     Raises
     ------
-    PolicyError : not pairs, an invalid pattern, a pattern twice, Recompute for a tag, or a rule that can never apply
-        because earlier rules cover all that it covers
+    PolicyError : not pairs, an invalid pattern, a pattern twice, Recompute for a tag or an operator, or a rule that can
+        never apply because earlier rules cover all that it covers
 
     Notes
     -----
@@ -43,7 +43,7 @@ class Rules:
     rules: tuple[tuple[str, Decision], ...]
     default: Decision
     _ordered: tuple[tuple[Pattern, Decision], ...] = field(init=False, compare=False, repr=False)  # default last
-    _decided: dict[tuple[str, str], Decision] = field(init=False, compare=False, repr=False)
+    _decided: dict[tuple[str, str, str], Decision] = field(init=False, compare=False, repr=False)
 
     def __init__(self, rules: Sequence[tuple[str, Decision]] = (), default: Decision | None = None) -> None:
         ordered = _read_rules(rules)
@@ -76,7 +76,7 @@ class Rules:
         return "\n".join(f"{pattern} : {decision}" for pattern, decision in self._ordered)
 
     def __call__(self, site: Site, spec: Spec) -> Decision:
-        return self.decide(site.name, site.tag)
+        return self.decide(site.name, site.tag, site.operator)
 
     def __add__(self, other: Rules) -> Rules:
         """Return the rules of this policy, then those of `other`, with the default of `other`.
@@ -102,6 +102,11 @@ class Rules:
         return any(pattern.tag for pattern, _ in self._ordered)
 
     @property
+    def names_operators(self) -> bool:
+        """True if a rule has an operator."""
+        return any(pattern.operator for pattern, _ in self._ordered)
+
+    @property
     def recomputes(self) -> bool:
         """True if a rule recomputes."""
         return any(isinstance(decision, Recompute) for decision in self.decisions)
@@ -112,17 +117,35 @@ class Rules:
         ladders = [inner.tiers for inner in map(waits_as, self.decisions) if isinstance(inner, Offload)]
         return {tier for ladder in ladders for tier in ladder}
 
-    def decide(self, name: str, tag: str = "") -> Decision:
-        """Return the decision for a tensor with this tag, saved in the module `name`; cached."""
-        decision = self._decided.get((name, tag))
+    def decide(self, name: str, tag: str = "", operator: str = "") -> Decision:
+        """Return the decision for a tensor with this tag that `operator` made, saved in the module `name`; cached."""
+        decision = self._decided.get((name, tag, operator))
         if decision is None:
-            decision = next(decision for pattern, decision in self._ordered if pattern.covers(name, tag))
-            self._decided[name, tag] = decision
+            _, decision = self._rule_of(name, tag, operator)
+            self._decided[name, tag, operator] = decision
         return decision
 
-    def pattern_of(self, name: str, tag: str = "") -> str:
-        """Return the pattern of the rule that decides for a tensor with this tag, saved in the module `name`."""
-        return next(str(pattern) for pattern, _ in self._ordered if pattern.covers(name, tag))
+    def pattern_of(self, name: str, tag: str = "", operator: str = "") -> str:
+        """Return the pattern of the rule that decides for such a tensor."""
+        return str(self._rule_of(name, tag, operator)[0])
+
+    def _rule_of(self, name: str, tag: str, operator: str) -> tuple[Pattern, Decision]:
+        return next(rule for rule in self._ordered if rule[0].covers(name, tag, operator))
+
+    def tensor_rules(self, name: str) -> list[tuple[Pattern, Decision]]:
+        """Return the rules with a tag or an operator that may decide for tensors of the module `name`."""
+        found = []
+        for pattern, decision in self._ordered:
+            if pattern.tensors and pattern.covers_module(name):
+                found.append((pattern, decision))
+            elif pattern.covers(name):
+                break
+        return found
+
+    def tensor_decision(self, name: str, tag: str, operator: str) -> Decision | None:
+        """Return the decision for a tensor of the module `name`; None where no rule with a tag or operator decides."""
+        pattern, decision = self._rule_of(name, tag, operator)
+        return decision if pattern.tensors else None
 
     def check(self, names: Iterable[str]) -> None:
         """Check that every pattern matches a module of a model with these module names.
@@ -153,8 +176,8 @@ class Rules:
 
         Raises
         ------
-        PolicyError : another rule recomputes a module inside one of these, or is for tags there, where nothing is
-            saved; or the default is Recompute and the model has no blocks
+        PolicyError : another rule recomputes a module inside one of these; or the default is Recompute and the model
+            has no blocks
         """
         return regions_of(self._ordered, names, blocks)
 
@@ -162,6 +185,11 @@ class Rules:
 def derives(policy: Policy) -> bool:
     """Return whether the policy may derive a tensor."""
     return not isinstance(policy, Rules) or any(isinstance(decision, Derive) for decision in policy.decisions)
+
+
+def asks_operators(policy: Policy) -> bool:
+    """Return whether the policy may depend on the operator that made a tensor."""
+    return bool(getattr(policy, "names_operators", False))
 
 
 def may_be_lossy(policy: Policy) -> bool:
@@ -188,13 +216,14 @@ def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
         )
     pattern = Pattern.parse(rule[0])
     decision = _read_decision(f"the decision of rule {number}, '{pattern}',", rule[1])
-    if pattern.tag and isinstance(decision, Recompute):
+    if pattern.tensors and isinstance(decision, Recompute):
+        what, names = ("an operator", "an operator makes") if pattern.operator else ("a tag", "a tag names")
         raise PolicyError(
-            f"rule '{pattern} : {decision}' recomputes a tag, but a tag names tensors and recompute wraps modules; "
+            f"rule '{pattern} : {decision}' recomputes {what}, but {names} tensors and recompute wraps modules; "
             f"write '{pattern.module} : {decision}'",
             number=number,
         )
-    return (EVERYTHING if pattern.any_module and not pattern.tag else pattern), decision
+    return (EVERYTHING if pattern.any_module and not pattern.tensors else pattern), decision
 
 
 def _read_decision(what: str, decision: object) -> Decision:
@@ -223,7 +252,7 @@ def _require_reachable(ordered: Sequence[tuple[Pattern, Decision]]) -> None:
 
 
 def _meant(pattern: Pattern, names: Sequence[str]) -> str:
-    near = [f"{module}/{pattern.tag}" if pattern.tag else module for module in near_modules(pattern.module, names)]
+    near = [str(pattern._replace(module=module)) for module in near_modules(pattern.module, names)]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -18,19 +18,17 @@ from torch.nn import Module
 from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.autograd import unpack as reading
-from actstore.autograd.handles import Kept, Stored
+from actstore.autograd.handles import Kept, Stored, is_exact
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
 from actstore.base.trees import flatten
-from actstore.codecs import Raw
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorAccess
-from actstore.policy import Decision, Keep, Offload
-from actstore.policy.decision import waits_as
+from actstore.policy import Decision, Keep
+from actstore.policy.decision import exactly
 from actstore.recompute.attributes import tensors_of
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
-from actstore.recompute.replay import is_exact
 from actstore.recompute.running import FirstRun, LaterRun, current
 
 
@@ -52,7 +50,7 @@ class ExceptedPart(ForwardWrapper):
         self._text = f"{name} ({decision})"
         self._once = once
         self._double = double
-        self.output_decision = _exactly(decision)
+        self.output_decision = exactly(decision)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = current()
@@ -227,7 +225,7 @@ class ExceptedCall:
         for view in self._views:
             argument: Any = leaves[view.argument] if view.argument < len(leaves) else None
             if not is_plain(argument) or (argument.shape, argument.stride()) != view.like:
-                raise run.differs(self.part, f"{self.part.name} is given another argument")
+                raise run.differs(self.part.name, f"{self.part.name} is given another argument")
             pack(view.of(argument))
         if self._output is None:
             raise _StopRecomputationError
@@ -244,11 +242,3 @@ def _reading(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         return handle.get() if type(handle) is RegionTensor else unpack(handle)
 
     return read
-
-
-def _exactly(decision: Decision) -> Keep | Any:
-    """Return a decision that waits in the same place, without loss."""
-    wait = waits_as(decision)
-    if isinstance(wait, Keep) or wait.codec.lossless:
-        return wait
-    return Offload(Raw(), wait.tiers) if isinstance(wait, Offload) else Keep()

@@ -31,6 +31,11 @@ class Mode(TorchDispatchMode):
         self._kept = decisions.kept
         self.paused = False  # while a part runs whose decisions are not the region's
 
+    @property
+    def count(self) -> int:
+        """Number of decisions that have been kept."""
+        return len(self._kept)
+
 
 def is_choice(result: Any) -> bool:
     """Return whether a result is discrete: a tensor of bools or integers, or a Python number."""

@@ -154,7 +154,7 @@ _DIMS = {  # position of the argument `dim`; None where an index counts the last
 }
 _WHOLE = {"_unique2", "unique_dim", "unique_consecutive", "histc", "poisson", "binomial"}
 _INDICES = {"argmax", "argmin", "nonzero", "bucketize", "searchsorted", "multinomial", "count_nonzero"}
-_EMPTY = {  # the result does not depend on the values of the arguments
+MAKES_EMPTY = {  # the result does not depend on the values of the arguments
     "empty_like", "new_empty", "new_empty_strided", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like",
     "new_full",
 }  # fmt: skip
@@ -175,7 +175,7 @@ def kind_of(operator: Any) -> DecisionKind:
         return DecisionKind.NEVER
     name, schema = base_name(operator), operator._schema
     if operator.namespace == "aten":
-        if name in _EMPTY:
+        if name in MAKES_EMPTY:
             return DecisionKind.NEVER
         if name == "relu":
             return DecisionKind.RELU

@@ -39,7 +39,7 @@ class OutputPayload:
         self._handle = pack(tensor)
         self._layout = tensor.shape, tensor.stride() if is_plain(tensor) else None
         self._requires_grad = any(leaf.requires_grad for leaf in leaves)
-        self._witnesses = [(_witness(leaf), leaf._version) for leaf in leaves]
+        self._witnesses = [(witness_of(leaf), leaf._version) for leaf in leaves]
         self.written = False
 
     def ended(self) -> None:
@@ -201,7 +201,7 @@ def _view(tensor: Tensor, start: int) -> View:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
 
 
-def _witness(tensor: Tensor) -> Tensor:
+def witness_of(tensor: Tensor) -> Tensor:
     """Return what keeps the version counter and none of the memory."""
     witness = tensor.detach()
     if is_plain(tensor):

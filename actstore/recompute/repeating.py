@@ -80,6 +80,12 @@ class Repeating(Mode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self.saved.clear()
 
+    def skip(self, decisions: int) -> None:
+        """Note that an operator does not run again, which has made some decisions."""
+        self._end()
+        self.saved.clear()
+        self._next += decisions
+
     def _end(self) -> None:
         """End the run if backward needs nothing more of it."""
         if self.has_all:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from actstore.autograd.handles import Kept, Stored
+from actstore.autograd.handles import Kept, is_exact
 from actstore.base.ledger import Account
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
@@ -21,6 +21,7 @@ from actstore.model.generators import GeneratorStates
 from actstore.model.surroundings import Surroundings
 from actstore.model.weights import Weights
 from actstore.recompute.chain import CallChain, Carry, Values
+from actstore.recompute.keeping import keeping, serving
 from actstore.recompute.offers import Offers
 from actstore.recompute.recording import Recording
 from actstore.recompute.repeating import Repeating
@@ -56,7 +57,7 @@ class RegionCall:
     Attributes
     ----------
     decisions : decisions of the first run, if later runs repeat them
-    parts : calls of the parts that do not run again; None under a policy without such parts
+    parts : calls of the parts and operators that do not run again; None under a policy without such rules
     """
 
     __slots__ = (
@@ -109,7 +110,7 @@ class RegionCall:
         """Run forward on the call's arguments, as `run` where parts of it do not run again."""
         assert self.given is not None
         args, kwargs = unflatten(self.given, self.form)
-        forward = self.forward if run is None else partial(run.run, self.forward)
+        forward = self.forward if run is None else partial(run.run, keeping(run, self.forward))
         if self.decisions is None:
             return forward(*args, **kwargs)
         with Recording(self.decisions) as mode:
@@ -151,7 +152,7 @@ class RegionCall:
             leaves[i] = leaves[first]
         args, kwargs = unflatten(leaves, self.form)
         later = None if self.parts is None else LaterRun(self.parts, kept, fixed)
-        forward = self.forward if later is None else partial(later.run, self.forward)
+        forward = self.forward if later is None else partial(later.run, serving(later, self.forward))
         if self.decisions is None:
             return lambda: forward(*args, **kwargs), kept, None
         repeating = Repeating(self.decisions, fixed)
@@ -223,19 +224,6 @@ class Calls:
         if call is None or call.chain is None or call.chain.decision != decision:
             return None
         return (call, made.leaf) if (made.version, made.dtype) == (leaf._version, leaf.dtype) else None
-
-
-def is_exact(handle: Any) -> bool:
-    """Return whether a handle's tensor comes back exactly, as far as the hooks know now."""
-    if isinstance(handle, Stored):
-        owner = handle.owner or handle
-        return owner.alias is None and owner.codec.lossless
-    return isinstance(handle, Kept | tuple | Tensor)
-
-
-def is_lossy(handle: Any) -> bool:
-    """Return True if the handle's tensor comes back with an error."""
-    return isinstance(handle, Stored) and handle.alias is None and not (handle.owner or handle).codec.lossless
 
 
 def _root_of(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from actstore.recompute.modes import Mode
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
+    from actstore.recompute.inner_rules import InnerRules
 
 _thread = local()  # .run: the innermost run of a region
 
@@ -41,8 +42,21 @@ class PartCall(Protocol):
         """Note that the region has run, and has saved so many tensors."""
 
 
+class ResultCall(Protocol):
+    """A call of an operator that a rule names, or of `tag`.
+
+    Attributes
+    ----------
+    operator : its name
+    shape : of its first tensor
+    """
+
+    operator: str
+    shape: tuple[int, ...]
+
+
 class RegionParts(NamedTuple):
-    """The calls of excepted parts in one call of a region, and what they need of that.
+    """The calls of excepted parts and operators in one call of a region, and what they need of that.
 
     Attributes
     ----------
@@ -51,7 +65,9 @@ class RegionParts(NamedTuple):
     exact : whether the inputs of the region come back exactly
     generators : their states before the region
     unpack : reads what was saved outside of the region
-    calls : in the order of the first run
+    inner : the rules for tensors inside of it; None for none
+    calls : of parts, in the order of the first run
+    results : calls of operators that the rules may be for, and tags, in the same order
     """
 
     region: str
@@ -59,7 +75,9 @@ class RegionParts(NamedTuple):
     exact: bool
     generators: GeneratorStates
     unpack: Callable[[Any], Tensor]
+    inner: InnerRules | None
     calls: list[PartCall]
+    results: list[ResultCall]
 
 
 class RegionRun:
@@ -70,14 +88,16 @@ class RegionRun:
     parts : the calls of excepted parts
     hook : the pack hook of the region; where another one is innermost, no part is excepted
     mode : the mode that keeps or repeats decisions; None for no mode
+    tag : returns a tensor with a tag, or what takes its place; None without rules for that
     """
 
-    __slots__ = ("hook", "mode", "parts")
+    __slots__ = ("hook", "mode", "parts", "tag")
 
     def __init__(self, parts: RegionParts) -> None:
         self.parts = parts
         self.hook: Any = None
         self.mode: Mode | None = None
+        self.tag: Callable[[Tensor, str], Tensor] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region's forward."""
@@ -107,14 +127,22 @@ class FirstRun(RegionRun):
     scope : the state of the store's hooks
     pack : the hook around the region, which is the store's, or one that was entered inside of that
     count : returns how many tensors the region has saved so far
+    replays : whether later runs may be for the region's output
     """
 
-    __slots__ = ("count", "pack", "scope")
+    __slots__ = ("count", "pack", "replays", "scope")
 
     def __init__(
-        self, parts: RegionParts, scope: Scope, pack: Callable[[Tensor], Any], count: Callable[[], int]
+        self,
+        parts: RegionParts,
+        scope: Scope,
+        pack: Callable[[Tensor], Any],
+        count: Callable[[], int],
+        *,
+        replays: bool,
     ) -> None:
         super().__init__(parts)
+        self.replays = replays
         self.scope = scope
         self.pack = pack
         self.count = count
@@ -160,18 +188,18 @@ class LaterRun(RegionRun):
         if call is None or call.part is not part:
             was = "no further one" if call is None else f"one of {call.part.name}"
             raise self.differs(
-                part, f"its call {self._next + 1} of an excepted part is one of {part.name}, and was {was}"
+                part.name, f"its call {self._next + 1} of an excepted part is one of {part.name}, and was {was}"
             )
         self._next += 1
         return call
 
-    def differs(self, part: ForwardWrapper, how: str) -> StateError:
+    def differs(self, module: str, how: str) -> StateError:
         """Return the error for a region that goes another way."""
         return StateError(
             f"The second run of {self.parts.region} goes another way than its first: {how}.\n"
             "A Python value or a global has changed since.\n"
             "Give that to the module as an argument, or do not recompute it: write keep in place of recompute.",
-            module=part.name,
+            module=module,
         )
 
 

@@ -16,6 +16,7 @@ from torch.nn import Module, RReLU
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from actstore.autograd.handles import is_lossy
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
@@ -31,12 +32,13 @@ from actstore.recompute.counting import CountRecomputed, CountSaved
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import divergence
 from actstore.recompute.forwards import ForwardWrapper
-from actstore.recompute.replay import CallInput, Calls, RegionCall, is_lossy
+from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
+    from actstore.recompute.inner_rules import InnerRules
 
 
 _STATELESS = {torch.device("cpu"), torch.device("meta")}  # or devices with a generator that is always known
@@ -60,6 +62,7 @@ class Wrapped(ForwardWrapper):
     double : the warning of the model's own checkpoints
     alike : number of modules that the same rule matches: the first guess at the length of a chain
     once : all modules of the policy that do not run again, with the regions around them
+    inner : the rules for tensors inside of it; None for none
 
     Raises
     ------
@@ -75,6 +78,7 @@ class Wrapped(ForwardWrapper):
         double: DoubleCheckpoints,
         alike: int = 1,
         once: frozenset[Module] = frozenset(),
+        inner: InnerRules | None = None,
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
         if scripted is not None:  # an exception ends a recomputation, and TorchScript's interpreter replaces it
@@ -92,6 +96,8 @@ class Wrapped(ForwardWrapper):
             )
         super().__init__(name, module)
         self._once = once
+        self._inner = inner
+        self._lossy = inner is not None and inner.lossy
         self._region = f"{name} ({decision})"  # for messages
         self._text = str(decision)
         self._decision = decision
@@ -119,7 +125,9 @@ class Wrapped(ForwardWrapper):
         depth, hidden = len(tracker.stack), tracker.hidden
         call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
         saved = CountSaved(scope, call, self._diverged)
-        begun = FirstRun(call.parts, scope, pack, lambda: saved.packs) if call.parts is not None else None
+        begun: FirstRun | None = None
+        if call.parts is not None:
+            begun = FirstRun(call.parts, scope, pack, lambda: saved.packs, replays=call.chain is not None)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
             saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -222,18 +230,26 @@ class Wrapped(ForwardWrapper):
                     carry.handle = pack(leaf)
                 call.sources[i] = CallInput(carry, None, leaf.requires_grad)
         finally:
+            index = tracker.frame.index
             tracker.pop()
-        if self._decision.keeps_decisions and (self._decision.decisions == "kept" or not call.comes_back_exactly):
+        if self._repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
-        if self._once:
+        if self._inner is not None:  # its results are accounts beside those of the inputs
+            tracker.frame.index = max(tracker.frame.index, index)
+        if self._once or self._inner is not None:
             call.parts = self._parts(call)
         return call, CountRecomputed(scope, call)
 
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
         handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
-        exact = not self._decision.keeps_decisions and not any(map(is_lossy, handles))
-        return RegionParts(self._region, self._once, exact, call.generators, call.unpack, [])
+        exact = not (self._repeats or self._lossy) and not any(map(is_lossy, handles))
+        return RegionParts(self._region, self._once, exact, call.generators, call.unpack, self._inner, [], [])
+
+    @property
+    def _repeats(self) -> bool:
+        """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
+        return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""

@@ -121,4 +121,5 @@ def _checked(policy: Policy) -> Policy:
             )
         return decision
 
+    decide.names_operators = True  # type: ignore[attr-defined]  # as `Rules.names_operators`: it may read the site's
     return decide

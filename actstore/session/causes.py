@@ -141,9 +141,9 @@ def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, s
             continue
         rule = "*", "keep"
         if isinstance(policy, Rules):
-            name, tag = account.site.name, account.site.tag
-            decision = str(policy.decide(name, tag))
-            rule = policy.pattern_of(name, tag), decision
+            tensor = account.site.name, account.site.tag, account.operator
+            decision = str(policy.decide(*tensor))
+            rule = policy.pattern_of(*tensor), decision
             if rule[0] != "*" and decision.startswith("recompute"):  # calls beyond `first`, and inputs that stay alive
                 continue
         nbytes = min(account.saved, account.held_at_exit) if account.where.startswith("derive") else account.saved

@@ -12,7 +12,7 @@ from actstore.autograd import tracker as modules
 from actstore.autograd.hooks import Scope
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import ConfigError, StateError
-from actstore.recompute import counting
+from actstore.recompute import counting, running
 from actstore.recompute.checkpoints import end_left
 from actstore.recompute.replay import Calls
 
@@ -97,12 +97,18 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     without one, `tag` does nothing. An operator that saves its own output (exp, relu, softmax, attention) has saved it
     before the caller can name it.
 
+    In a recomputed module the tensor waits by the rule, and the second run goes on from it: it returns that one, so use
+    what `tag` returns. The operator that made the tensor does not run again.
+
     Raises
     ------
     ConfigError : the name is not one word
     """
     if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
         raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'")
+    run = running.current()
+    if run is not None and run.tag is not None:
+        tensor = run.tag(tensor, name)
     found = entries()
     if found:
         found[-1].scope.tag(tensor, name)

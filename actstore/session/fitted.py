@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch.nn import Module
 
@@ -13,9 +13,11 @@ from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
+from actstore.policy.pattern import ancestry
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.inner_rules import InnerRules
 from actstore.recompute.wrapped import Wrapped
 from actstore.session.entries import innermost_of
 
@@ -76,10 +78,11 @@ class Fitted:
         if not isinstance(policy, Rules):
             return ModuleSites(name, self._ledger, None, keep_below, watched=False)
         decision = policy.decide(name)
-        if isinstance(decision, Keep) and not policy.names_tags:
+        asks = any(pattern.operator for pattern, _ in policy.tensor_rules(name))
+        if isinstance(decision, Keep) and not (policy.names_tags or asks):
             keep_below = max(keep_below, GROUPED_NBYTES)
         watched = policy.pattern_of(name) != "*" or isinstance(decision, Recompute)
-        return ModuleSites(name, self._ledger, decision, keep_below, watched=watched)
+        return ModuleSites(name, self._ledger, None if asks else decision, keep_below, watched=watched)
 
 
 def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[ForwardWrapper]:
@@ -98,13 +101,26 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     excepted = dict(part for name in parts for part in _callable_parts(name, named[name]))
     once = frozenset(inner for part in excepted.values() for inner in part.modules())
     alike = Counter(roots.values())
+    inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
     return [
         *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
         *(
-            Wrapped(name, named[name], decision, lambda: innermost_of(owner), double, alike[decision], once)
+            Wrapped(
+                name, named[name], decision, lambda: innermost_of(owner), double, alike[decision], once, inner[name]
+            )
             for name, decision in roots.items()
         ),
     ]
+
+
+def _inner_rules(root: str, named: Iterable[str], policy: Rules, excepted: Container[str]) -> InnerRules | None:
+    """Return the rules for tensors inside of a recomputed module, without its parts; None for none."""
+    names = []
+    for name in named:
+        around = [*ancestry(name)]
+        if root in around and not any(outer in excepted for outer in around[: around.index(root)]):
+            names.append(name)
+    return InnerRules(policy, names) or None
 
 
 def _callable_parts(name: str, module: Module) -> Iterator[tuple[str, Module]]:

@@ -85,7 +85,7 @@ def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | No
 def _stays(account: Account, policy: Policy) -> bool:
     if not isinstance(policy, Rules):
         return "@" not in account.where
-    decision = policy.decide(account.site.name, account.site.tag)
+    decision = policy.decide(account.site.name, account.site.tag, account.operator)
     return not isinstance(decision, Recompute) and not isinstance(waits_as(decision), Offload)
 
 

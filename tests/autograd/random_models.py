@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from actstore import tag
+
 WIDTH = 8
 
 Tree = tuple[Any, ...]
@@ -247,6 +249,7 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "spectrum": lambda: Call(_filtered),
     "summed": lambda: Call(lambda x: x.cumsum(1) / (1 + x.logsumexp(-1, keepdim=True).square())),
     "expanded": lambda: Call(lambda x: x * x.mean(-1, keepdim=True).expand_as(x).sin()),
+    "marked": lambda: Call(lambda x: tag((x * 2).sin(), "marked").tanh() * x),
     "standardised": lambda: Call(lambda x: (x - x.mean()) / (x.std() + 1)),
 }
 
@@ -268,6 +271,7 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "full precision": lambda inner: Around(inner, _full_precision),
     "by value": lambda inner: Around(inner, _by_value),
     "detached": lambda inner: Around(inner, lambda inner, x: inner(x).detach() * x),
+    "marked behind": lambda inner: Around(inner, lambda inner, x: tag(inner(x), "marked").sin() + x),
     "checkpoint": lambda inner: Around(inner, lambda inner, x: checkpoint(inner, x, use_reentrant=False)),
 }
 

@@ -17,12 +17,16 @@ from tests.autograd.random_models import WIDTH
 STORED = ("keep", "raw", "raw @ disk", "raw @ host > disk", "expack", "zmask", "derive", "derive(raw @ disk)")
 RECOMPUTED = ("recompute", "recompute(raw)", "recompute(raw @ disk)", "recompute(expack)")
 CHAINS = ("recompute(segment=2)", "recompute(schedule=sqrt)", "recompute(schedule=revolve, slots=1)")
+INNER = ("@matmul", "@sdpa", "@activation", "@norm", "@conv", "@aten.*", "@aten.mul", "marked")
 WAYS = ("one", "inside", "two at once", "retained", "differentiated twice", "of some", "fixed input")
 
 
 @st.composite
 def policies(draw: st.DrawFn, model: nn.Module) -> str:
-    """One rule for a sequence of modules, or some for modules that the model has, the inner ones first."""
+    """One rule for a sequence of modules, or some for modules that the model has, the inner ones first.
+
+    A rule for a part of a recomputed module excepts it. Rules for operators and for a tag may come before all.
+    """
     modules = dict(model.named_modules())
     rules: list[tuple[str, tuple[str, ...]]] = []
     if draw(st.integers(0, 2)) == 0:
@@ -32,6 +36,8 @@ def policies(draw: st.DrawFn, model: nn.Module) -> str:
         names = draw(st.lists(st.sampled_from(list(modules)[1:]), min_size=1, max_size=3, unique=True))
         kinds = st.sampled_from([STORED, RECOMPUTED])
         rules += [(name, draw(kinds)) for name in sorted(names, key=lambda name: -name.count("."))]
+    for word in draw(st.lists(st.sampled_from(INNER), max_size=2, unique=True)):
+        rules.insert(0, (f"{draw(st.sampled_from(['*', *list(modules)[1:]]))}/{word}", STORED))
     rules.append(("*", STORED))
     return "; ".join(f"{pattern} : {draw(st.sampled_from(decisions))}" for pattern, decisions in rules)
 

@@ -54,7 +54,8 @@ def recomputations():
 def patterns():
     part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "11", "*", "?", "[ab]", "head*"])
     module = st.lists(part, min_size=1, max_size=4).map(".".join)
-    return module | st.tuples(module, st.sampled_from(["qkv", "q*", "*"])).map("/".join)
+    tensors = st.sampled_from(["qkv", "q*", "*", "@sdpa", "@matmul", "@aten.mm", "@aten.*"])
+    return module | st.tuples(module, tensors).map("/".join)
 
 
 @st.composite

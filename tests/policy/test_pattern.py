@@ -17,6 +17,13 @@ from actstore.policy.pattern import Pattern, ancestry, near_modules, shapes
         ("a", "a/t"),
         ("a/*", "a.b/t*"),
         ("a/t", "a.b/t"),
+        ("a", "a/@sdpa"),
+        ("*", "a/@aten.mm"),
+        ("a/@matmul", "a.b/@matmul"),
+        ("a/@matmul", "a/@aten.addmm"),
+        ("a/@sdpa", "a/@aten._scaled_dot_product_flash_attention"),
+        ("a/@sdpa", "a/@aten._scaled_dot_product_f*"),
+        ("*/@aten.*", "a/@norm"),
     ],
 )
 def test_a_pattern_that_plainly_includes_another(wide, narrow):
@@ -36,6 +43,12 @@ def test_a_pattern_that_plainly_includes_another(wide, narrow):
         ("a/t", "a"),
         ("a/t", "a/*"),
         ("*/t", "a"),
+        ("a/@matmul", "a"),
+        ("a/@matmul", "a/matmul"),
+        ("a/*", "a/@matmul"),
+        ("a/@aten.*", "a/t"),
+        ("a/@aten.mm", "a/@matmul"),
+        ("a/@conv", "a/@matmul"),
     ],
 )
 def test_a_pattern_that_may_not_include_another(wide, narrow):

@@ -173,7 +173,7 @@ def test_deciding_agrees_with_a_look_at_every_rule(policy, name, tag):
         (
             lambda: Rules([("a b", RAW)]),
             "'a b' is not a pattern; write a module name, in which * stands for anything, such as 'blocks.*.attn', and "
-            "after a slash the name of a tagged tensor, such as 'blocks.*/qkv'",
+            "after a slash the name of a tagged tensor, such as 'blocks.*/qkv', or operators, such as 'blocks.*/@sdpa'",
         ),
     ],
 )

@@ -1,0 +1,52 @@
+"""Names of PyTorch's operators, and of the autograd nodes that they make."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+# Operators whose result has the values of their argument, in another shape, memory or dtype.
+PASSING = frozenset(
+    {
+        "_conj", "_neg_view", "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "detach",
+        "diagonal", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+        "transpose", "unbind", "unfold", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view",
+        "view_as_complex", "view_as_real",
+    }
+)  # fmt: skip
+
+
+@cache
+def aten_names() -> dict[str, bool]:
+    """Return the names of PyTorch's operators, each with whether other operators make its result."""
+    found: dict[str, bool] = {}
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = full.partition("::")
+        name, _, overload = rest.partition(".")
+        if namespace != "aten" or overload.endswith("out"):
+            continue
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+        found[name] = found.get(name, True) and composite
+    return found
+
+
+@cache
+def _by_node() -> dict[str, str]:
+    """Return the names of operators by the names of their nodes, without the number at the end of those."""
+    found: dict[str, str] = {}
+    for name, composite in sorted(aten_names().items(), key=lambda item: (item[1], item[0].endswith("_"), item[0])):
+        if not composite:
+            found.setdefault(_node_of(name), name.removesuffix("_"))
+    return found
+
+
+def operator_of_node(node: str) -> str:
+    """Return the operator that makes nodes of this name, such as ``gelu`` of ``GeluBackward0``; empty for none."""
+    return _by_node().get(node.rstrip("0123456789"), "")
+
+
+def _node_of(name: str) -> str:
+    """Return the name that PyTorch's generator of code gives to the nodes of an operator."""
+    words = "".join(word.title() for word in name.split("_"))
+    return f"{words}Backward".replace("ForwardBackward", "Backward")

@@ -1,0 +1,355 @@
+"""Dispatch modes that see each operator of a region, so that those that a rule names do not run again.
+
+In the first run a mode stores what they return. In each later run another mode returns it in the same order. A rule for
+a tag is one for the operator that made the tagged tensor. Where that must run again, `tag` returns the stored tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from actstore.autograd.handles import Stored
+from actstore.autograd.tracker import Frame
+from actstore.base.checkpoints import innermost_pack
+from actstore.base.storage import storages_of
+from actstore.base.trees import flatten
+from actstore.model.generators import GeneratorAccess
+from actstore.policy import Encode, Keep, Offload
+from actstore.recompute.decisions import shape_text
+from actstore.recompute.inner_rules import draws, name_of, written_by
+from actstore.recompute.modes import is_traced, shape_of
+from actstore.recompute.outputs import is_plain, own_copy
+from actstore.recompute.repeating import Repeating
+from actstore.recompute.results import OperatorCall, ResultTensor
+from actstore.recompute.running import FirstRun, LaterRun, RegionRun, current
+
+Forward = Callable[..., Any]
+_MAX_RECENT = 8  # operators, among which `tag` finds the one that made a tensor
+
+
+class ResultMode(TorchDispatchMode):
+    """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: RegionRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        assert run.parts.inner is not None
+        self._rules = run.parts.inner
+        self._calls: list[Any] = run.parts.results
+        self._around = run
+        self._keys: Any = None  # those of the dispatcher around the run, included and excluded
+
+    def __enter__(self) -> Any:
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        self._around.tag = self.tag
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._around.tag = None  # otherwise a cycle
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a tensor that the region names, or what takes its place."""
+        raise NotImplementedError
+
+    def _may_keep(self, operator: Any) -> bool:
+        """Return whether a rule may be for results of an operator that runs now."""
+        around = self._around
+        if not self._rules.may_keep(operator) or current() is not around or innermost_pack() is not around.hook:
+            return False
+        return not is_traced()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Run code as outside of all operators, and unseen by the mode of decisions."""
+        with torch._C._ForceDispatchKeyGuard(*self._keys), self._around.paused():
+            yield
+
+
+class MadeResult(NamedTuple):
+    """Result of an operator, and how it is to wait."""
+
+    call: OperatorCall
+    result: Any
+    frame: Frame
+    decision: Keep | Encode | Offload
+
+
+class RecentResult:
+    """Result of one of the last operators, without the memory of its first tensor."""
+
+    __slots__ = ("_first", "_form", "_layout", "_rest", "call", "frame", "storage")
+
+    def __init__(self, call: OperatorCall, result: Any, frame: Frame) -> None:
+        self.call = call
+        self.frame = frame
+        self._rest, self._form = tree_flatten(result)
+        first = self._rest[0]
+        self._rest[0] = None
+        self._first = ref(first)
+        self._layout = first.shape, first.stride(), int(first.storage_offset())
+        self.storage = StorageWeakRef(first.untyped_storage())
+
+    @staticmethod
+    def fits(result: Any) -> bool:
+        """Return whether the tensors after the first one take no more memory than that."""
+        leaves = tree_flatten(result)[0]
+        if not leaves or not is_plain(leaves[0]):
+            return False
+        return sum(leaf.nbytes for leaf in leaves[1:] if isinstance(leaf, Tensor)) <= int(leaves[0].nbytes)
+
+    def made(self, tagged: Tensor, decision: Keep | Encode | Offload) -> MadeResult | None:
+        """Return the result again, of whose first tensor `tagged` is a view; None where that is not possible."""
+        first = self._first()
+        if first is None:  # an operator such as `_unsafe_view` has made another tensor of its memory
+            shape, stride, offset = self._layout
+            first = tagged if tagged._base is None else tagged._base
+            if first.numel() != shape.numel() or not (first.is_contiguous() and first.storage_offset() == offset):
+                return None
+            if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
+                return None
+            first = first.view(shape)
+        return MadeResult(self.call, tree_unflatten([first, *self._rest[1:]], self._form), self.frame, decision)
+
+
+class Alias(NamedTuple):
+    """A result that waits in the memory of the tensor itself."""
+
+    tensor: ResultTensor
+    made: MadeResult
+
+
+class Keeping(ResultMode):
+    """Mode of a first run, which stores the results of operators by their rules."""
+
+    def __init__(self, run: FirstRun) -> None:
+        super().__init__(run)
+        self._run = run
+        self._made: MadeResult | None = None  # of the last operator; autograd knows it when the next one begins
+        self._recent: deque[RecentResult] = deque(maxlen=_MAX_RECENT)
+        self._aliases: dict[int, list[Alias]] = {}  # by the storage under them
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._made is not None:
+            self._settle()
+        if self._aliases or self._recent:
+            self._leave_alone(written_by(operator, args, kwargs))
+        if not self._may_keep(operator):
+            return operator(*args, **kwargs)
+        frame = self._run.scope.tracker.frame
+        call = OperatorCall(name_of(operator), shape_of(args), self._run.count())
+        self._calls.append(call)
+        decision = self._rules.decide(frame.place.name, operator=call.operator)
+        if decision is None and not self._rules.tags:
+            return operator(*args, **kwargs)
+        result = self._run_once(operator, args, kwargs, call, decides=decision is None)
+        if not _can_wait(result, args, kwargs):
+            return result
+        if decision is not None:
+            self._made = MadeResult(call, result, frame, decision)
+        if self._rules.tags and RecentResult.fits(result):
+            self._recent.append(RecentResult(call, result, frame))
+        return result
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """Store a tensor by the rule of its tag, as the result of the operator that made it where that is known."""
+        if innermost_pack() is not self._run.hook:
+            return tensor
+        if self._made is not None:
+            self._settle()
+        call = OperatorCall(f"tag {name}", tuple(tensor.shape), self._run.count())
+        self._calls.append(call)
+        if not is_plain(tensor):
+            return tensor
+        frame, key = self._run.scope.tracker.frame, tensor.untyped_storage()._cdata
+        recent = next((recent for recent in reversed(self._recent) if recent.storage.cdata == key), None)
+        operator = "" if recent is None else recent.call.operator
+        decision = self._rules.decide(frame.place.name, name, operator)
+        waits = recent and self._rules.decide(recent.frame.place.name, operator=operator)  # its own rule, if any
+        if decision is None or decision == waits:
+            return tensor
+        made = None if recent is None else recent.made(tensor, decision)
+        if made is not None:  # a payload by the operator's own rule would serve this one, too
+            made.call.drop()
+            self._aliases.pop(key, None)
+        self._made = made or MadeResult(call, tensor, frame, decision)
+        self._settle()
+        return tensor
+
+    def finish(self, output: Any) -> None:
+        """End the run, whose region may change its output afterwards."""
+        if self._made is not None:
+            self._settle()
+        packs = self._run.count()
+        for call in self._calls:
+            call.ended(packs, replays=self._run.replays)
+        leaves, _ = flatten((output,), {})
+        self._leave_alone(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._aliases.clear()
+
+    def _run_once(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], call: OperatorCall, *, decides: bool
+    ) -> Any:
+        """Run an operator, and note what later runs need. Where it `decides`, the mode of decisions sees it."""
+        mode, before = self._run.mode, self._states(operator)
+        if decides:
+            count = 0 if mode is None else mode.count
+            result = operator(*args, **kwargs)
+            call.decisions = 0 if mode is None else mode.count - count
+        else:
+            with self._run.paused():
+                result = operator(*args, **kwargs)
+        after = self._states(operator)
+        call.states = [(source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old]
+        return result
+
+    def _states(self, operator: Any) -> list[tuple[GeneratorAccess, Any]]:
+        """Return the states of the generators that an operator may draw from."""
+        if not draws(operator):
+            return []
+        with self._outside():
+            return self._run.parts.generators.now()
+
+    def _settle(self) -> None:
+        """Store the result of the last operator."""
+        made, self._made = self._made, None
+        assert made is not None
+        with self._outside():
+            made.call.put(made.result, lambda tensor: self._store(tensor, made))
+
+    def _store(self, tensor: Tensor, made: MadeResult) -> ResultTensor:
+        decision = made.decision
+        if isinstance(decision, Keep) or tensor.requires_grad:
+            stored = ResultTensor(tensor, self._pack(tensor, made))
+            if type(stored.handle) is Stored and stored.handle.alias is None:
+                stored.handle.any_version = True  # its bytes are those from before any write
+            else:
+                for storage in storages_of(tensor):
+                    self._aliases.setdefault(storage._cdata, []).append(Alias(stored, made))
+            return stored
+        return ResultTensor(tensor, self._pack(own_copy(tensor), made))  # the store encodes it after the next node
+
+    def _pack(self, tensor: Tensor, made: MadeResult) -> Any:
+        tracker, frame = self._run.scope.tracker, made.frame
+        index = frame.index
+        handle = tracker.pack_as(self._run.pack, tensor, made.decision, frame)
+        if frame.index > index:
+            what = made.call.operator
+            what = what if what.startswith("tag ") else f"result of {what}"
+            frame.place.account(index).note = f"{what}, which recomputations read"
+        return handle
+
+    def _leave_alone(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the results that wait in memory to which the region or its caller may write from now on."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                key = storage._cdata
+                if any(recent.storage.cdata == key for recent in self._recent):
+                    left = [recent for recent in self._recent if recent.storage.cdata != key]
+                    self._recent = deque(left, maxlen=_MAX_RECENT)
+                for alias in self._aliases.pop(key, ()):
+                    if alias.made.call.holds(alias.tensor):
+                        with self._outside():
+                            kept = self._run.parts.unpack(alias.tensor.handle)
+                            alias.tensor.handle = self._pack(own_copy(kept), alias.made)
+
+
+class Serving(ResultMode):
+    """Mode of a later run, which returns the results of the first run."""
+
+    def __init__(self, run: LaterRun) -> None:
+        super().__init__(run)
+        self._run = run
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._may_keep(operator):
+            return operator(*args, **kwargs)
+        call = self._take(name_of(operator), shape_of(args))
+        if call.runs_again:
+            return operator(*args, **kwargs)
+        if isinstance(self._run.mode, Repeating):
+            self._run.mode.skip(call.decisions)
+        with self._outside():
+            leaves = call.again(self._run)
+        # Here `detach` makes tensors that autograd knows nothing of, as those that an operator returns.
+        return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], call.form)
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the stored tensor in place of one that has been computed again."""
+        if innermost_pack() is not self._run.hook:
+            return tensor
+        call = self._take(f"tag {name}", tuple(tensor.shape))
+        if call.runs_again:
+            return tensor
+        with self._outside():
+            stored: Tensor = call.again(self._run)[0].detach()
+        if tensor.requires_grad:
+            stored.requires_grad_()
+        return stored.clone() if call.written else stored  # no operator writes to a leaf
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> OperatorCall:
+        call = self._calls[self._next] if self._next < len(self._calls) else None
+        self._next += 1
+        if call is None or (call.operator, call.shape) != (name, shape):
+            was = "no further one" if call is None else f"{call.operator} of {shape_text(call.shape)}"
+            found = f"{name} of {shape_text(shape)}"
+            raise self._run.differs(
+                self._run.parts.region,
+                f"its operator {self._next} of those that rules name is {found}, and was {was}",
+            )
+        assert isinstance(call, OperatorCall)
+        return call
+
+
+def keeping(run: FirstRun, forward: Forward) -> Forward:
+    """Return the forward of a first run that stores the results of operators by their rules."""
+    if run.parts.inner is None:
+        return forward
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        with Keeping(run) as mode:
+            output = forward(*args, **kwargs)
+            mode.finish(output)
+        return output
+
+    return keep
+
+
+def serving(run: LaterRun, forward: Forward) -> Forward:
+    """Return the forward of a later run that gets these results."""
+    if run.parts.inner is None:
+        return forward
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        with Serving(run):
+            return forward(*args, **kwargs)
+
+    return serve
+
+
+def _can_wait(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a result consists of plain tensors in memory of their own, and of plain values."""
+    leaves, _ = flatten((result,), {})
+    given, _ = flatten(tuple(args), kwargs)
+    if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+        return False
+    memory = {leaf.untyped_storage()._cdata for leaf in given if is_plain(leaf)}
+    return memory.isdisjoint(leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor))
