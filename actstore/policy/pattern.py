@@ -10,14 +10,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from actstore.errors import PolicyError
+from actstore.policy.slices import check_ranges, read_slice, split_slice, without_ranges
 
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
+_MARK = "\ue000"  # for a range of numbers: a character that `translate` leaves alone, and no name has
 
 
 class Pattern(NamedTuple):
     """A glob over dotted module names, ``*`` crossing dots, and a glob over tags where one is given.
 
-    A pattern covers the modules that it matches and everything inside them.
+    ``[0-15]`` is a number from 0 to 15. An alias, which stands for names in a model, may have a slice:
+    ``@blocks[::2]``. A pattern covers the modules that it matches and everything inside them.
     """
 
     module: str
@@ -29,14 +32,19 @@ class Pattern(NamedTuple):
 
         Raises
         ------
-        PolicyError : empty, more than one slash, or an invalid character
+        PolicyError : empty, more than one slash, an invalid character, slice or range
         """
-        if not _VALID.fullmatch(text):
+        alias, chosen = split_slice(re.split("[./]", text, maxsplit=1)[0])
+        plain = text if chosen is None else text.replace(f"[{chosen}]", "", 1)
+        if chosen is not None:
+            read_slice(alias, chosen)
+        if not _VALID.fullmatch(plain):
             raise PolicyError(
                 f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
                 "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'",
                 pattern=text,
             )
+        check_ranges(plain)
         return cls(*text.split("/"))
 
     def __str__(self) -> str:
@@ -101,12 +109,16 @@ def _closest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _shape(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if part.isdigit() else part for part in without_ranges(name, "0")[0].split("."))
 
 
 @lru_cache(maxsize=4096)
 def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
-    return re.compile(translate(glob)).match
+    marked, numbers = without_ranges(glob, _MARK)
+    pattern = translate(marked)
+    for each in numbers:
+        pattern = pattern.replace(_MARK, each, 1)
+    return re.compile(pattern).match
 
 
 def _includes(glob: str, other: str) -> bool:
