@@ -396,12 +396,12 @@ class Scope:
 
     # -- counts and tags of other modules -----------------------------------------------------------------------------
 
-    def count(self, key: int, storage: UntypedStorage, account: Account) -> None:
-        """Record a storage that plain autograd would save, and that a recomputed region does not save."""
-        if key not in self.parameters and not self.tracker.knows(key):
-            nbytes = self.storages.count(key, storage)
-            if nbytes:
-                self.ledger.add(account, nbytes, 0, 0)
+    def count(self, key: int, storage: UntypedStorage) -> int:
+        """Return the bytes of a storage that plain autograd would save, and that a recomputed region does not save.
+
+        They are 0 where the storage counted before, or is a parameter's. The caller books them.
+        """
+        return 0 if key in self.parameters or self.tracker.knows(key) else self.storages.count(key, storage)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage of `tensor`, for the rules of tensors that are saved from now on."""

@@ -39,5 +39,7 @@ def unflatten(leaves: list[Any], form: Form) -> tuple[tuple[Any, ...], dict[str,
     if isinstance(form, TreeSpec):
         args, kwargs = tree_unflatten(leaves, form)
         return args, kwargs
+    if not any(form):
+        return tuple(leaves), {}
     rest = iter(leaves)
     return tuple(tuple(islice(rest, size)) if size else next(rest) for size in form), {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
+import struct
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _get_dispatch_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module
 
@@ -136,6 +139,8 @@ def _source(read: Callable[[], Any], put: Callable[[Any], object]) -> GeneratorA
 
 
 def _state_of(generator: torch.Generator) -> bytes:
+    if _get_dispatch_mode(_FAKE) is None:
+        return generator.get_state().numpy().tobytes()
     with unset_fake_temporarily():  # a mode that makes all new tensors fake leaves generators real
         return generator.get_state().numpy().tobytes()
 
@@ -164,6 +169,60 @@ def _shared(source: GeneratorAccess) -> GeneratorAccess:
     return GeneratorAccess(partial(same, source.read), source.set, partial(same, source.look))
 
 
+class _TorchGlobal:
+    """PyTorch's generator of the CPU. A `look` at an unchanged state copies it once, a read twice."""
+
+    def __init__(self) -> None:
+        self._known = b""
+
+    def read(self) -> bytes:
+        self._known = _state_of(torch.default_generator)
+        return self._known
+
+    def look(self) -> bytes:
+        if _get_dispatch_mode(_FAKE) is None and _is_same(self._known, torch.default_generator.get_state().numpy()):
+            return self._known
+        return self.read()
+
+
+class _PythonGlobal:
+    """Python's global generator. A read of its state takes 20 us; a `look` at an unchanged state takes 1 us.
+
+    The state consists of the words of a Mersenne twister and, at times, a buffered normal number. CPython has the words
+    at the end of an object. Where they are not found there, `look` reads all.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        self._known: tuple[bytes, Any] | None = None
+        self._words = self._find_words()
+
+    def read(self) -> Any:
+        words = b"" if self._words is None else bytes(self._words)
+        state = random.getstate()
+        self._known = (words, state) if words and _is_same(words, self._words) else None
+        return state
+
+    def look(self) -> Any:
+        known = self._known
+        if known is not None and known[1][2] is self._generator.gauss_next and _is_same(known[0], self._words):
+            return known[1]
+        return self.read()
+
+    def set(self, state: Any) -> None:
+        self._known = None
+        random.setstate(state)
+
+    def _find_words(self) -> Any:
+        """Return the memory of the position in the words, and of the words; None where they are not found."""
+        base: Any = random.Random.__base__
+        if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _MT19937_NBYTES:
+            return None
+        memory = _memory(id(self._generator) + object.__basicsize__)
+        *words, position = random.getstate()[1]
+        return memory if _is_same(struct.pack(f"{1 + len(words)}I", position, *words), memory) else None
+
+
 class _NumpyGlobal:
     """NumPy's global generator. A read of its state takes 30 us; a `look` at an unchanged state takes 1 us.
 
@@ -172,31 +231,44 @@ class _NumpyGlobal:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[bytes, bytes] | None = None
+        self._known: tuple[int, bytes, bytes] | None = None
 
     def read(self) -> bytes:
-        words = self._words()
+        address = self._address()
+        words = bytes(_memory(address)) if address else b""
         full: Any = _numpy_random.get_state(legacy=False)
         state = pickle.dumps(full)
-        self._known = (words, state) if words and not full["has_gauss"] and self._words() == words else None
+        stable = words and not full["has_gauss"] and self._address() == address and _is_same(words, _memory(address))
+        self._known = (address, words, state) if stable else None
         return state
 
     def look(self) -> bytes:
         known = self._known
-        return known[1] if known is not None and known[0] == self._words() else self.read()
+        if known is not None and known[0] == self._address() and _is_same(known[1], _memory(known[0])):
+            return known[2]
+        return self.read()
 
     def set(self, state: bytes) -> None:
         self._known = None
         _numpy_random.set_state(pickle.loads(state))
 
     @staticmethod
-    def _words() -> bytes:
-        """Return the words of a Mersenne twister, its position and their address; empty for another generator."""
+    def _address() -> int:
+        """Return the address of the words of a Mersenne twister and its position; 0 for another generator."""
         bits = _numpy_random.get_bit_generator()
-        if type(bits) is not np.random.MT19937:
-            return b""
-        address: int = bits.ctypes.state_address
-        return ctypes.string_at(address, _MT19937_NBYTES) + address.to_bytes(8, "little")
+        address: int = bits.ctypes.state_address if type(bits) is np.random.MT19937 else 0
+        return address
+
+
+@lru_cache(maxsize=16)
+def _memory(address: int) -> Any:
+    """Return the memory of a Mersenne twister."""
+    return (ctypes.c_char * _MT19937_NBYTES).from_address(address)
+
+
+def _is_same(known: bytes, memory: Any) -> bool:
+    """Return whether a buffer of as many bytes has these bytes, without a copy of it."""
+    return known.startswith(memory)
 
 
 @cache
@@ -215,10 +287,13 @@ def _device_source(device: torch.device) -> GeneratorAccess:
 
 _numpy_random: Any = np.random
 _CLASSES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_MT19937_NBYTES = 625 * 4  # of its struct: 624 words and the position in them
+_MT19937_NBYTES = 625 * 4  # of the structs of NumPy and CPython: 624 words and the position in them
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_torch = _TorchGlobal()
+_python = _PythonGlobal()
 _numpy = _NumpyGlobal()
 _SHARED = (
-    _shared(_source_of(torch.default_generator)),
-    _shared(_source(random.getstate, random.setstate)),
+    _shared(GeneratorAccess(_torch.read, partial(_set_state, torch.default_generator), _torch.look)),
+    _shared(GeneratorAccess(_python.read, _python.set, _python.look)),
     _shared(GeneratorAccess(_numpy.read, _numpy.set, _numpy.look)),
 )

@@ -18,6 +18,7 @@ from actstore.base.storage import storages_of
 from actstore.errors import MutationError
 
 Entries = dict[str, Any]  # a module's parameters or its buffers by name; None for one registered as None
+_EMBEDDINGS = (Embedding, EmbeddingBag)
 
 
 class Weights:
@@ -67,7 +68,7 @@ class Weights:
             if parameters:
                 self._seen.append((parameters, dict(parameters)))
                 self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
-            if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None:
+            if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
                 self._limits.append((module, module.max_norm))
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if not buffers:

@@ -10,10 +10,11 @@ from torch.nn import Module
 from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
-from actstore.policy import Rules
+from actstore.policy import Decision, Rules
 from actstore.policy.operators import CLASSES
 from actstore.policy.options import did_you_mean
 from actstore.policy.pattern import Pattern, ancestry, shapes
+from actstore.policy.slices import select, split_slice
 
 ALIASES = ("@attention", "@blocks", "@mlp", "@norm")
 
@@ -29,22 +30,27 @@ def expand(rules: Rules, model: Module) -> Rules:
     ``@blocks`` are the modules that the model repeats. ``@attention`` and ``@mlp`` are the outermost modules in them
     with a name that models give to attention (``self_attn``, ``SelfAttention``), and to feed-forward networks and
     experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalisations outside of these two.
+    A slice selects some of them, in the order of the model: ``@blocks[::2]``, ``@blocks[-1]``.
     Text after an alias follows each of its names: ``@mlp.down_proj``.
 
     Raises
     ------
-    PolicyError : an unknown alias, or an alias without a module in the model; the message lists the known names
+    PolicyError : an unknown alias, an alias without a module in the model, or a slice that selects none; the message
+        lists the known names
     """
     if not any(pattern.startswith("@") for pattern, _ in rules.rules):
         return rules
     named = dict(named_modules(model))
     parts = _parts(named, repeated_blocks(model))
-    expanded = []
+    expanded: list[tuple[Pattern, Decision]] = []
     for text, decision in rules.rules:
         pattern = Pattern.parse(text)
         names = _names(pattern.module, parts, named) if text.startswith("@") else [pattern.module]
-        expanded += [(str(pattern._replace(module=name)), decision) for name in names]
-    return Rules(expanded, default=rules.default)
+        found = [pattern._replace(module=name) for name in names]
+        # slices may overlap: `Rules` refuses a rule only if earlier ones cover all that it covers
+        live = [one for one in found if not any(earlier.includes(one) for earlier, _ in expanded)]
+        expanded += [(one, decision) for one in live or found]
+    return Rules([(str(pattern), decision) for pattern, decision in expanded], default=rules.default)
 
 
 def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[str]]:
@@ -71,7 +77,8 @@ def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:
 
 def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -> list[str]:
     """Return patterns for an alias and its further text: one pattern for all layers where it covers nothing else."""
-    alias, dot, rest = module.partition(".")
+    sliced, dot, rest = module.partition(".")
+    alias, text = split_slice(sliced)
     if alias not in parts and alias.removeprefix("@") in CLASSES:
         raise PolicyError(f"'{alias}' is a class of operators: write '*/{alias}'", alias=alias)
     if alias not in parts:
@@ -87,10 +94,11 @@ def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -
             f"{', '.join((inner or shapes(named))[:12])}",
             alias=alias,
         )
-    found = []
-    for pattern in map(Pattern, shapes(parts[alias])):
-        covered = {name for name in parts[alias] if pattern.matches(name)}
+    chosen = parts[alias] if text is None else select(alias, text, parts[alias])
+    found: list[str] = []
+    for pattern in map(Pattern, shapes(chosen)):
+        covered = dict.fromkeys(name for name in chosen if pattern.matches(name))
         matched = (name for name in named if pattern.matches(name))
-        exact = not pattern.any_module and all(covered.intersection(ancestry(name)) for name in matched)
-        found += [pattern.module] if exact else sorted(covered)
+        exact = not pattern.any_module and all(any(outer in covered for outer in ancestry(name)) for name in matched)
+        found += [pattern.module] if exact else covered
     return [name + dot + rest for name in dict.fromkeys(found)]

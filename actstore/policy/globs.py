@@ -7,11 +7,19 @@ from collections.abc import Callable
 from fnmatch import translate
 from functools import lru_cache
 
+from actstore.policy.slices import without_ranges
+
+_MARK = "\ue000"  # for a range of numbers: a character that `translate` leaves alone, and no name has
+
 
 @lru_cache(maxsize=4096)
 def matcher(glob: str) -> Callable[[str], re.Match[str] | None]:
     """Return the function that matches a name."""
-    return re.compile(translate(glob)).match
+    marked, numbers = without_ranges(glob, _MARK)
+    pattern = translate(marked)
+    for each in numbers:
+        pattern = pattern.replace(_MARK, each, 1)
+    return re.compile(pattern).match
 
 
 def includes(glob: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
 rule     := pattern ":" decision
+pattern  := glob ["/" glob] | "@" alias ["[" slice "]"] ["." glob] ["/" glob]
 decision := "keep" | "derive" ["(" decision ")"] | "recompute" ["(" inputs ")"]
           | ["unprotected"] codec ["@" tier (">" tier)*]
 inputs   := decision ("," option "=" value)* | option "=" value ("," option "=" value)*

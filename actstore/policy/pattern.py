@@ -10,6 +10,7 @@ from typing import NamedTuple
 from actstore.errors import PolicyError
 from actstore.policy import operators
 from actstore.policy.globs import includes, matcher
+from actstore.policy.slices import check_ranges, read_slice, split_slice, without_ranges
 
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
 
@@ -17,7 +18,8 @@ _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
 class Pattern(NamedTuple):
     """A glob over dotted module names, ``*`` crossing dots, and where one is given a glob over tags, or an operator.
 
-    A pattern covers the modules that it matches and everything inside them.
+    ``[0-15]`` is a number from 0 to 15. An alias, which stands for names in a model, may have a slice:
+    ``@blocks[::2]``. A pattern covers the modules that it matches and everything inside them.
     """
 
     module: str
@@ -30,15 +32,20 @@ class Pattern(NamedTuple):
 
         Raises
         ------
-        PolicyError : empty, more than one slash, an invalid character, or an unknown operator
+        PolicyError : empty, more than one slash, an invalid character, slice or range, or an unknown operator
         """
-        if not _VALID.fullmatch(text):
+        alias, chosen = split_slice(re.split("[./]", text, maxsplit=1)[0])
+        plain = text if chosen is None else text.replace(f"[{chosen}]", "", 1)
+        if chosen is not None:
+            read_slice(alias, chosen)
+        if not _VALID.fullmatch(plain):
             raise PolicyError(
                 f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
                 "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv', or operators, "
                 "such as 'blocks.*/@sdpa'",
                 pattern=text,
             )
+        check_ranges(plain)
         module, _, inner = text.partition("/")
         if inner.startswith("@"):
             return cls(module, operator=operators.check_operator(inner[1:], text))
@@ -119,4 +126,4 @@ def _closest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _shape(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if part.isdigit() else part for part in without_ranges(name, "0")[0].split("."))

@@ -19,10 +19,10 @@ _MAX_NAMES_SHOWN = 8  # names of the model in an error
 class Rules:
     """Policy of rules: the first rule whose pattern covers the site decides, else `default`.
 
-    A pattern is a glob over dotted module names (``*`` crosses dots) and covers the modules that it matches and all
-    inside them: ``blocks.*.attn`` covers ``blocks.0.attn.proj``. ``blocks.*/qkv`` covers only the tensors there that
-    were tagged ``qkv``, and ``blocks.*/@matmul`` those that a matrix product made; a pattern without such a part covers
-    all tensors. A last rule for ``*`` is the default.
+    A pattern is a glob over dotted module names and covers the modules that it matches and all inside them:
+    ``blocks.*.attn`` covers ``blocks.0.attn.proj``. ``*`` crosses dots, ``[0-15]`` is a number from 0 to 15.
+    ``blocks.*/qkv`` covers only the tensors there that were tagged ``qkv``, and ``blocks.*/@matmul`` those that a
+    matrix product made; a pattern without such a part covers all tensors. A last rule for ``*`` is the default.
 
     Parameters
     ----------

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from actstore.errors import ConfigError, PolicyError
 
 _TOKEN = re.compile(r"(?P<word>[A-Za-z_]\w*)|(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<sign>[@>(),=])")
+_BRACKETS = re.compile(r"\[[^\]]*\]")
 _FORM = "a rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'"
 
 E = TypeVar("E", bound=ConfigError)
@@ -38,7 +39,7 @@ class RuleText(NamedTuple):
 
     def split(self) -> tuple[str | None, RuleText]:
         """Return the pattern (None where the rule has no colon) and the text of the decision."""
-        colon = self.text.find(":")
+        colon = _BRACKETS.sub(lambda found: "_" * len(found[0]), self.text).find(":")  # a slice has colons, too
         if colon < 0:
             return None, self
         rest = _trim(self.line, self.start + colon + 1, self.end)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,13 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.storage import storages_of
 from actstore.errors import StateError
-from actstore.recompute.replay import RegionCall
+from actstore.recompute.replay import RegionCall, Rewound
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -35,14 +35,7 @@ class Delegating:
     def __enter__(self) -> None:
         pack, unpack = _top_saved_tensors_default_hooks(False)
         seen = self.begin()
-
-        def counting(tensor: Tensor) -> Any:
-            if not (is_parameter(tensor) or isinstance(tensor, FakeTensor)):
-                for storage in storages_of(tensor):
-                    self.see(storage, seen)
-            return self.pack(tensor, pack, seen)
-
-        hooks = saved_tensors_hooks(counting, self.reading(unpack))
+        hooks = saved_tensors_hooks(self.packing(pack, seen), self.reading(unpack))
         hooks.__enter__()
         self._entered[get_ident()] = hooks, seen
 
@@ -55,13 +48,9 @@ class Delegating:
         """Begin to count a run of the region."""
         return _RegionBytes()
 
-    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
-        """Count a storage that the region has saved a tensor of."""
+    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
+        """Return the pack hook of the region's saved tensors. A closure, because it runs for each of them."""
         raise AssertionError
-
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack a tensor that the region saves."""
-        return pack(tensor)
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         """Return the unpack hook of the region's saved tensors."""
@@ -71,16 +60,27 @@ class Delegating:
         """End the count, after the region has run or stopped early."""
 
 
+def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
+    """Return the storages of a saved tensor that count: none of a parameter, of its views, or of a fake tensor."""
+    base = tensor._base
+    if tensor.__class__ is Tensor and (base is None or base.__class__ is Tensor):  # the common case
+        return storages_of(tensor)
+    if base.__class__ is Parameter:  # as in a linear layer
+        return ()
+    return () if is_parameter(tensor) or isinstance(tensor, FakeTensor) else storages_of(tensor)
+
+
 class _RegionBytes:
     """Bytes that one run of a region has saved, by storage, and the callbacks of its end."""
 
-    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
+    __slots__ = ("booked", "done", "fresh", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
+        self.fresh = 0  # of these, bytes of storages that count for the first time
         self.booked = set[int]()  # storages that the ledger books elsewhere
         self.repeating: Repeating | None = None
-        self.last: AbstractContextManager[None] | None = None
+        self.last: Rewound | None = None
         self.done: Callable[[], None] | None = None  # ends the gauge's measurement
         self.traced: Callable[[], None] | None = None  # ends the trace's event
 
@@ -101,17 +101,24 @@ class CountSaved(Delegating):
         self.nbytes = 0  # bytes of all other storages
         self.packs = 0  # tensors that it saved
 
-    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
-        key = storage._cdata
-        self._scope.count(key, storage, self.account)
-        if key in self._weights.buffers:
-            self._weights.saved(key)
-        if key not in self._scope.parameters:
-            seen.nbytes[key] = storage.nbytes()
+    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
+        scope, weights = self._scope, self._weights
+        parameters, counted = scope.parameters, scope.storages.counted
+        buffers, sizes = weights.buffers, seen.nbytes
 
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        self.packs += 1
-        return pack(tensor)
+        def counting(tensor: Tensor) -> Any:
+            for storage in _counted(tensor):
+                key = storage._cdata
+                if key not in counted:
+                    seen.fresh += scope.count(key, storage)
+                if key in buffers:
+                    weights.saved(key)
+                if key not in parameters:
+                    sizes[key] = storage.nbytes()
+            self.packs += 1
+            return pack(tensor)
+
+        return counting
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         region, call, diverged = self._region, self._call, self._diverged
@@ -128,6 +135,8 @@ class CountSaved(Delegating):
         return naming
 
     def end(self, seen: _RegionBytes) -> None:
+        if seen.fresh:
+            self._scope.ledger.add(self.account, seen.fresh, 0, 0)
         self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
 
 
@@ -159,13 +168,23 @@ class CountRecomputed(Delegating):
         seen = self._entered[get_ident()][1]
         seen.booked, seen.repeating = booked, repeating
 
-    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack a saved tensor. Where backward needs nothing more, the mode ends the run before its next operator, which
-        may first have to move the saved tensor.
+    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
+        parameters, sizes, repeats = self._parameters, seen.nbytes, self._repeats
+
+        def counting(tensor: Tensor) -> Any:
+            for storage in _counted(tensor):
+                key = storage._cdata
+                if key not in parameters and key not in seen.booked:
+                    sizes[key] = storage.nbytes()
+            return pack(tensor) if seen.repeating is None else repeats(tensor, pack, seen.repeating)
+
+        return counting
+
+    @staticmethod
+    def _repeats(tensor: Tensor, pack: Callable[[Tensor], Any], repeating: Repeating) -> Any:
+        """Pack a tensor that a run which repeats decisions saves. Where backward needs nothing more, the mode ends the
+        run before its next operator, which may first have to move the saved tensor.
         """
-        repeating = seen.repeating
-        if repeating is None:
-            return pack(tensor)
         if repeating.has_all:
             raise _StopRecomputationError
         repeating.saved.append(tensor)
@@ -178,14 +197,9 @@ class CountRecomputed(Delegating):
             repeating.has_all = True
             return tensor.detach()
 
-    def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
-        key = storage._cdata
-        if key not in self._parameters and key not in seen.booked:
-            seen.nbytes[key] = storage.nbytes()
-
     def end(self, seen: _RegionBytes) -> None:
         if seen.last is not None:
-            seen.last.__exit__(None, None, None)
+            seen.last.__exit__()
         if seen.done is not None:
             seen.done()
         if seen.traced is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -85,7 +84,7 @@ class RegionCall:
         self.unpack = unpack
         self.weights = weights
         self.generators = generators
-        self.surroundings = Surroundings()
+        self.surroundings: Surroundings | None = None  # of a call whose output may be replayed
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.chain: CallChain | None = None  # None unless its decision replays inputs
@@ -131,6 +130,7 @@ class RegionCall:
 
         Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
+        assert self.surroundings is not None, "set where a call joins a chain"
         run, _, _ = self._prepare(values)
         with self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(run())
@@ -138,6 +138,7 @@ class RegionCall:
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """Prepare a rerun as `again` does, with `values` as its carries."""
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
+        asked = self.decisions is not None or self.parts is not None  # whether anything asks which inputs are exact
         for i, (carry, handle, requires_grad, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
             if gate is not None:
@@ -145,7 +146,7 @@ class RegionCall:
             if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
                 kept.add(tensor.untyped_storage()._cdata)
             source = handle if carry is None else carry.handle
-            if is_exact(source) or getattr(source, "alias", None) is not None:
+            if asked and (is_exact(source) or getattr(source, "alias", None) is not None):
                 fixed.update(storage._cdata for storage in storages_of(tensor))
             leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
         for i, first in self.same.items():
@@ -165,17 +166,35 @@ class RegionCall:
 
         return run, kept, repeating
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Give modules the weights and buffers of the first run, and generators their states before it, until exit."""
-        weights, generators = self.weights.again(), self.generators.again()
-        weights.rewind()
+    def rewound(self) -> Rewound:
+        """Return a context in which modules have the weights and buffers of the first run, and generators their states
+        before it.
+        """
+        return Rewound(self.weights.again(), self.generators.again())
+
+
+class Rewound:
+    """Context in which modules have the weights and buffers of a first run, and generators their states before it."""
+
+    __slots__ = ("_generators", "_weights")
+
+    def __init__(self, weights: Weights, generators: GeneratorStates) -> None:
+        self._weights = weights
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._weights.rewind()
         try:
-            generators.rewind()
-            yield
+            self._generators.rewind()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._generators.resume()
         finally:
-            generators.resume()
-            weights.resume()
+            self._weights.resume()
 
 
 class CallOutput(NamedTuple):

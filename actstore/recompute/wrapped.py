@@ -23,6 +23,7 @@ from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
+from actstore.model.surroundings import Surroundings
 from actstore.model.weights import Weights
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
@@ -262,6 +263,7 @@ class Wrapped(ForwardWrapper):
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
             if calls.begin(CallChain):
                 call.account.note = "begins another chain: no recomputed call returned its inputs"
+        call.surroundings = Surroundings()
         last = chain.arrive(call)
         carries = {}
         for i, (producer, index) in found.items():

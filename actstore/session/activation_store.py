@@ -37,6 +37,7 @@ from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
 from actstore.session.arguments import listed, read_chooser, read_model, read_policy
+from actstore.session.by_size import rules_by_size
 from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
@@ -74,7 +75,7 @@ class ActivationStore:
     policy : text such as ``"blocks.*.attn : int8 @ host"``, or ``"int8"`` for all tensors; or Rules, a Decision, or any
         function ``(Site, Spec) -> Decision``; or `Auto`, `Bits` (as text, ``"auto(20GiB)"``), or a Plan from "auto".
         In text and Rules ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model,
-        whatever their names
+        whatever their names, and ``@blocks[::2]`` for some of them
     tiers : options of the tiers, `Host`, `Disk` and `PluginTier`, and of the bytes on their way there, `Window`. A
         tier that a policy names needs no options
     observe : `SampleErrors`, which is on by default, `Trace` and `Verify`
@@ -327,6 +328,28 @@ class ActivationStore:
             optimizers = [] if self._optimizers is None else self._optimizers.find()
             process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
         return Report.of(self._ledger, circumstances, errors, gradients, request, process)
+
+    def rules_by_size(
+        self, larger_than: int | str, decision: Decision | str = "recompute", among: str = "@blocks"
+    ) -> Rules:
+        """Return rules for the modules that saved more than so many bytes in the last forward, and `keep` for the rest.
+
+        What a module saved includes what the modules inside of it saved, and does not depend on the policy of that
+        forward: it is `Report.saved_bytes`, where each storage counts once, for the module that saved it first.
+
+        Parameters
+        ----------
+        larger_than : bytes, an int or text such as ``"64MiB"``
+        decision : what becomes of the larger modules, as a value or text
+        among : pattern of the modules to choose from; of modules inside each other that it matches, the outermost
+
+        Raises
+        ------
+        StateError : no module has saved a tensor yet
+        PolicyError : `among` matches no module, names a tag, or the store has no model
+        ConfigError : `larger_than` or `decision` does not parse
+        """
+        return rules_by_size(self._ledger, self._model, larger_than, decision, among)
 
     @property
     def held_bytes(self) -> int:

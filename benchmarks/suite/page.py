@@ -141,6 +141,8 @@ REASONS = {
     "compile": "the compiler fuses operators, and holds what plain training holds",
     "compile, budget 0.5": "the compiler fuses normalisations and activations into their neighbours, and so computes "
     "them again for nothing",
+    "torch_remat, attention kept": "it does the work of `blocks.*.attn : keep, blocks.* : recompute`, and puts back no "
+    "random states unless it is told how",
     "DeepSpeed checkpoint": "it is the reentrant kind, one autograd node for a block, and puts back no random states "
     "but torch's",
 }

@@ -34,6 +34,7 @@ def sized(tiny: Workload) -> Workload:
         ("selective checkpoint", 0.3, 0.75),  # what it keeps passes no saved-tensor hook
         ("checkpoint_sequential", 0.3, 0.7),
         ("save_on_cpu", 0.95, 1.1),
+        ("torch_remat, attention kept", 0.3, 0.75),
         ("DeepSpeed checkpoint", 0.0, 0.25),
     ],
 )
@@ -85,6 +86,13 @@ def test_a_model_without_blocks_is_left_out(tiny: Workload, name: str) -> None:
     bare = Job(tiny, job.model, [], job.batch, chain=False)
     with pytest.raises(NotApplicable, match="blocks"):
         wrap(BY_NAME[name], bare, None)
+
+
+def test_blocks_without_attention_are_left_out_where_it_would_be_kept(tiny: Workload) -> None:
+    pytest.importorskip("torch_remat")
+    job = workloads.make(dataclasses.replace(tiny, model="lstm"))
+    with pytest.raises(NotApplicable, match="the blocks have no attention that is known"):
+        wrap(BY_NAME["torch_remat, attention kept"], job, None)
 
 
 def test_offload_needs_a_gpu(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

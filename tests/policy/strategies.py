@@ -52,8 +52,9 @@ def recomputations():
 
 
 def patterns():
-    part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "11", "*", "?", "[ab]", "head*"])
-    module = st.lists(part, min_size=1, max_size=4).map(".".join)
+    part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "11", "*", "?", "[ab]", "[0-11]", "head*"])
+    alias = st.sampled_from(["@blocks", "@blocks[::2]", "@blocks[-2:]", "@mlp[3].0"])
+    module = st.lists(part, min_size=1, max_size=4).map(".".join) | alias
     tensors = st.sampled_from(["qkv", "q*", "*", "@sdpa", "@matmul", "@aten.mm", "@aten.*"])
     return module | st.tuples(module, tensors).map("/".join)
 

@@ -6,11 +6,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from actstore import ActivationStore
 from actstore.errors import MutationError, StateError
+from actstore.model import generators
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import WIDTH
 
@@ -39,6 +42,7 @@ class Draws(nn.Module):
 DRAWS = {
     "torch": lambda _: torch.rand(()),
     "python": lambda _: random.random(),
+    "python_normal": lambda _: random.gauss(),  # every second one changes no word of the state
     "numpy": lambda _: float(np.random.rand()),  # noqa: NPY002
     "numpy_normal": lambda _: float(np.random.randn()),  # noqa: NPY002  # every second one changes no key
     "torch_own": lambda module: torch.rand((), generator=module.torch_own),
@@ -97,6 +101,55 @@ def test_generators_that_forward_does_not_use_run_on():
     second = random.random()
     random.seed(5)
     assert [random.random(), random.random()] == [first, second]
+
+
+DRAWN_IN_PYTHON = {
+    "nothing": lambda: None,
+    "random": random.random,
+    "gauss": random.gauss,
+    "bits": lambda: random.getrandbits(3),
+    "shuffle": lambda: random.shuffle([*range(700)]),
+    "seed": lambda: random.seed(4),
+    "the same state": lambda: random.setstate(random.getstate()),
+    "an earlier state": lambda: random.setstate(EARLIER),
+}
+EARLIER = random.Random(4).getstate()
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@given(st.lists(st.sampled_from([*DRAWN_IN_PYTHON]), max_size=12))
+def test_a_look_at_python_s_generator_sees_each_change(visible, names):
+    before = random.getstate()
+    try:
+        source = generators._PythonGlobal()
+        assert source._words is not None  # CPython has the words where they are looked for
+        source._words = source._words if visible else None
+        source.read()
+        for name in names:
+            DRAWN_IN_PYTHON[name]()
+            assert source.look() == random.getstate()
+        assert (source.look() is source.look()) == visible
+        source.set(before)
+        assert source.look() == before
+    finally:
+        random.setstate(before)
+
+
+def test_words_that_are_elsewhere_are_not_read(monkeypatch):
+    monkeypatch.setattr(generators, "_memory", lambda _: bytes(2500))
+    assert generators._PythonGlobal()._words is None
+    monkeypatch.undo()
+    monkeypatch.setattr(generators, "_MT19937_NBYTES", 10**6)  # beyond the end of the object
+    assert generators._PythonGlobal()._words is None
+
+
+def test_a_look_at_the_other_generators_sees_each_change():
+    for source, draw in ((generators._TorchGlobal(), torch.rand), (generators._NumpyGlobal(), np.random.rand)):
+        for _ in range(2):
+            assert source.look() is source.look() == source.read()
+            before = source.look()
+            draw(1)
+            assert source.look() != before
 
 
 @pytest.mark.parametrize("decision", RECOMPUTE)

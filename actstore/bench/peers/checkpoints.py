@@ -1,4 +1,4 @@
-"""Recomputation as PyTorch and DeepSpeed offer it, around the blocks of a model."""
+"""Recomputation as PyTorch, torch_remat and DeepSpeed offer it, around the blocks of a model."""
 
 from __future__ import annotations
 
@@ -74,6 +74,38 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class Remat(Checkpoint):
+    """torch_remat's checkpoint around each block, in which the attention is a region that is not recomputed."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        for block in job.blocks:
+            attention: Any = getattr(block, "attn", None)
+            if attention is None:
+                raise NotApplicable("the blocks have no attention that is known")
+            attention.forward = _kept(attention.forward)
+
+    def recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        import torch_remat
+
+        recomputed: Callable[..., Any] = torch_remat.checkpoint(region_name="block")(forward)
+        return recomputed
+
+
+def _kept(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward whose activations wait, and whose output the recomputation around it takes as it is."""
+    import torch_remat
+
+    region = torch_remat.region(forward, "attention", recompute=False)
+
+    def kept(*args: Any) -> Any:
+        output = region(*args)
+        torch_remat.recompute_needs_tensor(output)
+        return output
+
+    return kept
 
 
 class Sequential(Wrap):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actstore.bench.workloads import text
-from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.job import PARTS, Job, Kind
 from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
 
@@ -80,5 +80,5 @@ KIND = Kind(
     uses=("layers", "width", "heads", "context", "batch", "dropout"),
     make=make,
     check=text.check,
-    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute", "blocks.0 : recompute; * : derive"),
+    policies=PARTS,
 )

@@ -17,6 +17,13 @@ from actstore.session.activation_store import MIN_NBYTES
 
 Batch = tuple[Tensor, ...]
 
+PARTS = (  # policies for blocks with attention `attn` and a feed-forward network `mlp`
+    "blocks.*.attn : recompute",
+    "blocks.*.mlp : recompute",
+    "blocks.*.attn : keep; blocks.* : recompute",
+    "blocks.0 : recompute; * : derive",
+)
+
 
 class Job:
     """A model and its data. Two jobs of one workload train the same numbers.

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.job import PARTS, Job, Kind
 from actstore.bench.workloads.llama import Llama, check
 from actstore.bench.workloads.text import Batches
 from actstore.bench.workloads.workload import Workload
@@ -55,5 +55,5 @@ KIND = Kind(
     uses=("layers", "width", "heads", "context", "batch"),
     make=make,
     check=check,
-    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute", "blocks.0 : recompute; * : derive"),
+    policies=PARTS,
 )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import CLASSES, Digits
 from actstore.bench.workloads.gpt import Block
-from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.job import PARTS, Job, Kind
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
@@ -54,5 +54,5 @@ KIND = Kind(
     uses=("layers", "width", "heads", "context", "batch", "dropout"),
     make=make,
     check=check,
-    policies=("blocks.*.attn : recompute", "blocks.*.mlp : recompute", "blocks.0 : recompute; * : derive"),
+    policies=PARTS,
 )
