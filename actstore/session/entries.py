@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from threading import local
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _pop_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.autograd import tracker as modules
 from actstore.autograd.hooks import Scope
+from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import ConfigError, StateError
 from actstore.recompute import counting
@@ -23,7 +28,7 @@ _thread = local()  # .entries: of all stores on this thread, the innermost last
 
 
 class StoreEntry:
-    """One entry of one store on one thread.
+    """One entry of one store on one thread, with the undos of all that it has registered.
 
     Attributes
     ----------
@@ -31,17 +36,53 @@ class StoreEntry:
     scope : the state of its hooks
     calls : recomputed calls
     pack : its pack hook
-    before : the tracker that was active before
+    undos : noted before their registrations, the last one first in `unwind`. An interrupt can come before or after any
+        of them: each is harmless where nothing is registered, and where it runs again
+    error : the exception with which the entry ends
     """
 
-    __slots__ = ("before", "calls", "owner", "pack", "scope")
+    __slots__ = ("calls", "error", "owner", "pack", "scope", "undos")
 
     def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
         self.owner = owner
         self.scope = scope
         self.calls = Calls()
         self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
-        self.before = modules.current()
+        self.undos: list[Callable[[], object]] = []
+        self.error: BaseException | None = None
+
+    def activate(self) -> None:
+        """Make this the innermost entry of the thread, with its tracker and its hooks."""
+        tracker = self.scope.tracker
+        self.undos.append(partial(modules.stop, tracker, modules.current()))
+        modules.start(tracker)
+        self.undos.append(self._deactivate)
+        entries().append(self)
+        saved_tensors_hooks(self.pack, unpack).__enter__()
+
+    def _deactivate(self) -> None:
+        found = entries()
+        if found and found[-1] is self:
+            found.pop()
+        if innermost_pack() is self.pack:
+            _pop_saved_tensors_default_hooks()
+
+    def close(self) -> None:
+        """End its scope, which encodes nothing more after an error."""
+        self.scope.close(failed=self.error is not None)
+
+    def unwind(self, error: BaseException | None) -> None:
+        """Run all undos, also after one has failed. After an interrupt, a second call goes on where the first ended."""
+        self.error = error
+        while self.undos:
+            try:
+                self.undos[-1]()
+            except Exception:
+                self.undos.pop()
+                self.unwind(error)
+                raise
+            self.undos.pop()  # an interrupt before this runs the undo again
+        self.error = None  # its traceback has this entry
 
 
 def entries() -> list[StoreEntry]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from torch.nn import Module
 
+from actstore.autograd import compiled
+from actstore.autograd.compiled import NamedCall
 from actstore.autograd.tracker import ModuleSites
 from actstore.base.ledger import Ledger
 from actstore.errors import PolicyError
@@ -17,7 +20,7 @@ from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.wrapped import Wrapped
-from actstore.session.entries import innermost_of
+from actstore.session.entries import StoreEntry, innermost_of
 
 GROUPED_NBYTES = 2**20  # under `keep`, smaller tensors are accounted for in groups
 
@@ -28,7 +31,6 @@ class Fitted:
     Attributes
     ----------
     policy : as a value
-    wrapped : the recomputed modules
     places : the record of each module, with the accounts of its tensors
     top : the record of tensors that are saved outside of all modules
 
@@ -54,9 +56,22 @@ class Fitted:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self.wrapped = _wrap(policy, model, owner, double)
+        self._wrapped = _wrap(policy, model, owner, double)
         self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
+
+    def enter(self, entry: StoreEntry) -> None:
+        """Wrap the forwards and the compiled calls of the modules for an entry, until its undo."""
+        named: list[NamedCall] = []
+        entry.undos += [partial(compiled.unwrap, named, entry), partial(self.exit, entry)]
+        compiled.wrap(self.places, entry, named)
+        for wrapped in self._wrapped:
+            wrapped.enter(entry)
+
+    def exit(self, entry: StoreEntry) -> None:
+        """Restore the forwards."""
+        for wrapped in self._wrapped:
+            wrapped.exit(entry)
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
         """Update the records from the model's modules, because users replace modules between steps."""

@@ -7,9 +7,10 @@ round. A profiler is called at the first two of these, and what it raises comes 
 from __future__ import annotations
 
 import inspect
+import linecache
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Collection
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -46,3 +47,37 @@ class Moments:
 
 def in_package(frame: FrameType) -> bool:
     return "/actstore/" in frame.f_code.co_filename
+
+
+class Instructions:
+    """Counts the instructions of some functions, and raises KeyboardInterrupt before number `at` (None: before none).
+
+    Those of a `with` line do not count: no signal handler runs between the end of its body and the exit.
+    """
+
+    def __init__(self, codes: Collection[CodeType], at: int | None = None) -> None:
+        self.count = 0
+        self._codes = codes
+        self._at = at
+
+    def __enter__(self) -> Instructions:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
+        if frame.f_code not in self._codes:
+            return None
+        frame.f_trace_opcodes = True
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "opcode" and not line.startswith("with "):
+            self.count += 1
+            if self.count == self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._look
