@@ -10,6 +10,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Collection
+from dis import opname
 from types import CodeType, FrameType
 from typing import Any
 
@@ -52,7 +53,8 @@ def in_package(frame: FrameType) -> bool:
 class Instructions:
     """Counts the instructions of some functions, and raises KeyboardInterrupt before number `at` (None: before none).
 
-    Those of a `with` line do not count: no signal handler runs between the end of its body and the exit.
+    Those of a `with` line, returns and empty ones do not count: no signal handler runs between the end of a body and
+    its exit, nor between the value of a return and its caller.
     """
 
     def __init__(self, codes: Collection[CodeType], at: int | None = None) -> None:
@@ -61,11 +63,12 @@ class Instructions:
         self._at = at
 
     def __enter__(self) -> Instructions:
+        self._outer = sys.gettrace()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._outer)
 
     def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
         if frame.f_code not in self._codes:
@@ -74,10 +77,14 @@ class Instructions:
         return self._look
 
     def _look(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "opcode" and not line.startswith("with "):
+        if event == "opcode" and self._can_interrupt(frame):
             self.count += 1
             if self.count == self._at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._look
+
+    def _can_interrupt(self, frame: FrameType) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()  # empty for those of no line
+        instruction = opname[frame.f_code.co_code[frame.f_lasti]]
+        return line != "" and not line.startswith("with ") and not instruction.startswith(("NOP", "RETURN"))
