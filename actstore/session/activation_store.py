@@ -15,7 +15,6 @@ from torch.nn import Module
 from actstore.accuracy import Sampler
 from actstore.accuracy.bits.payloads import Choice
 from actstore.accuracy.influence.influence import Influence
-from actstore.auto.controller import check_plan
 from actstore.autograd.hooks import Scope
 from actstore.autograd.tracker import Tracker
 from actstore.autograd.unpack import forget_turn, turns
@@ -29,7 +28,7 @@ from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
-from actstore.session.arguments import read_chooser, read_model, read_policy
+from actstore.session.arguments import check_plan, read_chooser, read_model, read_policy
 from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
@@ -147,15 +146,9 @@ class ActivationStore:
         )
         if observers.trace is not None:
             observers.trace.claim()
+        window = window_of(window, self._given_plan, chooser)
         self._store = Store(
-            StoreOptions(
-                options,
-                window_of(window, self._given_plan, chooser),
-                strict,
-                seed,
-                observers.trace,
-                observers.verify,
-            ),
+            StoreOptions(options, window, strict, seed, observers.trace, observers.verify),
             ledger,
             self._sampler,
             None if self._controller is None else self._controller.gauge,
@@ -326,7 +319,7 @@ class ActivationStore:
         """
         trace = self._store.events()
         if trace is None:
-            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()])")
+            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()]).")
         return trace
 
     def close(self) -> None:
@@ -335,7 +328,7 @@ class ActivationStore:
         A later backward that needs stored tensors raises StateError.
         """
         if self._inside:
-            raise StateError("close() was called inside the store's own context; leave it first")
+            raise StateError("close() was called inside the store's own context. Leave it first.")
         if self._controller is not None:
             self._controller.close()
         if self._influence is not None:
