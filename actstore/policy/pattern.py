@@ -33,8 +33,8 @@ class Pattern(NamedTuple):
         """
         if not _VALID.fullmatch(text):
             raise PolicyError(
-                f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
-                "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv'",
+                f"{text!r} is not a pattern. Write a module name, in which * stands for anything, such as "
+                "'blocks.*.attn'. After a slash stands the name of a tagged tensor, such as 'blocks.*/qkv'.",
                 pattern=text,
             )
         return cls(*text.split("/"))

@@ -109,8 +109,8 @@ def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
     found = entries()
     if not found or found[-1].owner is not owner:
         raise StateError(
-            "a store was left on a thread where it is not the innermost one that was entered; "
-            "leave stores in the reverse order, each on the thread that entered it",
+            "a store was left on a thread where it is not the innermost one that was entered. "
+            "Leave stores in the reverse order, each on the thread that entered it.",
             expected=found[-1].owner if found else None,
         )
     entry = found[-1]
@@ -119,8 +119,8 @@ def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
     pack = innermost_pack()
     if pack is not entry.pack:
         raise StateError(
-            "other saved-tensor hooks were entered inside this store's context and not left before it; "
-            "leave contexts in the reverse order",
+            "other saved-tensor hooks were entered inside this store's context and not left before it. "
+            "Leave contexts in the reverse order.",
             hooks=pack,
         )
     return entry
@@ -143,7 +143,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     ConfigError : the name is not one word
     """
     if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
-        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'")
+        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'.")
     found = entries()
     if found:
         found[-1].scope.tag(tensor, name)
@@ -163,5 +163,5 @@ def refuse_checkpointed_region() -> None:
         where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
         raise StateError(
             f"a store was entered inside {where}: it would save what the checkpoint is to recompute. Enter the store "
-            "outside, around the checkpointed forward; it then stores the inputs of the regions."
+            "outside, around the checkpointed forward. It then stores the inputs of the regions."
         )

@@ -103,8 +103,8 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     if model is None:
         if policy.recomputes or any(not pattern.startswith("*/") for pattern, _ in policy.rules):
             raise PolicyError(
-                f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
-                "write ActivationStore(model, policy)"
+                f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}. "
+                "Write ActivationStore(model, policy)."
             )
         return []
     named = dict(named_modules(model))

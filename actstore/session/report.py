@@ -226,7 +226,7 @@ class Report:
         StateError : no tensor was saved yet
         """
         if not self.modules:
-            raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
+            raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot.")
         from actstore.display.bars import Bar, picture
 
         def moved(module: ModuleReport) -> int:
