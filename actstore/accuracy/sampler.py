@@ -260,4 +260,4 @@ def _words(account: Account, found: ErrorFigures) -> str:
 def _advice(account: Account) -> str:
     site = account.site
     place = f"{site.name or '*'}/{site.tag}" if site.tag else site.name or "*"
-    return f'Put a rule with more bits first, such as "{place} : e5m6", or "{place} : keep"'
+    return f'Put a rule with more bits first, such as "{place} : e5m6", or "{place} : keep".'

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,18 +19,20 @@ from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.auto.inputs import Inputs
-from actstore.auto.probes import SAME_SIZE_SHARE, Probes, machine_of
+from actstore.auto.memory import alloc_retries, ran_out
+from actstore.auto.probes import SAME_SIZE_SHARE, Probes
 from actstore.auto.profiler import Profiler, Sample
+from actstore.auto.rating import Rating
+from actstore.auto.watch import StepSizes, StepTimes
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
-from actstore.errors import ActstoreError, CapacityError, ConfigError, StateError
+from actstore.errors import CapacityError, StateError
 from actstore.model.names import named_modules
-from actstore.model.units import device_of, digest_of
+from actstore.model.units import device_of
 from actstore.plan.build import chain_of, limits_of, rules_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import KEEP, Profile
 from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.timeline import evaluate
 from actstore.plan.wish import Wish
 from actstore.policy import Rules
 from actstore.store.tierset import TierSet
@@ -42,15 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("actstore")
 
-CPU = torch.device("cpu")
-
-MEASURED_STEPS = 4  # of a plan: its first ones, and again from its step 64, 128, 256 ... on
-FIRST_RECHECK_STEP = 64
-REPLAN_DEVIATION = 0.1  # of the predicted step time: a larger difference makes a new plan,
-MIN_GAIN = 0.02  # which replaces the decisions only where it promises this share of the step
 OOM_BUDGET_SHARE = 0.9  # of the bytes held when memory ran out
 RETRY_BUDGET_SHARE = 0.95  # of the budget, after the allocator had to return cached memory to find some
-SHRUNK_STEPS = 128  # smaller steps in a row make a new plan for smaller steps
 MAX_GROWTH = 1.1  # of the saved bytes since they were measured; beyond this, steps are measured again
 
 
@@ -86,18 +79,15 @@ class AutoController:
         self._ledger = ledger
         self._wish = wish
         self._pairs = pairs
-        self._rating = self._rate()  # decisions of the steps that measure the effect of errors on gradients
-        self._rates = False  # whether the running step is one of these
+        self._rating = Rating(self.probes, pairs, ledger)
         ledger.budget.set(wish.device)
         self._place: TierSet | None = None
         self._decisions: dict[str, str] = {}
         self._rules = Rules([])
         self._shift = 0.0  # the largest excess of a measured peak over the predicted one
-        self._looked: list[Sample] = []  # the measured steps of this plan
-        self._runs = 0  # steps with a plan
-        self._look_at = FIRST_RECHECK_STEP  # the value of `_runs` at the next measurement
-        self._chase_at = 0  # the value of `_runs` from which a deviating step time makes a new plan
-        self._retries = alloc_retries(device_of(model) or CPU)
+        self._times = StepTimes()
+        self._sizes = StepSizes()
+        self._retries = alloc_retries(device_of(model) or torch.device("cpu"))
         self._history: list[str] = []
         self._why = ""  # the last message that memory ran out
         self._news = ""  # the next warning
@@ -109,8 +99,6 @@ class AutoController:
         self._switch = switch
         self._inputs = Inputs(model, self._guard)
         self._guarded = False  # the running step exceeds its plan, and so recomputes all
-        self._small = 0  # steps in a row below the planned size,
-        self._recent = 0  # and the bytes of their largest
 
     @property
     def gauge(self) -> Profiler:
@@ -150,8 +138,8 @@ class AutoController:
         self._guarded = False
         if self.plan is None:
             decisions = self.probes.propose(place)
-            self._rates = decisions is None and self._wish.max_noise > 0
-            if self._rates:
+            self._rating.runs = False
+            if decisions is None and self._wish.max_noise > 0:
                 decisions = self._next_rated()
             if decisions is None:
                 self._first_plan()
@@ -174,11 +162,8 @@ class AutoController:
     def begin(self) -> None:
         """Begin the step, and measure it where the plan is to be checked."""
         if self.plan is not None:
-            self._runs += 1
-            if self._runs >= self._look_at:
-                self._look_at *= 2
-                self._looked = []
-        if torch.is_grad_enabled() and len(self._looked) < MEASURED_STEPS and not self._rates:
+            self._times.begin()
+        if torch.is_grad_enabled() and self._times.wanted and not self._rating.runs:
             assert self._place is not None
             self.profiler.begin(self._place.device, self._decisions)
         if torch.is_grad_enabled():
@@ -213,7 +198,7 @@ class AutoController:
         self._why = f"memory ran out while activations held {format_nbytes(held)}"
         if not held or not self._give_up(int(OOM_BUDGET_SHARE * held), self._why):
             return False
-        warnings.warn(f"{self._history[-1]}; give a smaller budget to begin with", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{self._history[-1]}. Give a smaller budget to begin with.", RuntimeWarning, stacklevel=5)
         return True
 
     def _give_up(self, budget: int, why: str) -> bool:
@@ -236,11 +221,6 @@ class AutoController:
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
-    def profile(self) -> Profile:
-        """Return all measurements so far."""
-        assert self._place is not None
-        return self.probes.profile(self._place.device.torch_device)
-
     def _use(self, decisions: dict[str, str]) -> None:
         self._decisions = decisions
         lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
@@ -249,19 +229,11 @@ class AutoController:
     def _next_rated(self) -> dict[str, str] | None:
         """Return the decisions of the next step that measures the effect of errors; None where enough is known."""
         try:
-            decisions = next(self._rating, None)
+            return self._rating.next()
         except StateError as error:
             self._history.append(f"nothing that loses is planned: {error}")
             log.warning("%s", self._history[-1])
-            decisions = None
-        self._rates = decisions is not None
-        return decisions
-
-    def _rate(self) -> Iterator[dict[str, str]]:
-        while units := self.probes.lossy():
-            decisions = self.probes.least() | units
-            effect = yield from self._pairs.look(partial(dict, decisions), self.probes.least())
-            self.probes.rate(units, effect, {str(account.site): account.site for account in self._ledger.accounts()})
+            return None
 
     def _first_plan(self) -> None:
         """Make the plan after the measured steps."""
@@ -303,14 +275,15 @@ class AutoController:
         self._make_plan(int(least * (1 + 1e-6)) + 1)
         self._news = (
             f"steps hold more than before: no plan keeps the budget of {format_nbytes(self._wish.device)} now. The one "
-            f"that needs least runs, with about {format_nbytes(least)}; give a larger budget or smaller batches"
+            f"that needs least runs, with about {format_nbytes(least)}. Give a larger budget or smaller batches"
         )
 
     def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
         """Return the best choice within `device` bytes, from the measurements so far."""
         from actstore.plan.solver.solve import solve
 
-        profile, wish = self.profile(), self._wish
+        assert self._place is not None
+        profile, wish = self.probes.profile(self._place.device.torch_device), self._wish
         chain = chain_of(profile, wish.max_noise)
         limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, wish.max_noise)
         margin = self._inputs.spread  # allows for a larger step than any so far
@@ -327,13 +300,13 @@ class AutoController:
         ----------
         device : bytes to plan with; by default the budget
         """
-        from actstore.plan.outcome import plan_of
+        from actstore.plan.outcome import or_as_before, plan_of
 
         assert self._place is not None
         wish = self._wish
         profile, chain, limits, solution = self._solve(wish.device if device is None else device)
         if self.plan is not None:
-            solution = _or_as_before(self._decisions, chain, limits, solution)
+            solution = or_as_before(self._decisions, chain, limits, solution)
         self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
         self._excess = device is not None
         self._ledger.budget.set(wish.device if device is None else max(device, wish.device))
@@ -341,7 +314,7 @@ class AutoController:
         self._use(self.plan.decisions)
         if self.plan.window is not None and self._sets_window:
             self._place.engine.resize(self.plan.window)
-        self._looked = []
+        self._times.clear()
         log.info("plan: %s", self.plan.certificate)
 
     # -- the closed loop ----------------------------------------------------------------------------------------------
@@ -365,12 +338,9 @@ class AutoController:
         elif self._has_shrunk(saved):
             self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
         elif sample is not None:
-            self._looked.append(sample)
-            step = median(look.total * probes.scale(look.saved) for look in self._looked)
+            step = self._times.add(sample, probes.scale)
             self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
-            off = abs(step - plan.predicted.step) > REPLAN_DEVIATION * plan.predicted.step
-            if len(self._looked) == MEASURED_STEPS and off and self._runs >= self._chase_at and not self._excess:
-                self._chase_at = self._look_at  # not at each measurement: differences may be noise
+            if not self._excess and self._times.deviate(step, plan.predicted.step):
                 self._again(f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}")
 
     def _guard(self, scale: float) -> None:
@@ -387,16 +357,11 @@ class AutoController:
 
     def _has_shrunk(self, saved: int) -> bool:
         """Return whether many steps in a row have saved less than the plan expects."""
-        if not saved or saved >= SAME_SIZE_SHARE * self.probes.largest:
-            self._small = self._recent = 0
-            return False
-        self._small, self._recent = self._small + 1, max(self._recent, saved)
-        if self._small < SHRUNK_STEPS or not self._recent:
-            return False
-        self._inputs.shrink(self._recent / self.probes.largest)
-        self.probes.shrink(self._recent)
-        self._small = self._recent = 0
-        return True
+        size = self._sizes.shrunk_to(saved, self.probes.largest)
+        if size:
+            self._inputs.shrink(size / self.probes.largest)
+            self.probes.shrink(size)
+        return bool(size)
 
     def _is_news(self, saved: int) -> bool:
         """Return whether a step over the budget is news to the plan."""
@@ -426,52 +391,10 @@ class AutoController:
         """Measure again from the first step on, which recomputes all that can be."""
         self._history.append(f"{why}: measured again")
         log.info("%s", self._history[-1])
-        self.plan, self._shift, self._looked = None, 0.0, []
+        self.plan, self._shift = None, 0.0
+        self._times.clear()
         self._inputs.forget()
         self._ledger.budget.set(self._wish.device)
         self.probes.close()
         self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
-        self._rating = self._rate()
-
-
-def _or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, solution: Solution) -> Solution:
-    """Return the running choice where it is still possible and `solution` hardly gains, otherwise `solution`."""
-    indices = [
-        next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
-        for layer in chain.layers
-    ]
-    if any(index is None for index in indices):
-        return solution
-    choice = tuple(index for index in indices if index is not None)
-    found = evaluate(chain, choice, limits)
-    if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
-        return solution
-    return replace(solution, choice=choice, evaluation=found, how="as before")
-
-
-def alloc_retries(device: torch.device) -> int:
-    """Return how often the device's allocator had to return cached memory to the system to find some."""
-    # not `memory_stats`, which flattens and sorts a hundred figures of which this reads one
-    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
-    return int(stats.get("num_alloc_retries", 0))
-
-
-def ran_out(error: BaseException) -> bool:
-    """Return whether memory ran out. False for an ActstoreError, which has its own advice."""
-    if isinstance(error, ActstoreError):
-        return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def check_plan(plan: Plan, model: Module | None) -> None:
-    """Refuse a plan that was made for another model or machine.
-
-    Raises
-    ------
-    ConfigError : the model or the machine differs; the text names the differences and the next step
-    """
-    if model is None:
-        raise ConfigError("a plan is for a model: ActivationStore(model, plan)")
-    plan.check(digest_of(model), machine_of(device_of(model) or CPU))
+        self._rating = Rating(self.probes, self._pairs, self._ledger)

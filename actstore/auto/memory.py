@@ -1,11 +1,13 @@
-"""Memory of the device beside activations."""
+"""Memory of the device: its bytes beside activations, and its end."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from actstore.errors import ActstoreError
 from actstore.plan.profile import Memory
 
 
@@ -27,3 +29,19 @@ def memory_of(model: Module, optimizers: list[Optimizer]) -> Memory:
         sum(state.nbytes for state in states) if optimizers else None,
         sum(buffer.nbytes for buffer in model.buffers()),
     )
+
+
+def alloc_retries(device: torch.device) -> int:
+    """Return how often the device's allocator had to return cached memory to the system to find some."""
+    # not `memory_stats`, which flattens and sorts a hundred figures of which this reads one
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return int(stats.get("num_alloc_retries", 0))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory ran out. False for an ActstoreError, which has its own advice."""
+    if isinstance(error, ActstoreError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

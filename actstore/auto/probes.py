@@ -27,7 +27,7 @@ from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians
+from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians, recomputes
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
@@ -197,7 +197,7 @@ class Probes:
             if not shape.named or not name:
                 floor += saved
             elif not free and self._calls.get(name, 1) == 1:
-                held = (f.total("held") for d, f in figures[kind].items() if "recompute" in d and ":" not in d)
+                held = (f.total("held") for d, f in figures[kind].items() if d.startswith("recompute"))
                 floor += min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
         return floor
 
@@ -316,7 +316,7 @@ class Probes:
 
     def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
         """Return the bytes that a payload may take beside its tensor, estimated before it is measured."""
-        if decision == KEEP or "recompute" in decision:
+        if decision == KEEP or recomputes(decision):
             return 0
         of_kind = figures[self._kinds[name]].values()
         return max((part.saved for f in of_kind for part in f.parts.values()), default=0)

@@ -24,6 +24,7 @@ from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
 from actstore.model.units import original, shapes_of
 from actstore.plan.profile import KEEP, UnitBytes, UnitFigures
+from actstore.policy import Offload
 
 PARTIAL_RECOMPUTE = re.compile(r"recompute\(first=(\d+)\)")
 
@@ -198,13 +199,14 @@ class Profiler:
             if not (account.saved or account.stored or held):
                 continue
             unit, part = self.find(account.site.name)
-            moved = account.stored if "@" in account.where else 0
+            decision = account.decision
+            tier = decision.tiers[0] if isinstance(decision, Offload) else ""  # "auto" plans no ladders
             old = parts.setdefault(unit, {}).get(part, UnitBytes())
             parts[unit][part] = UnitBytes(
                 old.saved + account.saved,
-                old.held + (0 if moved else held),
-                old.host + (moved if "host" in account.where else 0),
-                old.disk + (moved if "disk" in account.where else 0),
+                old.held + (0 if tier and account.stored else held),
+                old.host + (account.stored if tier == "host" else 0),
+                old.disk + (account.stored if tier == "disk" else 0),
             )
             above = account.peak - held
             transient[unit] = max(transient.get(unit, 0), above)

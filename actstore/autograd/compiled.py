@@ -35,7 +35,7 @@ class NamedCall:
     def __init__(self, module: Module, call: Callable[..., Any]) -> None:
         self.call = call
         self.module = module
-        self.users = set[object]()  # the stores that need the names
+        self.users = set[object]()  # the entries that need the names
         self.watches: list[CallWatch] = []
 
     def watch(self, before: Callable[..., None], after: Callable[..., None]) -> CallWatch:
@@ -86,7 +86,7 @@ def wrap(modules: Iterable[Module], user: object, wrapped: list[NamedCall]) -> N
 
 
 def unwrap(wrapped: list[NamedCall], user: object) -> None:
-    """Restore the modules' own calls, unless another store still needs the names or the module was compiled anew."""
+    """Restore the modules' own calls, unless another entry still needs the names or the module was compiled anew."""
     with _lock:
         for named in wrapped:
             named.users.discard(user)

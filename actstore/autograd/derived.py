@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
+from torch.nn import GroupNorm, LayerNorm, Module, RMSNorm
 
 from actstore.autograd.handles import Kept, Stored, check_version
 from actstore.autograd.readers import Reader
-from actstore.autograd.tracker import NORM, SMALL_INDEX, Frame
+from actstore.autograd.tracker import SMALL_INDEX, Frame
 from actstore.base.ledger import Account, Ledger
 from actstore.base.spec import Site, Spec
 from actstore.errors import ActstoreError, StateError
@@ -28,6 +29,37 @@ MAX_CHAINED_OPERATORS = 4  # that run one after the other for one tensor
 Function = Callable[..., Tensor]
 
 _aten = torch.ops.aten
+
+
+class Norm(NamedTuple):
+    """Facts of a normalisation that its autograd node does not keep, put into the metadata of that node.
+
+    Attributes
+    ----------
+    bias : bias of a GroupNorm, with its version then; an alias, because a node must not hold itself
+    """
+
+    eps: Any
+    bias: Tensor | None
+    version: int
+    site: Site
+
+
+NORM = "actstore.norm"  # key in a node's metadata
+_NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
+
+
+def note_norm(module: Module, output: Tensor, name: str) -> None:
+    """Note the options of a normalisation that has run in the node of its output, where they are certain."""
+    if type(module).forward not in _NORMS or "forward" in module.__dict__ or output.grad_fn is None:
+        return
+    bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None
+    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: computed in each call
+        return
+    alias = None if bias is None else bias.detach()
+    version = 0 if bias is None else bias._version
+    metadata: Any = output.grad_fn.metadata
+    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL_INDEX))
 
 
 class Rule(NamedTuple):
@@ -111,7 +143,7 @@ def _proved(made: Tensor, again: Tensor, saved: Tensor, name: str, eps: float | 
     if again.device.type == "cpu" and not torch.equal(_bits(again), _bits(saved)):
         raise StateError(
             f"{name} was run with another eps than the {eps} of its module, so that its output cannot be made again "
-            "bit for bit; write 'keep' or 'raw' in place of 'derive' for the module that reads it"
+            "bit for bit. Write 'keep' or 'raw' in place of 'derive' for the module that reads it."
         )
     return made
 
@@ -241,7 +273,7 @@ class _Pinned(NamedTuple):
             raise StateError(
                 f"a weight that {self.site.name or 'the model'} saved has other memory now, or none: it was given new "
                 "data, or it is shared out over ranks and gathered for its own module only. A tensor cannot be made "
-                "again with it; write 'keep' or 'raw' in place of 'derive'"
+                "again with it. Write 'keep' or 'raw' in place of 'derive'."
             )
         return self.alias
 
@@ -305,7 +337,7 @@ class Derived:
         if made.shape != shape or made.dtype != self.witness.dtype:
             raise StateError(
                 f"{self.account.site} was {self.spec} and is {Spec.of(made)} when it is made again: its operator has "
-                "been given other tensors than it saved; write 'keep' in place of 'derive' for this module"
+                "been given other tensors than it saved. Write 'keep' in place of 'derive' for this module."
             )
         if made.stride() != stride:
             made = made.new_empty_strided(shape, stride).copy_(made)

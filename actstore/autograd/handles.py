@@ -245,7 +245,7 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{spec or describe(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
-            "instead. Replace the in-place operation that follows in the model, or, where a copy is stored and the "
+            "instead. Replace the in-place operation that follows in the model. Where a copy is stored and the "
             "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
             site=site,
             expected=expected,

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
-from actstore.autograd.derived import Derived, find_recipe, is_plain
+from actstore.autograd.derived import Derived, find_recipe, is_plain, note_norm
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.producers import operator_of
@@ -79,7 +79,7 @@ class Scope:
         self._forward = forward
         self._policy = policy
         self._asks_operators = asks_operators(policy)
-        tracker.derives = derives(policy)
+        tracker.returned = note_norm if derives(policy) else None
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._encoder = Encoder(store, forward, tracker)
@@ -191,7 +191,7 @@ class Scope:
             return tensor.detach(), tensor._version, frame
         account, decided = self._decide(tensor, frame, account, key, outer)
         if isinstance(decided, Deriving):
-            account.where, target = decided.where, decided.rest
+            account.decision, target = decided.decision, decided.rest
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
             if outer is None and not shares and (derived := self._derive(tensor, account, key, storage)) is not None:
                 return derived
@@ -204,7 +204,7 @@ class Scope:
     def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target) -> Handle:
         """Return the handle of a tensor whose target is a codec, by the verdict on it."""
         tensor, frame, _, key, storage, nbytes, outer = saved
-        codec, tiers, protected, account.where = target
+        codec, tiers, protected, account.decision = target
         reason, whole = why_unstorable(tensor, in_backward=_current_graph_task_id() != -1), False
         if not reason:
             whole = is_whole(tensor, nbytes)
@@ -287,7 +287,7 @@ class Scope:
         if node.name() != producer:
             return None
         self._looked += 1
-        account.where = target[3]
+        account.decision = target[3]
         handle = Stored(tensor, account, shape, stride, empty, self.allows_mutation())
         saved = self.tracker.saved_nbytes(key, storage)
         weak = self._store.put(handle, tensor, route, saved, self._forward)
@@ -355,7 +355,7 @@ class Scope:
     def follow(self, policy: Policy, places: dict[Module, ModuleSites]) -> None:
         """Apply another policy to tensors that are saved from now on."""
         self._policy, self._asks_operators, self.tracker.places = policy, asks_operators(policy), places
-        self.tracker.derives = derives(policy)
+        self.tracker.returned = note_norm if derives(policy) else None
 
     def settle(self) -> None:
         """Encode the tensors that waited for their operator to end."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import GroupNorm, LayerNorm, Module, Parameter, RMSNorm
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
@@ -28,14 +28,14 @@ from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.codecs import Codec, Raw
-from actstore.policy import Decision, Derive, Encode, Offload
+from actstore.policy import Decision, Derive, Encode, Keep, Offload
 from actstore.store.payload import Route
 
 SMALL_INDEX = -1  # of the account of all tensors of a module that are kept because they are small
 MAX_SMALL_PER_FRAME = 64  # small tensors
 
 
-Target = tuple[Codec, tuple[str, ...], bool, str]  # codec, tiers, protected, and the decision as policy text
+Target = tuple[Codec, tuple[str, ...], bool, Decision]  # codec, tiers, protected, and the decision
 
 
 class Precedent(NamedTuple):
@@ -59,11 +59,11 @@ class Deriving(NamedTuple):
     """Target of tensors that can be derived; `rest` is the target of all other tensors, None where they stay."""
 
     rest: Target | None
-    where: str
+    decision: Derive
 
 
 DEVICE: tuple[str, ...] = ("device",)
-ASK: Target = (Raw(), (), True, "ask the policy for each tensor")
+ASK: Target = (Raw(), (), True, Keep())  # the policy decides on each tensor
 
 
 def target_of(decision: Decision) -> Target | Deriving | None:
@@ -71,11 +71,11 @@ def target_of(decision: Decision) -> Target | Deriving | None:
     if isinstance(decision, Derive):
         rest = target_of(decision.rest)
         assert not isinstance(rest, Deriving), "a Derive holds none"
-        return Deriving(rest, str(decision))
+        return Deriving(rest, decision)
     if isinstance(decision, Encode):
-        return decision.codec, DEVICE, decision.protected, str(decision)
+        return decision.codec, DEVICE, decision.protected, decision
     if isinstance(decision, Offload):
-        return decision.codec, decision.tiers, decision.protected, str(decision)
+        return decision.codec, decision.tiers, decision.protected, decision
     return None
 
 
@@ -162,42 +162,11 @@ class Frame:
             self.last = Finalizer(self.owned.difference_update, small), release
 
 
-class Norm(NamedTuple):
-    """Facts of a normalisation that its autograd node does not keep, put into the metadata of that node.
-
-    Attributes
-    ----------
-    bias : bias of a GroupNorm, with its version then; an alias, because a node must not hold itself
-    """
-
-    eps: Any
-    bias: Tensor | None
-    version: int
-    site: Site
-
-
-NORM = "actstore.norm"  # key in a node's metadata
-_NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
-
-
-def _note_norm(module: Module, output: Tensor, name: str) -> None:
-    """Note the module's options in the node of a normalisation's output, where they are certain."""
-    if "forward" in module.__dict__ or output.grad_fn is None:
-        return
-    bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None
-    if isinstance(module, GroupNorm) and "bias" not in module._parameters:  # parametrized: computed in each call
-        return
-    alias = None if bias is None else bias.detach()
-    version = 0 if bias is None else bias._version
-    metadata: Any = output.grad_fn.metadata
-    metadata[NORM] = Norm(module.__dict__["eps"], alias, version, Site(name, SMALL_INDEX))
-
-
 class Tracker:
     """The running modules of one thread under one entry of a store."""
 
     __slots__ = (
-        "derives", "ended", "frame", "hidden", "places", "remember", "stack", "storages",
+        "ended", "frame", "hidden", "places", "remember", "returned", "stack", "storages",
     )  # fmt: skip
 
     def __init__(
@@ -214,7 +183,7 @@ class Tracker:
         self.remember = remember  # takes the handles of freed storages whose payloads are still needed
         self.ended = ended  # called with the output of each outermost call
         self.hidden = 0  # calls of watched modules in checkpoints of the model's own
-        self.derives = False  # whether the policy derives tensors, which needs facts of normalisations
+        self.returned: Callable[[Module, Tensor, str], None] | None = None  # takes a module, its output and its name
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, self.storages.small, exact=exact)
 
@@ -350,8 +319,8 @@ def after_call(module: Module, _args: Any, output: Any) -> None:
     if tracker is not None:
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             tracker.storages.adopt(output, computed=True)
-        elif tracker.derives and type(module).forward in _NORMS and type(output) is Tensor:
-            _note_norm(module, output, tracker.frame.place.name)
+        elif tracker.returned is not None and type(output) is Tensor:
+            tracker.returned(module, output, tracker.frame.place.name)
         tracker.leave(module)
         if tracker.ended is not None and not tracker.stack:
             tracker.ended(output)

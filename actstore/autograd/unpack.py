@@ -56,6 +56,12 @@ def unpack(handle: Handle | Reader) -> Tensor:
     return tensor
 
 
+def forget_turn(scope: Turning) -> None:
+    """Forget a scope that has ended, where no backward has begun."""
+    with suppress(ValueError):
+        turns.remove(scope)
+
+
 def _turn() -> None:
     """Tell scopes of this thread that backward begins. On an accelerator it runs on autograd's threads."""
     here = get_ident()

@@ -47,7 +47,7 @@ def _load(group: str, name: str, base: type) -> Any:
     points = sorted(entry_points(group=group, name=name), key=_source)
     if len(points) > 1:
         raise ConfigError(
-            f"{name!r} is offered by {' and by '.join(map(_source, points))}; uninstall all but one of these packages",
+            f"{name!r} is offered by {' and by '.join(map(_source, points))}. Uninstall all but one of these packages.",
             name=name,
         )
     [point] = points
@@ -55,8 +55,8 @@ def _load(group: str, name: str, base: type) -> Any:
         found = point.load()
     except Exception as error:  # whatever a module may raise when it is imported
         raise ConfigError(
-            f"{name!r} cannot be loaded: {type(error).__name__}: {error}; it is {_source(point)}; repair or uninstall "
-            "that package",
+            f"{name!r} cannot be loaded: {type(error).__name__}: {error}. "
+            f"Repair or uninstall its package: {_source(point)}.",
             name=name,
         ) from error
     wrong = None
@@ -68,7 +68,9 @@ def _load(group: str, name: str, base: type) -> Any:
     elif getattr(found, "name", None) != name:
         wrong = f"{found.__name__}.name is {getattr(found, 'name', None)!r}, and must be {name!r}, as the entry point"
     if wrong:
-        raise ConfigError(f"{name!r} cannot be used: {wrong}; it is {_source(point)}", name=name)
+        raise ConfigError(
+            f"{name!r} cannot be used: {wrong}. Repair or uninstall its package: {_source(point)}.", name=name
+        )
     modules.add(found.__module__)
     return found
 

@@ -99,7 +99,7 @@ class Job(Generic[T]):
                 self._waiting.append(own)
             elif not own.acquire(timeout=POLL_INTERVAL_S) and self._is_lost() and not self._done:
                 self._call.clear()
-                self._end(None, TransferError("the host thread that was to do this has died"))
+                self._end(None, TransferError("the host thread that was to do this has died."))
         return self._error
 
     def result(self) -> T:

@@ -72,6 +72,7 @@ class Account:
         "alive",
         "away",
         "count",
+        "decision",
         "drawn",
         "exact",
         "fetch_ns",
@@ -91,7 +92,6 @@ class Account:
         "site",
         "stall_ns",
         "stored",
-        "where",
     )
 
     def __init__(self, site: Site) -> None:
@@ -113,11 +113,16 @@ class Account:
         self.late = 0  # that were still on their way to it,
         self.misses = 0  # and whose fetch had not begun
         self.exact = False  # kept because its values must come back exactly, and its codec is lossy
-        self.where = ""  # the decision, as policy text
+        self.decision: object = None  # of the policy
         self.operator = ""  # that made the last tensor, where the policy asks for it
         self.note = ""  # why the store did not follow the decision; empty where it did
         self.route: Any = None  # the store's cache of the last tensor's tier and codec,
         self.precedent: Any = None  # and the hooks' cache of what that tensor was
+
+    @property
+    def where(self) -> str:
+        """The decision, as policy text; empty before the first tensor."""
+        return "" if self.decision is None else str(self.decision)
 
 
 Booking = list[Any]
@@ -326,7 +331,7 @@ class Ledger:
                 account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
                 account.misses = account.alive = account.room_ns = 0
                 account.exact = False
-                account.note = account.where = ""
+                account.note, account.decision = "", None
             self.compiled.clear()
             self.reserve, self._transient = self._transient, 0
             self.peak = self._held

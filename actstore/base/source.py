@@ -33,7 +33,7 @@ def folder() -> Path:
     for place in places:
         if (place / "common.cuh").is_file():
             return place
-    raise KernelUnavailable(f"the sources of csrc/ are in none of {', '.join(map(str, places))}; reinstall actstore")
+    raise KernelUnavailable(f"the sources of csrc/ are in none of {', '.join(map(str, places))}. Reinstall actstore.")
 
 
 @cache

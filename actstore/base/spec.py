@@ -40,7 +40,7 @@ class Spec(NamedTuple):
         """Raise SpecError unless `tensor` has this spec: autograd itself takes anything."""
         found = Spec.of(tensor)
         if found != self:
-            raise SpecError(f"a tensor came back as {found}, but {self} was saved", found=found, expected=self)
+            raise SpecError(f"a tensor came back as {found}, but {self} was saved.", found=found, expected=self)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

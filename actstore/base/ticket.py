@@ -132,7 +132,7 @@ class JobTicket(Ticket):
 
     def _finish_jobs(self) -> None:
         if self._pid != os.getpid():
-            raise StateError("a forked child cannot wait for the work of its parent; run backward in the parent")
+            raise StateError("a forked child cannot wait for the work of its parent. Run backward in the parent.")
         errors = [job.exception() for job in self._jobs]  # waits for all: until then some jobs use the memory
         for error in errors:
             if error is not None:  # a new error for each caller, which adds where it happened

@@ -25,17 +25,17 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
     ConfigError : negative, not a number, or an unknown unit; the message says which argument (`name`)
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"{name}={value!r} is not a number of bytes; give an int or text such as '20GiB'")
+        raise ConfigError(f"{name}={value!r}: must be a number of bytes. Give an int or text such as '20GiB'.")
     if isinstance(value, int):
         if value < 0:
-            raise ConfigError(f"{name}={value} is negative; give zero or more bytes")
+            raise ConfigError(f"{name}={value}: must be 0 or more bytes.")
         return value
     match = _PATTERN.fullmatch(value)
     scale = _SCALE.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         raise ConfigError(
-            f"{name}={value!r} does not parse as bytes; write a number and one of "
-            "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
+            f"{name}={value!r}: must be a number of bytes. Write a number and one of "
+            "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'."
         )
     return int(Decimal(match.group(1)) * scale)
 
@@ -56,7 +56,7 @@ def parse_budget(value: int | str, name: str = "budget") -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
             f"{name}={value!r} needs the number of processes of this node. LOCAL_WORLD_SIZE={text!r}: must be an int "
-            ">= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+            ">= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'."
         )
     return parse_nbytes(match.group(1), name) // int(text)
 

@@ -34,7 +34,7 @@ def compare(
     unlike = differences(before, after)
     if unlike and not anyway:
         raise ConfigError(
-            f"{old} and {new} cannot be compared: {'; '.join(unlike)}. Measure both alike, or give --anyway"
+            f"{old} and {new} cannot be compared: {'; '.join(unlike)}. Measure both alike, or give --anyway."
         )
     found = changes(before, after)
     console = Console()
@@ -74,7 +74,7 @@ def read(file: Path) -> Result:
     try:
         return Result.from_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give a file that can be read") from error
+        raise ConfigError(f"{file}: {error.strerror}. Give a file that can be read.") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file}: not a result of the benchmark. Give a file that actstore bench --json made."

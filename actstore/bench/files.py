@@ -22,7 +22,7 @@ def check_writable(path: Path | None, option: str) -> None:
         with path.open("a"):
             pass
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}; choose a file that can be written") from error
+        raise ConfigError(f"{option} {path}: {error.strerror}. Choose a file that can be written.") from error
     if not existed:
         path.unlink()
 
@@ -35,6 +35,6 @@ def check_plot(path: Path | None) -> None:
     ConfigError : the suffix is not .png, .svg or .pdf; or matplotlib is not installed
     """
     if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
+        raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf.")
     if path is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'")
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'.")

@@ -26,9 +26,9 @@ def read_leaves(
     StateError : a store is active on this thread
     """
     if not isinstance(store, ActivationStore):
-        raise ConfigError(f"store={store!r} is not an ActivationStore; make one: ActivationStore(model, 'int8 @ host')")
+        raise ConfigError(f"store={store!r}: must be an ActivationStore, as ActivationStore(model, 'int8 @ host').")
     if is_active():
-        raise StateError(f"{caller} was called inside a store's context; call it outside, it enters the store")
+        raise StateError(f"{caller} was called inside a store's context. Call it outside, it enters the store.")
     require_initialized(store.model)
     named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
     return named, {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}

@@ -65,9 +65,11 @@ def check_gradients(
     the device. Not thread-safe: other threads must not train the model or use the global generators meanwhile.
     """
     if not tolerance >= 0:
-        raise ConfigError(f"tolerance={tolerance!r}; give 0 for bit-equal, or a relative error such as 0.01")
+        raise ConfigError(
+            f"tolerance={tolerance!r}: must be 0 or more. Give 0 for bit-equal, or a relative error such as 0.01."
+        )
     if steps < 1:
-        raise ConfigError(f"steps={steps!r}; give 1 or more")
+        raise ConfigError(f"steps={steps!r}: must be 1 or more.")
     named, leaves = read_leaves("check_gradients", store, inputs)
     with ModelState(store.model, named.values(), stateful) as state:
         runner = Runner(step, store, leaves, state)

@@ -60,7 +60,7 @@ def measure_gradient_error(
     state, which is restored at the end, as by `actstore.check_gradients`. Gradients are copied to host memory.
     """
     if draws < 2:
-        raise ConfigError(f"draws={draws!r}; give 2 or more: one draw does not tell bias from variance")
+        raise ConfigError(f"draws={draws!r}: must be 2 or more, because one draw does not tell bias from variance.")
     named, leaves = read_leaves("measure_gradient_error", store, inputs)
     with _without_gradients(leaves.values()), ModelState(store.model, named.values(), stateful) as state:
         runner = Runner(step, store, leaves, state)
@@ -69,9 +69,9 @@ def measure_gradient_error(
         repeated = _relative(runner.plain().gradients, exact)
         if not repeated <= MAX_REPEAT_ERROR:
             raise StateError(
-                f"two plain runs of the step from the same state differ by {repeated:.2g} of the gradients' norm, so "
-                "that errors of lossy payloads cannot be measured; have the step take the same batch each time, and "
-                "give its own random generators and schedulers by stateful="
+                f"two plain runs of the step from the same state differ by {repeated:.2g} of the gradients' norm. "
+                "So errors of lossy payloads cannot be measured. Have the step take the same batch each time, and give "
+                "its own random generators and schedulers by stateful=."
             )
         whole = _Deviations(exact)
         predicted = _predicted(runner, store)
@@ -146,15 +146,15 @@ class _Deviations:
         self._draws += 1
         for name, parts in self._exact.items():
             if [x.shape for x in found.get(name, ())] != [x.shape for x in parts]:
-                raise StateError(f"draw {self._draws} computed no gradient of {name} of the plain step's shape")
+                raise StateError(f"draw {self._draws} computed no gradient of {name} of the plain step's shape.")
             for expected, x, total in zip(parts, found[name], self._sums[name], strict=True):
                 away = x.to(total.dtype) - expected.to(total.dtype)
                 total += away
                 self._squares[name] += float(away.abs().square().sum())
             if not math.isfinite(self._squares[name]):
                 raise StateError(
-                    f"the gradient of {name} is not finite in draw {self._draws}, plainly or with the store; run "
-                    "actstore.check_gradients to see where that begins"
+                    f"the gradient of {name} is not finite in draw {self._draws}, plainly or with the store. Run "
+                    "actstore.check_gradients to see where that begins."
                 )
 
     def rows(self) -> tuple[WeightDeviation, ...]:
@@ -188,7 +188,7 @@ def _relative(found: Copies, expected: Copies) -> float:
     deviations.add(found)
     norm = _norm(expected)
     if not norm:
-        raise ConfigError("all gradients of the plain step are 0, or none exists: errors cannot be measured by them")
+        raise ConfigError("all gradients of the plain step are 0, or none exists: errors cannot be measured by them.")
     return math.sqrt(sum(deviations._squares.values())) / norm
 
 

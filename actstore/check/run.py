@@ -121,6 +121,6 @@ def _allow() -> None:
 def _refuse_store() -> None:
     if is_active():
         raise StateError(
-            "the step entered a store where it was to run plainly; let the step take the store and enter that: "
+            "the step entered a store where it was to run plainly. Let the step take the store and enter that: "
             "def step(store): with store: ..."
         )

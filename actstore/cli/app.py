@@ -121,9 +121,9 @@ def bench(
         check_writable(path, option)
     check_plot(plot)
     if plot_memory not in ("held", "peak"):
-        raise ConfigError(f"--plot-memory {plot_memory}: must be held or peak")
+        raise ConfigError(f"--plot-memory {plot_memory}: must be held or peak.")
     if disk_path is not None and not os.access(disk_path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--disk-path {disk_path}: not a folder that can be written; create it or choose another")
+        raise ConfigError(f"--disk-path {disk_path}: not a folder that can be written. Create it or choose another.")
     result = _run(work, chosen, disk_path, repeats)
     if is_users(model) and result.rows[0].failed and len(result.rows) == 1:
         raise ConfigError(result.rows[0].failed.removeprefix("ConfigError: "))
@@ -144,7 +144,7 @@ def _refuse_options(given: typer.Context) -> None:
         source = given.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             command, option = given.invoked_subcommand, name.replace("_", "-")
-            raise ConfigError(f"--{option} does nothing before {command!r}; give its options after it")
+            raise ConfigError(f"--{option} does nothing before {command!r}. Give its options after it.")
 
 
 def _rows(work: Workload, policies: list[str], names: str) -> list[Row]:

@@ -57,7 +57,7 @@ def plan(
     old = None if against is None else Plan.read(against)
     if script.endswith(".json"):
         if arguments or disk_path is not None:
-            raise ConfigError(f"{script} is a profile, and nothing is run: leave out arguments and --disk-path")
+            raise ConfigError(f"{script} is a profile, and nothing is run: leave out arguments and --disk-path.")
         made = replan(Profile.read(script), policy, tiers)
     else:
         with users_code(script, "there was a plan"):

@@ -41,7 +41,7 @@ def show(
     for path, option in ((plot, "--plot"), (chrome, "--chrome")):
         check_writable(path, option)
         if path is not None and path.exists() and file.exists() and path.samefile(file):
-            raise ConfigError(f"{option} {path} is the file to show; choose another")
+            raise ConfigError(f"{option} {path} is the file to show. Choose another.")
     check_plot(plot)
     if is_trace(_first_line(file)):
         _show_trace(Trace.read(file), plot, chrome, step)
@@ -51,7 +51,7 @@ def show(
     kind = "result" if planned is None else "plan" if isinstance(planned, Plan) else "profile"
     for option, value in (("--chrome", chrome), ("--step", step)):
         if value is not None:
-            raise ConfigError(f"{option} does nothing to {file}, which is a {kind} and not a trace; leave it out")
+            raise ConfigError(f"{option} does nothing to {file}, which is a {kind} and not a trace. Leave it out.")
     if isinstance(result, Plan | Profile):
         _show_planned(result, plot)
     else:
@@ -75,7 +75,7 @@ def _show_planned(planned: Plan | Profile, plot: Path | None) -> None:
     if isinstance(planned, Profile):
         if plot is not None:
             raise ConfigError(
-                "--plot draws plans, and this is a profile: actstore plan PROFILE --budget 20GiB --plot FILE"
+                "--plot draws plans, and this is a profile: actstore plan PROFILE --budget 20GiB --plot FILE."
             )
         typer.echo(str(planned))
         return
@@ -91,14 +91,14 @@ def _first_line(file: Path) -> str:
         with file.open(encoding="utf-8", errors="replace") as lines:
             return lines.readline(1 << 16)
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give a file that can be read") from error
+        raise ConfigError(f"{file}: {error.strerror}. Give a file that can be read.") from error
 
 
 def _show_trace(trace: Trace, plot: Path | None, chrome: Path | None, step: int | None) -> None:
     steps = trace.steps()
     if step is not None and step not in steps:
         have = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no events"
-        raise ConfigError(f"--step {step} is not in the trace, which {have}")
+        raise ConfigError(f"--step {step} is not in the trace, which {have}.")
     step = trace.last_step() if step is None else step
     _print(render(trace, step))
     if plot is not None:
@@ -191,8 +191,8 @@ def _read_result(file: Path) -> Result | CodecResult:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             continue  # another kind, or none
     raise ConfigError(
-        f"{file} is neither a trace nor a result of a benchmark, a plan or a profile; give a file that Trace.write "
-        "made, --json of actstore bench or actstore bench codecs, or --output or --profile of actstore plan"
+        f"{file} is neither a trace nor a result of a benchmark, a plan or a profile. Give a file that Trace.write "
+        "made, --json of actstore bench or actstore bench codecs, or --output or --profile of actstore plan."
     )
 
 

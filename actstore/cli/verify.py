@@ -48,7 +48,7 @@ def verify(
     """
     check_writable(json, "--json")
     if not lossy and each_site:
-        raise ConfigError("--each-site is for lossy policies; give --lossy, too")
+        raise ConfigError("--each-site is for lossy policies. Give --lossy, too.")
     with users_code(script, "all was compared"):
         target = load(script, arguments or [])
         tiers = tiers_of(host_budget, disk_budget, disk_path)

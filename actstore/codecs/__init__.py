@@ -1,6 +1,7 @@
 """Codecs: pure functions from dense tensors to bytes and back."""
 
 from actstore.base.spec import Spec
+from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8
@@ -9,11 +10,6 @@ from actstore.codecs.e5m6 import E5m6
 from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
 from actstore.codecs.hadamard128 import Hadamard128
-from actstore.codecs.int2 import Int2
-from actstore.codecs.int3 import Int3
-from actstore.codecs.int4 import Int4
-from actstore.codecs.int5 import Int5
-from actstore.codecs.int6 import Int6
 from actstore.codecs.int8 import Int8
 from actstore.codecs.intpack import Intpack
 from actstore.codecs.lz4 import Lz4

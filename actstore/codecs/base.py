@@ -169,11 +169,11 @@ def require_leaf(outer: str, inner: object) -> None:
     ChainError : `inner` is not a codec, or has an inner codec of its own
     """
     if not isinstance(inner, Codec):
-        call = f"; call it: {inner.__name__}()" if isinstance(inner, type) and issubclass(inner, Codec) else ""
+        call = f". Call it: {inner.__name__}()" if isinstance(inner, type) and issubclass(inner, Codec) else ""
         raise ChainError(f"{outer} takes a codec such as Int8() or Raw() inside, not {inner!r}{call}", inner=inner)
     if inner.chained:
         raise ChainError(
             f"{outer}({inner.name}(...)) is refused: {inner.name} has an inner codec of its own, and {outer} takes one "
-            f"that has none; write {outer}(int8) or {outer}(raw)",
+            f"that has none. Write {outer}(int8) or {outer}(raw).",
             inner=inner,
         )

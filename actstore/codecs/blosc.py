@@ -55,13 +55,13 @@ class BloscCodec(Codec):
         inner: object = self.inner
         if not isinstance(inner, Codec) or isinstance(inner, BloscCodec):
             raise ChainError(
-                f"{self.name} takes a codec of tensors inside, not {self.inner!r}; "
-                f"write {self.name} or {self.name}(int8)",
+                f"{self.name} takes a codec of tensors inside, not {self.inner!r}. "
+                f"Write {self.name} or {self.name}(int8).",
                 inner=self.inner,
             )
         if type(self.level) is not int or not LEVELS[0] <= self.level <= LEVELS[1]:
             raise ConfigError(
-                f"{self.name}(level={self.level!r}) does not exist; choose a level from {LEVELS[0]} to {LEVELS[1]}",
+                f"{self.name}(level={self.level!r}): must be from {LEVELS[0]} to {LEVELS[1]}.",
                 level=self.level,
             )
 
@@ -89,8 +89,8 @@ class BloscCodec(Codec):
         check_dtype(self, spec.dtype)
         if spec.device.type != "cpu":
             raise SpecError(
-                f"{self.name} runs on the CPU, but the tensor is on {spec.device}; use {self.inner.name!r} there, or "
-                "'expack', which is lossless on every device",
+                f"{self.name} runs on the CPU, but the tensor is on {spec.device}. Use {self.inner.name!r} there, or "
+                "'expack', which is lossless on every device.",
                 codec=self.name,
                 device=spec.device,
             )
@@ -121,7 +121,7 @@ class BloscCodec(Codec):
         inner, held = self.inner.size(spec), blosc.content_nbytes(payload)
         if held > inner.nbytes or (isinstance(inner, Exact) and held != inner.nbytes):
             raise PayloadError(
-                f"{self.name} decode of {spec}: the payload holds {held} bytes, but {self.inner.name} has {inner}",
+                f"{self.name} decode of {spec}: the payload holds {held} bytes, but {self.inner.name} has {inner}.",
                 spec=spec,
             )
         content = storage_slice(out, 0, spec.numel).view(torch.uint8) if self._plain else self._scratch(out)[:held]

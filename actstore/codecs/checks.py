@@ -21,9 +21,7 @@ def require_choice(codec: Codec, option: str, choices: tuple[object, ...]) -> No
     value = getattr(codec, option)
     if type(value) is not type(choices[0]) or value not in choices:
         *most, last = map(str, choices)
-        raise ConfigError(
-            f"{codec.name}({option}={value!r}) does not exist; choose {', '.join(most)} or {last}", **{option: value}
-        )
+        raise ConfigError(f"{codec.name}({option}={value!r}): must be {', '.join(most)} or {last}.", **{option: value})
 
 
 def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
@@ -35,8 +33,8 @@ def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
     """
     if not codec.accepts(dtype):
         raise SpecError(
-            f"{codec.name} does not take {str(dtype).removeprefix('torch.')}; "
-            "use 'raw', which takes every dtype, or 'keep'",
+            f"{codec.name} does not take {str(dtype).removeprefix('torch.')}. "
+            "Use 'raw', which takes every dtype, or 'keep'.",
             codec=codec.name,
             dtype=dtype,
         )
@@ -55,9 +53,9 @@ def check_buffers(
     spec = Spec.of(tensor)
     where = f"{codec.name} {verb} of {spec}"
     if payload.dtype is not torch.uint8 or not payload.is_contiguous():
-        raise SpecError(f"{where}: the payload must be contiguous uint8, but is {Spec.of(payload)}", spec=spec)
+        raise SpecError(f"{where}: the payload must be contiguous uint8, but is {Spec.of(payload)}.", spec=spec)
     if payload.device != tensor.device:
-        raise SpecError(f"{where}: the payload is on {payload.device}; give a buffer on {tensor.device}", spec=spec)
+        raise SpecError(f"{where}: the payload is on {payload.device}. Give a buffer on {tensor.device}.", spec=spec)
     if payload.numel() < nbytes:
         raise short(
             f"{where}: the payload has {payload.numel()} bytes, but {nbytes} are needed",
@@ -67,8 +65,8 @@ def check_buffers(
         )
     payload_pointer(payload)
     if not layout_of(spec.shape, spec.stride).dense:
-        raise SpecError(f"{where}: the strides leave gaps or overlap; pass tensor.contiguous()", spec=spec)
+        raise SpecError(f"{where}: the strides leave gaps or overlap. Pass tensor.contiguous().", spec=spec)
     if tensor.is_neg() or tensor.is_conj():
         raise SpecError(
-            f"{where}: its negation or conjugation is pending; pass tensor.resolve_neg().resolve_conj()", spec=spec
+            f"{where}: its negation or conjugation is pending. Pass tensor.resolve_neg().resolve_conj().", spec=spec
         )

@@ -126,7 +126,7 @@ def find_kernels(codec: KernelCodec, dtype: torch.dtype, device: torch.device) -
             return codec.kernels(back_end, dtype, device)
         except KernelUnavailable as error:
             _warn_once(f"{codec.name} runs on {device.type} as PyTorch operations: {error}")
-    raise AssertionError("the torch back end is always available")
+    raise AssertionError("the torch back end is always available.")
 
 
 @cache

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from actstore.codecs.affine import Int4
 from actstore.codecs.base import Codec, require_leaf
 from actstore.codecs.dispatch import KernelCodec
-from actstore.codecs.int4 import Int4
 from actstore.errors import ChainError
 from actstore.kernels.hadamard128 import ROTATION_NUMEL
 
@@ -59,8 +59,8 @@ class Hadamard128(KernelCodec):
             else "does not run on rotated float32 elements"
         )
         raise ChainError(
-            f"hadamard128({inner.name}) is refused: {inner.name} {reason}; "
-            "write hadamard128(int4), hadamard128(int8) or hadamard128(nf4)",
+            f"hadamard128({inner.name}) is refused: {inner.name} {reason}. "
+            "Write hadamard128(int4), hadamard128(int8) or hadamard128(nf4).",
             inner=inner,
         )
 

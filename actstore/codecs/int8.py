@@ -87,7 +87,7 @@ class Int8(SignedCodec):
         if self.affine and self.axis == "token":
             raise ConfigError(
                 "int8(affine, axis=token) does not exist: the values of one channel over tokens are seldom of one "
-                "sign; leave out affine or axis",
+                "sign. Leave out affine or axis.",
                 axis=self.axis,
             )
 

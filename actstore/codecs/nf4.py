@@ -55,8 +55,8 @@ class Nf4(SignedCodec):
         require_choice(self, "signs", SIGNS)
         if self.layout == "bnb" and self.group != BNB_GROUP:
             raise ConfigError(
-                f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}; "
-                f"write nf4(group={BNB_GROUP}, layout=bnb)",
+                f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}. "
+                f"Write nf4(group={BNB_GROUP}, layout=bnb).",
                 group=self.group,
             )
 

@@ -52,7 +52,7 @@ class Nm(SparseCodec):
         super().__post_init__()
         require_choice(self, "m", GROUPS)
         if type(self.n) is not int or not 0 < self.n < self.m:
-            raise ConfigError(f"nm(n={self.n!r}, m={self.m}) does not exist; choose n from 1 to {self.m - 1}", n=self.n)
+            raise ConfigError(f"nm(n={self.n!r}, m={self.m}): n must be from 1 to {self.m - 1}.", n=self.n)
 
     @property
     def exact(self) -> bool:

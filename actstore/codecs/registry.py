@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from actstore.base import extensions
+from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
 from actstore.codecs.base import Codec
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.bnb8 import Bnb8
@@ -12,11 +13,6 @@ from actstore.codecs.e5m6 import E5m6
 from actstore.codecs.expack import Expack
 from actstore.codecs.fp8 import Fp8
 from actstore.codecs.hadamard128 import Hadamard128
-from actstore.codecs.int2 import Int2
-from actstore.codecs.int3 import Int3
-from actstore.codecs.int4 import Int4
-from actstore.codecs.int5 import Int5
-from actstore.codecs.int6 import Int6
 from actstore.codecs.int8 import Int8
 from actstore.codecs.intpack import Intpack
 from actstore.codecs.lz4 import Lz4
@@ -72,6 +68,6 @@ def get(name: str) -> type[Codec]:
     if found is None:
         known = (*_TYPES, *extensions.names(extensions.CODECS))
         near = get_close_matches(name, known)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(map(repr, known))}"
-        raise UnknownCodecError(f"no codec is called {name!r}; {hint}", name=name, near=near)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
+        raise UnknownCodecError(f"no codec is called {name!r}. {hint}", name=name, near=near)
     return found

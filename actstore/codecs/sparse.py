@@ -22,7 +22,7 @@ class SparseCodec(KernelCodec):
             reason = "needs whole rows" if self.inner.shaped else "needs to know how many there are"
             raise ChainError(
                 f"{self.name} gives its inner codec as many elements as happen to be kept, but {self.inner!r} "
-                f"{reason}; write {self.name}(int8) or {self.name}(raw)",
+                f"{reason}. Write {self.name}(int8) or {self.name}(raw).",
                 inner=self.inner,
             )
 

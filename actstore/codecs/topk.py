@@ -48,7 +48,7 @@ class Topk(SparseCodec):
         super().__post_init__()
         if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
             raise ConfigError(
-                f"topk(fraction={self.fraction!r}) does not exist; choose a share above 0 and at most 1, such as 0.25",
+                f"topk(fraction={self.fraction!r}): must be above 0 and at most 1, such as 0.25.",
                 fraction=self.fraction,
             )
 

@@ -76,7 +76,7 @@ def choose(choice: Choice) -> None:
     if _status is not None and _status.choice != choice:
         raise ConfigError(
             f"choice={choice!r}: the process uses {_status.choice!r} since its first store on a CPU was made. Choose "
-            f"before, or set {VARIABLE}={choice}"
+            f"before, or set {VARIABLE}={choice}."
         )
     _chosen = choice
 
@@ -191,7 +191,7 @@ class _MallInfo2(ctypes.Structure):
 
 def _checked(choice: str, name: str) -> Choice:
     if choice not in get_args(Choice):
-        raise ConfigError(f"{name}={choice!r}: must be one of {', '.join(get_args(Choice))}")
+        raise ConfigError(f"{name}={choice!r}: must be one of {', '.join(get_args(Choice))}.")
     return choice  # type: ignore[return-value]
 
 
@@ -288,7 +288,7 @@ def _compiled() -> Path:
     command = compiler()
     if command is None:
         raise KernelUnavailable(
-            f"no C++ compiler: none of {', '.join(COMPILERS)} is installed. Install one (on Debian: apt install g++)"
+            f"no C++ compiler: none of {', '.join(COMPILERS)} is installed. Install one (on Debian: apt install g++)."
         )
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -325,6 +325,6 @@ def build(command: list[str], text: str, target: Path) -> Path:
         compiling = [*command, *flags, *places, str(code), "-o", str(made), "-lc10"]
         found = subprocess.run(compiling, capture_output=True, text=True, check=False)
         if found.returncode:
-            raise KernelUnavailable(f"{command[0]} cannot compile cpu_allocator.cpp: {found.stderr.strip()[-500:]}")
+            raise KernelUnavailable(f"{command[0]} cannot compile cpu_allocator.cpp: {found.stderr.strip()[-500:]}.")
         os.replace(made, target)
     return target

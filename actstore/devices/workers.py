@@ -55,18 +55,18 @@ class Threads:
     def begin(self, job: Job[Any]) -> None:
         """Make a thread run a job. Errors as of `submit`; after an interrupt the job may run or not."""
         if self._pid != os.getpid():
-            raise StateError("these threads are of the parent of a forked process; the child makes its own")
+            raise StateError("these threads are of the parent of a forked process. The child makes its own.")
         self._check_open()
         if len(self._threads) < self._count:
             self._start()
         job.wait_for(self._threads)
         self._queue.put(job)
-        if self._closed and job.cancel(StateError("this was submitted too late")):  # closed by another thread
+        if self._closed and job.cancel(StateError("this was submitted too late.")):  # closed by another thread
             self._check_open()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError(f"no job can begin after {self._closed}")
+            raise StateError(f"no job can begin after {self._closed}.")
 
     def shutdown(self) -> None:
         """Wait for all jobs, and end the threads. No job can be submitted any more."""
@@ -103,7 +103,7 @@ class Threads:
             while True:
                 job = self._queue.get_nowait()
                 if isinstance(job, Job):
-                    job.cancel(StateError(f"this had not begun at {why}"))
+                    job.cancel(StateError(f"this had not begun at {why}."))
         except Empty:
             return
 

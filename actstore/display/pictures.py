@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "matplotlib":
         raise
-    raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'") from error
+    raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'.") from error
 
 # Okabe and Ito's palette, for colour-blind readers; some colours are darker here, so that text stays legible
 BLACK, BLUE, VERMILION, GREEN = "#222222", "#0072b2", "#d55e00", "#009e73"

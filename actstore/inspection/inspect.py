@@ -43,7 +43,7 @@ def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: 
     if not isinstance(store, ActivationStore):
         raise ConfigError(f"store={store!r}: must be an ActivationStore. Make one: ActivationStore(model, 'int8').")
     if is_active():
-        raise StateError("inspect_step was called inside a store's context. Call it outside; it enters the store.")
+        raise StateError("inspect_step was called inside a store's context. Call it outside: it enters the store.")
     require_initialized(store.model)
     passes = takes_store(step)
     with ModelState(store.model, (), stateful) as state, closing(ActivationStore(store.model, min_bytes=0)) as kept:

@@ -31,14 +31,14 @@ def around_loss(store: ActivationStore) -> Iterator[None]:
     if is_active():
         raise StateError(
             "the training step runs inside the context of another ActivationStore, which the framework's store would "
-            "shut off; leave out that `with store:`, or the callback"
+            "shut off. Leave out that `with store:`, or the callback."
         )
     hooks: Any = _top_saved_tensors_default_hooks(False)  # None without hooks
     if hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":  # the store itself handles checkpoint's
         raise StateError(
             f"other saved-tensor hooks are entered around the loss: {_name(hooks[0])}. Of nested hooks only the "
             "innermost ones see tensors, and so these would do nothing. Switch them off (TRL: "
-            "activation_offloading=False), and offload with the store: a rule such as 'raw @ host'",
+            "activation_offloading=False), and offload with the store: a rule such as 'raw @ host'.",
             hooks=hooks[0],
         )
     with store:
@@ -62,14 +62,14 @@ def refuse_checkpointing(model: Module) -> None:
                 f"{where} is reentrant: it recomputes inside of backward, where no store is entered, from inputs that "
                 'the store may have changed. Give gradient_checkpointing_kwargs={"use_reentrant": False} '
                 "(Transformers 5: activation_checkpointing_kwargs), or leave checkpointing out: the policy "
-                "'recompute' does the same",
+                "'recompute' does the same.",
                 module=name,
             )
         if inspect.getmodule(inner := getattr(function, "func", function)) is not torch.utils.checkpoint:
             raise ConfigError(
                 f"{where} runs through {_name(inner)}, whose saved-tensor hooks hide what it saves from the store. "
                 "Leave `offload` out of its arguments, or checkpointing: the policy 'recompute(raw @ host)' does the "
-                "same",
+                "same.",
                 module=name,
             )
 

@@ -18,7 +18,7 @@ try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "actstore.integrations.huggingface is for Transformers, which is not installed: pip install 'actstore[hf]'",
+        "actstore.integrations.huggingface is for Transformers, which is not installed: pip install 'actstore[hf]'.",
         name=error.name,
     ) from error
 
@@ -72,14 +72,14 @@ class ActivationStoreCallback(TrainerCallback):
         other = getattr(trainer.compute_loss_context_manager, "callback", None)
         if other is not None:
             raise StateError(
-                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}); leave one "
-                "of them out: one policy has rules for all modules",
+                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}). Leave one "
+                "of them out: one policy has rules for all modules.",
                 callback=other,
             )
         if args.n_gpu > 1:
             raise ConfigError(
-                f"the Trainer would run {args.n_gpu} devices by DataParallel, on threads that enter no store; start a "
-                f"process for each device: torchrun --nproc-per-node {args.n_gpu}",
+                f"the Trainer would run {args.n_gpu} devices by DataParallel, on threads that enter no store. Start a "
+                f"process for each device: torchrun --nproc-per-node {args.n_gpu}.",
                 devices=args.n_gpu,
             )
         refuse_checkpointing(model)
@@ -112,8 +112,8 @@ class ActivationStoreCallback(TrainerCallback):
                 return caller
             frame = frame.f_back
         raise StateError(
-            "on_train_begin was not called by a Trainer that has this callback; in a loop of your own use the store "
-            "itself: with ActivationStore(model, policy): loss = model(**batch).loss"
+            "on_train_begin was not called by a Trainer that has this callback. In a loop of your own use the store "
+            "itself: with ActivationStore(model, policy): loss = model(**batch).loss."
         )
 
 

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "actstore.integrations.lightning is for Lightning, which is not installed: "
-            "pip install 'actstore[lightning]'",
+            "pip install 'actstore[lightning]'.",
             name=error.name,
         ) from error
 
@@ -72,8 +72,8 @@ class ActivationStoreCallback(Callback):
         other = getattr(trainer.strategy.training_step, "callback", None)
         if other is not None:
             raise StateError(
-                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}); leave one "
-                "of them out: one policy has rules for all modules",
+                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}). Leave one "
+                "of them out: one policy has rules for all modules.",
                 callback=other,
             )
         refuse_checkpointing(pl_module)

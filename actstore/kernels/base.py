@@ -80,8 +80,8 @@ def payload_pointer(payload: torch.Tensor) -> int:
     pointer = payload.data_ptr()
     if pointer % ALIGN:
         raise SpecError(
-            f"a payload buffer starts at address {pointer:#x}, not at a multiple of {ALIGN}; "
-            f"slice buffers at multiples of {ALIGN} bytes",
+            f"a payload buffer starts at address {pointer:#x}, not at a multiple of {ALIGN}. "
+            f"Slice buffers at multiples of {ALIGN} bytes.",
             pointer=pointer,
         )
     return pointer

@@ -42,7 +42,9 @@ def library() -> Any:
     try:
         import blosc2
     except ImportError as error:
-        raise KernelUnavailable("blosc2 is not installed; pip install 'actstore[bytes]'", package="blosc2") from error
+        raise KernelUnavailable(
+            "blosc2 is not installed. Run pip install 'actstore[bytes]'.", package="blosc2"
+        ) from error
     return blosc2
 
 
@@ -92,7 +94,7 @@ def length(payload: Bytes) -> int:
     """
     found = int(payload[:8].view("<u8")[0])
     if not HEADER_NBYTES <= found <= len(payload):
-        raise PayloadError(f"a compressed payload says that it has {found} bytes, but {len(payload)} are given")
+        raise PayloadError(f"a compressed payload says that it has {found} bytes, but {len(payload)} are given.")
     return found
 
 
@@ -110,11 +112,11 @@ def decompress(payload: Bytes, data: Bytes, how: Compressor) -> None:
     """
     at = _frames_at(len(data))
     if at > len(payload):
-        raise PayloadError(f"a compressed payload of {len(payload)} bytes ends within its table of frames")
+        raise PayloadError(f"a compressed payload of {len(payload)} bytes ends within its table of frames.")
     sizes = payload[HEADER_NBYTES:at].view("<u8").tolist()
     ends = at + np.cumsum([0, *map(round_up, (min(size, FRAME_NBYTES) for size in sizes))])
     if ends[-1] != len(payload):
-        raise PayloadError(f"a compressed payload has {len(payload)} bytes, but its frames end at {ends[-1]}")
+        raise PayloadError(f"a compressed payload has {len(payload)} bytes, but its frames end at {ends[-1]}.")
     for (start, count), size, first in zip(_frames(len(data)), sizes, ends.tolist(), strict=False):
         stored, frame = payload[first : first + size], data[start : start + count]
         if size == count:
@@ -133,7 +135,7 @@ def _expand(chunk: Bytes, frame: Bytes, how: Compressor) -> None:
         or not {*chunk[16:22].tolist()} <= {0, FILTERS[how.shuffle]}
         or chunk[31] >> 4 & 7 not in (_PLAIN, _ZEROS)
     ):
-        raise PayloadError(f"a frame of {len(chunk)} bytes does not hold {len(frame)} bytes as {how.name} writes them")
+        raise PayloadError(f"a frame of {len(chunk)} bytes does not hold {len(frame)} bytes as {how.name} writes them.")
     try:
         library().decompress2(chunk, dst=frame, nthreads=1)
     except (RuntimeError, ValueError) as error:

@@ -65,4 +65,4 @@ def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
 
 
 def altered() -> PayloadError:
-    return PayloadError("a payload of expack was altered: its descriptors, codes and length contradict each other")
+    return PayloadError("a payload of expack was altered: its descriptors, codes and length contradict each other.")

@@ -34,4 +34,4 @@ def check(payload: torch.Tensor, numel: int, itemsize: int) -> int:
 
 
 def altered() -> PayloadError:
-    return PayloadError("a payload of intpack was altered: its descriptors and its length contradict each other")
+    return PayloadError("a payload of intpack was altered: its descriptors and its length contradict each other.")

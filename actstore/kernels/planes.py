@@ -23,17 +23,17 @@ def check_header(codec: str, payload: torch.Tensor, numel: int, least: int, most
     PayloadError : the payload is cut, or not of `numel` elements
     """
     if payload.numel() < HEADER_NBYTES:
-        raise PayloadError(f"a payload of {codec} ends after {payload.numel()} bytes, in its header")
+        raise PayloadError(f"a payload of {codec} ends after {payload.numel()} bytes, in its header.")
     length, count = payload[:HEADER_NBYTES].clone().view(torch.int64).tolist()
     if count != numel or not least <= length <= most:
         raise PayloadError(
             f"a payload of {codec} has {length} bytes for {count} elements: must have {least} to {most} bytes for "
-            f"{numel} elements",
+            f"{numel} elements.",
             numel=numel,
         )
     if length > payload.numel():
         raise PayloadError(
-            f"a payload of {codec} ends after {payload.numel()} bytes; it should have {length}",
+            f"a payload of {codec} ends after {payload.numel()} bytes: must have {length}.",
             nbytes=payload.numel(),
             needed=length,
         )

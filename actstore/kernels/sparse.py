@@ -65,9 +65,9 @@ def check_header(nbytes: int, header: tuple[int, int], numel: int, itemsize: int
         if (longest if inner.exact else head) <= length <= longest:
             if length <= nbytes:
                 return
-            raise PayloadError(f"a sparse payload ends after {nbytes} bytes; it should have {length}", nbytes=nbytes)
+            raise PayloadError(f"a sparse payload ends after {nbytes} bytes: must have {length}.", nbytes=nbytes)
     raise PayloadError(
-        f"a sparse payload of {numel} elements claims {count} kept ones and {length} bytes, which no encoder writes",
+        f"a sparse payload of {numel} elements claims {count} kept ones and {length} bytes, which no encoder writes.",
         nbytes=length,
     )
 

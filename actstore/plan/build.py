@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures
+from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, by_part, recomputes
 from actstore.plan.recurrent import recurrent_options
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 
@@ -40,7 +40,7 @@ def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
     if found is not None:
         return found
     other = next(iter(figures.values()))
-    again = other.work_backward if "recompute" in other.decision else 0.0
+    again = other.work_backward if recomputes(other.decision) else 0.0
     parts = {name: replace(part, held=part.saved, host=0, disk=0) for name, part in other.parts.items()}
     return replace(
         other,
@@ -66,11 +66,7 @@ def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
 
 def rules_of(unit: str, decision: str) -> list[str]:
     """Return the rules of a unit's decision. A decision is text with names relative to the unit."""
-    rules = []
-    for rule in decision.split(";"):
-        part, colon, what = rule.rpartition(":")
-        rules.append(f"{unit}.{part.strip()} : {what.strip()}" if colon else f"{unit} : {what.strip()}")
-    return rules
+    return [f"{unit}.{part} : {what}" if part else f"{unit} : {what}" for part, what in by_part(decision)]
 
 
 def _options(
@@ -96,7 +92,7 @@ def _options(
             continue
         if change.error < inf:
             yield change.option(unit, keep, profile)
-        if "recompute" not in decision:
+        if not recomputes(decision):
             for name in _large_parts(unit, keep):
                 change = _Change(unit, decision, f, keep, name)
                 if change.error < inf:
@@ -124,7 +120,7 @@ class _Change:
     def __init__(self, unit: Unit, decision: str, f: UnitFigures, keep: UnitFigures, part: str | None) -> None:
         self.decision = decision
         self.transient = f.transient  # bytes beside the held ones in backward,
-        works_in_forward = "recompute" not in decision and decision != "derive"
+        works_in_forward = decision != "derive" and not recomputes(decision)
         self.staged = f.transient if works_in_forward else 0  # and in forward, for decisions that work there
         self.forward, self.backward = _added(f, keep)
         if part is None:

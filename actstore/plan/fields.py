@@ -55,10 +55,10 @@ def _dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     dot = f"{where}." if where else ""
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{dot}{name} is missing", field=f"{dot}{name}")
+            raise ConfigError(f"{dot}{name} is missing.", field=f"{dot}{name}")
     for name in values:
         if name not in known:
-            raise ConfigError(f"{dot}{name} is not a field; known ones: {', '.join(known)}", field=f"{dot}{name}")
+            raise ConfigError(f"{dot}{name} is not a field. The fields are {', '.join(known)}.", field=f"{dot}{name}")
     return kind(**{name: _read(hints[name], value, f"{dot}{name}") for name, value in values.items()})
 
 
@@ -66,14 +66,14 @@ def _number(kind: type, value: Any, where: str) -> Any:
     fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     if not fits or not (isinstance(value, int) or isfinite(value)) or not 0 <= value <= MAX_NUMBER:
         wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{where} is {_short(value)}, not {wanted} from 0 to {MAX_NUMBER:.0e}", field=where)
+        raise ConfigError(f"{where} is {_short(value)}, not {wanted} from 0 to {MAX_NUMBER:.0e}.", field=where)
     return value
 
 
 def _of(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, kind):
         wanted = {str: "text", bool: "true or false", list: "a list", dict: "an object"}[kind]
-        raise ConfigError(f"{where or 'the file'} is {_short(value)}, not {wanted}", field=where)
+        raise ConfigError(f"{where or 'the file'} is {_short(value)}, not {wanted}.", field=where)
     return value
 
 

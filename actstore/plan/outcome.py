@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from actstore.plan.build import kept, policy_of
 from actstore.plan.plan import Plan
-from actstore.plan.profile import Profile
-from actstore.plan.solver.chain import LayerChain
+from actstore.plan.profile import KEEP, Profile
+from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
+from actstore.plan.solver.timeline import evaluate
 from actstore.plan.values import Prediction, UnitPlan
 from actstore.plan.wish import Wish
+
+MIN_GAIN = 0.02  # a new plan replaces the decisions only where it promises this share of the step
 
 
 def plan_of(
@@ -65,3 +70,18 @@ def _limit(chain: LayerChain, solution: Solution) -> str:
     where = f"{DIRECTIONS[direction]} of {chain.layers[layer].name or 'the loss'}"
     text = f"memory of the device, most of it in {where}"
     return f"{text}; compute waits {waits:.1f} ms for copies" if waits > 0 else text
+
+
+def or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, solution: Solution) -> Solution:
+    """Return the running choice where it is still possible and `solution` hardly gains, otherwise `solution`."""
+    indices = [
+        next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
+        for layer in chain.layers
+    ]
+    if any(index is None for index in indices):
+        return solution
+    choice = tuple(index for index in indices if index is not None)
+    found = evaluate(chain, choice, limits)
+    if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
+        return solution
+    return replace(solution, choice=choice, evaluation=found, how="as before")

@@ -70,7 +70,7 @@ class Plan(PlanValues):
         try:
             return read_as(cls, values)
         except ConfigError as error:
-            raise PayloadError(f"{path}: not a plan: {error}; plan again", path=str(path), **error.facts) from error
+            raise PayloadError(f"{path}: not a plan: {error} Plan again.", path=str(path), **error.facts) from error
 
     def compare(self, other: Plan) -> str:
         """Return the differences of another plan in decisions and predictions, for people; empty for equal plans."""

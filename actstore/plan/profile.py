@@ -6,7 +6,7 @@ Times in milliseconds, sizes in bytes, rates in bytes per millisecond.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import inf
@@ -22,6 +22,18 @@ from actstore.plan.solver.chain import Links
 KEEP = "keep"
 FORMAT = "actstore profile 1"
 MAX_CALLS = 10**6  # of a unit in a step
+
+
+def by_part(decision: str) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a unit in a decision on it, and the decision on each; the part "" is the unit itself."""
+    for rule in decision.split(";"):
+        part, _, what = rule.rpartition(":")
+        yield part.strip(), what.strip()
+
+
+def recomputes(decision: str) -> bool:
+    """Return whether a decision on a unit recomputes it, or a part of it."""
+    return any(what.startswith("recompute") for _, what in by_part(decision))
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,7 @@ class Profile:
         try:
             return read_as(cls, values)._checked()
         except ConfigError as error:
-            raise PayloadError(f"{path}: not a profile: {error}; measure again", path=path, **error.facts) from error
+            raise PayloadError(f"{path}: not a profile: {error} Measure again.", path=path, **error.facts) from error
 
     def _checked(self) -> Profile:
         """Check that the parts fit together, and return the profile itself.
@@ -201,10 +213,10 @@ class Profile:
         """
         for i, unit in enumerate(self.units):
             if not self.figures.get(unit.kind):
-                raise ConfigError(f"units[{i}].kind is {unit.kind!r}, which has no figures", field=f"units[{i}].kind")
+                raise ConfigError(f"units[{i}].kind is {unit.kind!r}, which has no figures.", field=f"units[{i}].kind")
             if not 1 <= unit.calls <= MAX_CALLS:
                 raise ConfigError(
-                    f"units[{i}].calls is {unit.calls}, not from 1 to {MAX_CALLS:,}", field=f"units[{i}].calls"
+                    f"units[{i}].calls is {unit.calls}, not from 1 to {MAX_CALLS:,}.", field=f"units[{i}].calls"
                 )
         return self
 
@@ -249,7 +261,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; choose a path that can be written") from error
+        raise ConfigError(f"{path}: {error.strerror}. Choose a path that can be written.") from error
 
 
 def read_json(path: Path, expected: str) -> dict[str, Any]:
@@ -257,21 +269,21 @@ def read_json(path: Path, expected: str) -> dict[str, Any]:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file that can be read") from error
+        raise ConfigError(f"{path}: {error.strerror}. Give a file that can be read.") from error
     except (ValueError, RecursionError) as error:
-        raise PayloadError(f"{path}: not JSON: {error}; give a file that actstore wrote", path=str(path)) from error
+        raise PayloadError(f"{path}: not JSON: {error}. Give a file that actstore wrote.", path=str(path)) from error
     found = values.get("format") if isinstance(values, dict) else None
     if found != expected:
         raise PayloadError(
-            f"{path}: its format is {found!r}, not {expected!r}; give a file that this version of actstore wrote, or "
-            "make it again with: actstore plan",
+            f"{path}: its format is {found!r}, not {expected!r}. Give a file that this version of actstore wrote, or "
+            "make it again with: actstore plan.",
             path=str(path),
         )
     checksum = values.pop("checksum", None)
     if checksum != _checksum(values):
         raise PayloadError(
             f"{path}: its checksum is {checksum!r}, that of its contents {_checksum(values)!r}: it was changed after "
-            "it was written. Make it again with: actstore plan; to run a policy of your own, give its text as policy=",
+            "it was written. Make it again with: actstore plan. A policy of your own is text: policy=.",
             path=str(path),
         )
     return dict(values)

@@ -86,5 +86,5 @@ class PlanValues:
         if different:
             raise ConfigError(
                 "the plan was made for another model or machine (" + "; ".join(different) + "). Plan again with "
-                "ActivationStore(model, Auto(...)), or run its choices all the same: policy=plan.text"
+                "ActivationStore(model, Auto(...)), or run its choices all the same: policy=plan.text."
             )

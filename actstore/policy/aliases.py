@@ -80,18 +80,18 @@ def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -
     sliced, dot, rest = module.partition(".")
     alias, text = split_slice(sliced)
     if alias not in parts and alias.removeprefix("@") in CLASSES:
-        raise PolicyError(f"'{alias}' is a class of operators: write '*/{alias}'", alias=alias)
+        raise PolicyError(f"'{alias}' is a class of operators. Write '*/{alias}'.", alias=alias)
     if alias not in parts:
         raise PolicyError(
-            f"'{alias}' is an unknown alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}; "
-            "other modules go by their names",
+            f"'{alias}' is an unknown alias{did_you_mean(alias, ALIASES)} The aliases are {', '.join(ALIASES)}. "
+            "Other modules go by their names.",
             alias=alias,
         )
     if not parts[alias]:
         inner = shapes(name for name in named if any(block in parts["@blocks"] for block in ancestry(name)))
         raise PolicyError(
-            f"'{alias}' finds nothing in this model; name the modules that you mean: it has "
-            f"{', '.join((inner or shapes(named))[:12])}",
+            f"'{alias}' finds nothing in this model. Name the modules that you mean: it has "
+            f"{', '.join((inner or shapes(named))[:12])}.",
             alias=alias,
         )
     chosen = parts[alias] if text is None else select(alias, text, parts[alias])

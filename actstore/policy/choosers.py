@@ -75,7 +75,7 @@ class Bits:
         if (self.budget is None) == (self.max_noise is None):
             raise ConfigError(
                 f"Bits(max_noise={self.max_noise!r}, budget={self.budget!r}): exactly one must be given. Write "
-                'Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least'
+                'Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least.'
             )
         if self.max_noise is not None:
             check_noise(self.max_noise, "Bits(max_noise)")
@@ -128,7 +128,7 @@ def parse_chooser(text: str) -> Auto | Bits | None:
 
 def _usage(name: str) -> str:
     if name == "auto":
-        return 'Write Auto("20GiB"), or "auto(20GiB)"; max_noise=0.1 lets it use lossy codecs'
+        return 'Write Auto("20GiB"), or "auto(20GiB)". max_noise=0.1 lets it use lossy codecs.'
     return 'Write Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least'
 
 
@@ -149,5 +149,5 @@ def check_noise(max_noise: float, name: str = "max_noise") -> None:
     if type(max_noise) not in (int, float) or not 0 <= max_noise < inf:
         raise ConfigError(
             f"{name}={max_noise!r}: must be a fraction of the gradients' noise from batch to batch. Give 0 for exact "
-            "gradients, or a number such as 0.1"
+            "gradients, or a number such as 0.1."
         )

@@ -73,8 +73,8 @@ class Offload:
         object.__setattr__(self, "tiers", _ladder((tiers,) if isinstance(tiers, str) else tuple(tiers)))
         if self.tiers == ("device",):
             raise ChainError(
-                f"Offload to the device alone moves nothing; write Encode({codec!r}), whose payload stays on the "
-                "device, or name a lower tier: 'host', 'disk'",
+                f"Offload to the device alone moves nothing. Write Encode({codec!r}), whose payload stays on the "
+                "device, or name a lower tier: 'host', 'disk'.",
                 tiers=self.tiers,
             )
 
@@ -116,12 +116,12 @@ class Derive:
         if not isinstance(self.rest, Keep | Encode | Offload):
             raise ChainError(
                 f"derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not "
-                f"{self.rest}"
+                f"{self.rest}."
             )
         if not isinstance(self.rest, Keep) and not self.rest.codec.lossless:
             raise ChainError(
-                f"derive({self.rest}) would derive tensors from inexact inputs; give a codec without "
-                f"loss, as in derive(raw @ host), or write '{self.rest}' alone"
+                f"derive({self.rest}) would derive tensors from inexact inputs. Give a codec without "
+                f"loss, as in derive(raw @ host), or write '{self.rest}' alone."
             )
 
     def __str__(self) -> str:
@@ -173,42 +173,42 @@ class Recompute:
     def __post_init__(self) -> None:
         if isinstance(self.inputs, Recompute | Derive):
             raise ChainError(
-                "the inputs of a recomputed module cannot be recomputed or derived themselves; keep, encode or offload "
-                "them, as in recompute(keep), recompute(int8), recompute(raw @ host)"
+                "the inputs of a recomputed module cannot be recomputed or derived themselves. Keep, encode or offload "
+                "them, as in recompute(keep), recompute(int8), recompute(raw @ host)."
             )
         if not isinstance(self.inputs, Keep | Encode | Offload):
             raise ChainError(
                 f"Recompute takes the decision on its inputs, such as Keep() or Offload(Raw(), 'host'), "
-                f"not {self.inputs!r}"
+                f"not {self.inputs!r}."
             )
         for name, what in COUNT_UNITS.items():
             value = getattr(self, name)
             if (value is not None or name == "segment") and (type(value) is not int or value < 1):
-                raise ChainError(f"recompute({name}={value!r}): must be a number of {what}. Give an int >= 1")
+                raise ChainError(f"recompute({name}={value!r}): must be a number of {what}. Give an int >= 1.")
         if self.schedule not in (None, *SCHEDULES):
             raise ChainError(
-                f"{self.schedule!r} is not a schedule of recompute; the schedules are {', '.join(SCHEDULES)}; for "
-                "segments of one length write segment=4"
+                f"schedule={self.schedule!r} of recompute: must be {' or '.join(SCHEDULES)}. For segments of one "
+                "length write segment=4."
             )
         if self.schedule is not None and self.segment != 1:
             raise ChainError(
-                f"segment={self.segment} and schedule={self.schedule} both say which inputs of a chain are stored; "
-                "leave one out"
+                f"segment={self.segment} and schedule={self.schedule} both say which inputs of a chain are stored. "
+                "Leave one out."
             )
         if self.schedule == "revolve" and self.slots is None:
             raise ChainError(
-                "schedule=revolve needs the number of inputs that it may store; write "
-                "recompute(schedule=revolve, slots=10), or schedule=auto, which finds one"
+                "schedule=revolve needs the number of inputs that it may store. Write "
+                "recompute(schedule=revolve, slots=10), or schedule=auto, which finds one."
             )
         if self.schedule != "revolve" and self.slots is not None:
             raise ChainError(
-                f"slots={self.slots} is for schedule=revolve; write recompute(schedule=revolve, slots={self.slots}), "
-                "or leave slots out"
+                f"slots={self.slots} is for schedule=revolve. Write recompute(schedule=revolve, slots={self.slots}), "
+                "or leave slots out."
             )
         if self.decisions not in (None, *DECISIONS):
             raise ChainError(
                 f"decisions={self.decisions!r} of recompute: must be {' or '.join(DECISIONS)}. Leave it out to keep "
-                "them where the inputs are stored with a loss"
+                "them where the inputs are stored with a loss."
             )
 
     @property
@@ -266,25 +266,25 @@ def _require_codec(where: str, codec: object) -> None:
     if isinstance(codec, Codec):
         return
     if isinstance(codec, type) and issubclass(codec, Codec):
-        raise ChainError(f"{where} takes a codec, not its class; call it: {codec.__name__}()", codec=codec)
+        raise ChainError(f"{where} takes a codec, not its class. Call it: {codec.__name__}().", codec=codec)
     raise ChainError(
-        f"{where} takes a codec such as Int8() or Raw(), not {codec!r}; text goes through Rules.parse", codec=codec
+        f"{where} takes a codec such as Int8() or Raw(), not {codec!r}. Rules.parse takes text.", codec=codec
     )
 
 
 def _ladder(tiers: tuple[str, ...]) -> tuple[str, ...]:
     """Check that `tiers` names known tiers, each once, actstore's own from the fastest down."""
     if not tiers:
-        raise ChainError("Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')", tiers=tiers)
+        raise ChainError("Offload needs a tier. Give 'host', 'disk' or both: ('host', 'disk').", tiers=tiers)
     for tier in tiers:
         if tier not in TIERS and tier not in known_tiers():
-            raise ChainError(f"{tier!r} is not a tier; the tiers are {', '.join(known_tiers())}", tiers=tiers)
+            raise ChainError(f"{tier!r} is not a tier. The tiers are {', '.join(known_tiers())}.", tiers=tiers)
     own = iter([tier for tier in TIERS if tier in tiers])
     downward = tuple(next(own) if tier in TIERS else tier for tier in dict.fromkeys(tiers))
     if tiers != downward:
         found, wanted = " > ".join(tiers), " > ".join(downward)
         reason = "names a tier twice" if len(tiers) > len(downward) else "goes up"
         raise ChainError(
-            f"the ladder '{found}' {reason}; each tier holds what the one before refuses: '{wanted}'", tiers=tiers
+            f"the ladder '{found}' {reason}. Each tier holds what the one before refuses: '{wanted}'.", tiers=tiers
         )
     return tiers

@@ -80,10 +80,10 @@ def encode(tensor: torch.Tensor, codec: str | Codec, key: int = 0) -> Encoded:
     """
     codec = _read_codec(codec)
     if not 0 <= key < 1 << 63:
-        raise SpecError(f"key={key} is not in 0 to 2**63 - 1", key=key)
+        raise SpecError(f"key={key} is not in 0 to 2**63 - 1.", key=key)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
-        raise SpecError(f"a {kind} tensor has no bytes to encode; give a dense one with data")
+        raise SpecError(f"a {kind} tensor has no bytes to encode. Give a dense one with data.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not layout_of(tuple(tensor.shape), tensor.stride()).dense:
         tensor = tensor.contiguous()
@@ -104,5 +104,5 @@ def _read_codec(codec: str | Codec) -> Codec:
         return codec
     decision = parse_decision(codec)
     if not isinstance(decision, Encode):
-        raise SpecError(f"{codec!r} is a decision, not a codec alone; give its codec, such as 'int8' or 'raw'")
+        raise SpecError(f"{codec!r} is a decision, not a codec alone. Give its codec, such as 'int8' or 'raw'.")
     return decision.codec

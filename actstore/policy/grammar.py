@@ -67,8 +67,8 @@ def parse_rules(text: str) -> list[ParsedRule]:
     rules = split_rules(text)
     if not rules:
         raise PolicyError(
-            "the policy text holds no rule; write a decision such as 'int8' or 'raw @ host', or rules such as "
-            "'blocks.*.attn : int8 @ host'"
+            "the policy text holds no rule. Write a decision such as 'int8' or 'raw @ host', or rules such as "
+            "'blocks.*.attn : int8 @ host'."
         )
     parsed = []
     for rule in rules:
@@ -77,8 +77,8 @@ def parse_rules(text: str) -> list[ParsedRule]:
             raise rule.error(
                 rule.start,
                 len(rule.text),
-                f"{rule.text!r} has no colon; among several rules each reads 'pattern : decision', and '* : decision' "
-                "comes last, for all that no other rule covers",
+                f"{rule.text!r} has no colon. Among several rules each reads 'pattern : decision', and '* : decision' "
+                "comes last, for all that no other rule covers.",
             )
         if pattern is not None:
             try:
@@ -98,7 +98,7 @@ def parse_decision(text: str) -> Decision:
     """
     rules = parse_rules(text)
     if len(rules) > 1 or ":" in rules[0].source.text:
-        raise PolicyError(f"{text!r} is a rule or several; give one decision alone, such as 'int8 @ host'")
+        raise PolicyError(f"{text!r} is a rule or several. Give one decision alone, such as 'int8 @ host'.")
     return rules[0].decision
 
 
@@ -131,7 +131,7 @@ class _Parser:
     def read(self) -> Decision:
         decision = self.decision()
         if self.next.kind != "end":
-            raise self.fail(self.next, f"{self.next} is unexpected after '{decision}'; {_continuation(decision)}")
+            raise self.fail(self.next, f"{self.next} is unexpected after '{decision}'. {_continuation(decision)}")
         return decision
 
     def decision(self) -> Decision:
@@ -176,11 +176,11 @@ class _Parser:
             if token.text not in _RECOMPUTE:
                 near = did_you_mean(token.text, _RECOMPUTE)
                 options = ", ".join(f"{name}={shown}" for name, shown in _RECOMPUTE.items())
-                raise self.fail(token, f"recompute has no option {token}{near} Its options are {options}")
+                raise self.fail(token, f"recompute has no option {token}{near} Its options are {options}.")
             if token.text in values:
-                raise self.fail(token, f"recompute is given {token.text!r} twice; leave one out")
+                raise self.fail(token, f"recompute is given {token.text!r} twice. Leave one out.")
             if not self.skip("="):
-                raise self.fail(token, f"{token} must have a value: write '{token.text}={_RECOMPUTE[token.text]}'")
+                raise self.fail(token, f"{token} must have a value: write '{token.text}={_RECOMPUTE[token.text]}'.")
             values[token.text] = self.setting(token)
             if not self.skip(","):
                 self.close(start)
@@ -196,14 +196,14 @@ class _Parser:
             if token.text in SCHEDULES:
                 return token.text
             near = did_you_mean(token.text, SCHEDULES)
-            raise self.fail(token, f"{token} is not a schedule{near} The schedules are {', '.join(SCHEDULES)}")
+            raise self.fail(token, f"{token} is not a schedule{near} The schedules are {', '.join(SCHEDULES)}.")
         if option.text == "decisions":
             if token.text in DECISIONS:
                 return token.text
-            raise self.fail(token, f"recompute's decisions must be {' or '.join(DECISIONS)}, not {token}")
+            raise self.fail(token, f"recompute's decisions must be {' or '.join(DECISIONS)}, not {token}.")
         if not token.text.isdecimal():
             raise self.fail(
-                token, f"recompute takes a number of {COUNT_UNITS[option.text]} for '{option.text}', not {token}"
+                token, f"recompute takes a number of {COUNT_UNITS[option.text]} for '{option.text}', not {token}."
             )
         return int(token.text)
 
@@ -211,7 +211,7 @@ class _Parser:
         token = self.take()
         if token.text not in TIERS and token.text not in (known := known_tiers()):
             near = did_you_mean(token.text, known)
-            raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(known)}")
+            raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(known)}.")
         return token.text
 
     def codec(self) -> Codec:
@@ -222,7 +222,7 @@ class _Parser:
             while not self.skip(")"):
                 self.argument(kind, values)
                 if self.next.text != ")" and not self.skip(","):
-                    raise self.fail(self.next, f"expected ',' or ')' in the options of {kind.name}, found {self.next}")
+                    raise self.fail(self.next, f"expected ',' or ')' in the options of {kind.name}, found {self.next}.")
         missing = [
             name for name, option in options_of(kind).items() if option.default is MISSING and name not in values
         ]
@@ -232,25 +232,25 @@ class _Parser:
 
     def codec_class(self, token: Token) -> type[Codec]:
         if token.kind != "word":
-            raise self.fail(token, f"expected a codec, 'keep', 'derive' or 'recompute', found {token}")
+            raise self.fail(token, f"expected a codec, 'keep', 'derive' or 'recompute', found {token}.")
         if token.text in TIERS:
             raise self.fail(
-                token, f"{token} is a tier, not a codec; for the bytes as they are, write 'raw @ {token.text}'"
+                token, f"{token} is a tier, not a codec. For the bytes as they are, write 'raw @ {token.text}'."
             )
         if token.text in _WORDS:
             raise self.fail(
-                token, f"{token} cannot stand inside another decision; write a codec such as 'int8' or 'raw'"
+                token, f"{token} cannot stand inside another decision. Write a codec such as 'int8' or 'raw'."
             )
         try:
             return registry.get(token.text)
         except UnknownCodecError as error:
             hint = ""
             if self.next.kind == "word":
-                hint = f" If {token} is a module, a colon is missing: '{token.text} : {self.next.text}'"
+                hint = f" If {token} is a module, a colon is missing: '{token.text} : {self.next.text}'."
             elif near := near_words(token.text, _WORDS):
                 hint = f" Did you mean {near}?"
             if hint:
-                error.args = (error.args[0] + "." * (not error.args[0].endswith("?")) + hint,)
+                error.args = (error.args[0] + hint,)
             raise self.source.locate(error, token.offset, len(token.text)) from None
         except ConfigError as error:  # of the package that registers it
             raise self.source.locate(error, token.offset, len(token.text)) from error.__cause__
@@ -266,7 +266,7 @@ class _Parser:
         elif token.text in options:
             name, value = self.take().text, True
             if options[name].type is not bool:
-                raise self.fail(token, f"{token} must have a value: write '{name}=' and {options[name].expected}")
+                raise self.fail(token, f"{token} must have a value: write '{name}=' and {options[name].expected}.")
         else:
             inner = [name for name, option in options.items() if option.takes_codec and name not in values]
             if not inner:
@@ -274,7 +274,7 @@ class _Parser:
                 raise self.fail(token, f"{token} is not a flag of {kind.name}{near} {self.usage(kind)}")
             name, value = inner[0], self.codec()
         if name in values:
-            raise self.fail(token, f"{kind.name} is given {name!r} twice; leave one out")
+            raise self.fail(token, f"{kind.name} is given {name!r} twice. Leave one out.")
         values[name] = value
 
     def value(self, kind: type[Codec], name: str) -> Any:
@@ -282,7 +282,7 @@ class _Parser:
         if option.takes_codec:
             return self.codec()
         token = self.take()
-        wrong = self.fail(token, f"{kind.name} takes {option.expected} for {name!r}, not {token}")
+        wrong = self.fail(token, f"{kind.name} takes {option.expected} for {name!r}, not {token}.")
         if token.kind not in ("word", "number"):
             raise wrong
         try:
@@ -293,11 +293,11 @@ class _Parser:
     @staticmethod
     def usage(kind: type[Codec]) -> str:
         listed = ", ".join(map(str, options_of(kind).values()))
-        return f"Its options, with their defaults, are {listed}" if listed else "It has no options"
+        return f"Its options, with their defaults, are {listed}." if listed else "It has no options."
 
     def close(self, start: Token) -> None:
         if not self.skip(")"):
-            raise self.fail(self.next, f"expected ')' to close '{start.text}(', found {self.next}")
+            raise self.fail(self.next, f"expected ')' to close '{start.text}(', found {self.next}.")
 
     def build(self, start: Token, make: Callable[[], T]) -> T:
         """Call `make`. Adds the position in the text to its error."""
@@ -311,11 +311,11 @@ class _Parser:
 def _continuation(decision: Decision) -> str:
     """Return the text that may follow a decision, for an error about other text there."""
     if isinstance(decision, Keep):
-        return "keep takes nothing more; to move tensors away, write 'raw @ host'"
+        return "Keep takes nothing more: to move tensors away, write 'raw @ host'."
     if isinstance(decision, Derive):
-        return "what happens to all other tensors stands in parentheses: 'derive(raw @ host)'"
+        return "What happens to all other tensors stands in parentheses: 'derive(raw @ host)'."
     if isinstance(decision, Recompute):
-        return "what happens to the inputs stands in parentheses: 'recompute(raw @ host)'"
+        return "What happens to the inputs stands in parentheses: 'recompute(raw @ host)'."
     if isinstance(decision, Encode):
-        return f"a tier stands after '@': '{decision} @ host'"
-    return f"a further tier stands after '>': '{decision.codec.name} @ host > disk'"
+        return f"A tier stands after '@': '{decision} @ host'."
+    return f"A further tier stands after '>': '{decision.codec.name} @ host > disk'."

@@ -45,16 +45,16 @@ def check_operator(word: str, text: str) -> str:
     if name == word:
         if word in CLASSES:
             return word
-        raise _wrong(text, f"'@{word}' is an unknown class of operators{did_you_mean(word, CLASSES)} {_known()}")
+        raise _wrong(text, f"'@{word}' is an unknown class of operators{did_you_mean(word, CLASSES)} {_known()}.")
     if set("*?[") & set(name):
         return word
     composite = aten_names().get(name)
     if composite is None:
-        raise _wrong(text, f"'@{word}' is an unknown operator{did_you_mean(name, aten_names())} {_known()}")
+        raise _wrong(text, f"'@{word}' is an unknown operator{did_you_mean(name, aten_names())} {_known()}.")
     if composite:
-        raise _wrong(text, f"'@{word}' is made of other operators, which make its result: name these. {_known()}")
+        raise _wrong(text, f"'@{word}' is made of other operators, which make its result: name these. {_known()}.")
     if name in PASSING:
-        raise _wrong(text, f"'@{word}' passes the values of another operator on: name that one. {_known()}")
+        raise _wrong(text, f"'@{word}' passes the values of another operator on: name that one. {_known()}.")
     return word
 
 

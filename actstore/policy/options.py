@@ -94,9 +94,9 @@ def near_words(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word: ``"; did you mean 'host'?"``, or else a full stop."""
+    """Return the end of a sentence about an unknown word: ``". Did you mean 'host'?"``, or else a full stop."""
     near = near_words(word, known)
-    return f"; did you mean {near}?" if near else "."
+    return f". Did you mean {near}?" if near else "."
 
 
 def _default(field: Field[Any]) -> Any:

@@ -40,9 +40,9 @@ class Pattern(NamedTuple):
             read_slice(alias, chosen)
         if not _VALID.fullmatch(plain):
             raise PolicyError(
-                f"{text!r} is not a pattern; write a module name, in which * stands for anything, such as "
-                "'blocks.*.attn', and after a slash the name of a tagged tensor, such as 'blocks.*/qkv', or operators, "
-                "such as 'blocks.*/@sdpa'",
+                f"{text!r} is not a pattern. Write a module name, in which * stands for anything, such as "
+                "'blocks.*.attn'. After a slash stands the name of a tagged tensor, such as 'blocks.*/qkv', or "
+                "operators, such as 'blocks.*/@sdpa'.",
                 pattern=text,
             )
         check_ranges(plain)

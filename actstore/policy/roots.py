@@ -34,8 +34,8 @@ def regions_of(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[s
     """
     if isinstance(ordered[-1][1], Recompute) and not blocks:
         raise PolicyError(
-            f"'{ordered[-1][0]} : {ordered[-1][1]}' recomputes the repeated blocks of the model, and it has none; name "
-            f"the modules to recompute instead, such as 'encoder : {ordered[-1][1]}'"
+            f"'{ordered[-1][0]} : {ordered[-1][1]}' recomputes the repeated blocks of the model, and it has none. Name "
+            f"the modules to recompute instead, such as 'encoder : {ordered[-1][1]}'."
         )
     names = [name for name in names if name]
     owners = {name: next(rule for rule in ordered if rule[0].covers(name)) for name in names}  # without rules for tags
@@ -68,7 +68,7 @@ def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str,
                     owners[outer],
                     owners[root],
                     f"{root} holds {outer}",
-                    "the region runs again as a whole; leave that rule out, or write patterns for the other parts "
+                    "the region runs again as a whole. Leave that rule out, or write patterns for the other parts "
                     "instead of the whole",
                 )
             part = outer
@@ -78,5 +78,5 @@ def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str,
 def _conflict(inner: Rule, outer: Rule, where: str, rule: str) -> PolicyError:
     return PolicyError(
         f"rule '{inner[0]} : {inner[1]}' lies inside the recomputed region of rule '{outer[0]} : {outer[1]}' "
-        f"({where}): {rule}"
+        f"({where}): {rule}."
     )

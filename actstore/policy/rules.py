@@ -202,16 +202,16 @@ def may_be_lossy(policy: Policy) -> bool:
 
 def _read_rules(rules: object) -> list[tuple[Pattern, Decision]]:
     if isinstance(rules, str):
-        raise PolicyError(f"Rules takes pairs of a pattern and a decision; text goes through Rules.parse({rules!r})")
+        raise PolicyError(f"Rules takes pairs of a pattern and a decision. Write Rules.parse({rules!r}) for text.")
     if not isinstance(rules, Iterable) or isinstance(rules, Mapping):
-        raise PolicyError(f"Rules takes a list of pairs (pattern, decision), whose order counts, not {rules!r}")
+        raise PolicyError(f"Rules takes a list of pairs (pattern, decision), whose order counts, not {rules!r}.")
     return [_read_rule(number, rule) for number, rule in enumerate(rules, 1)]
 
 
 def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise PolicyError(
-            f"rule {number} is {rule!r}; give a pair of a pattern and a decision: ('blocks.*.attn', Encode(Int8()))",
+            f"rule {number} is {rule!r}. Give a pair of a pattern and a decision: ('blocks.*.attn', Encode(Int8())).",
             number=number,
         )
     pattern = Pattern.parse(rule[0])
@@ -219,8 +219,8 @@ def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
     if pattern.tensors and isinstance(decision, Recompute):
         what, names = ("an operator", "an operator makes") if pattern.operator else ("a tag", "a tag names")
         raise PolicyError(
-            f"rule '{pattern} : {decision}' recomputes {what}, but {names} tensors and recompute wraps modules; "
-            f"write '{pattern.module} : {decision}'",
+            f"rule '{pattern} : {decision}' recomputes {what}, but {names} tensors and recompute wraps modules. "
+            f"Write '{pattern.module} : {decision}'.",
             number=number,
         )
     return (EVERYTHING if pattern.any_module and not pattern.tensors else pattern), decision
@@ -229,8 +229,8 @@ def _read_rule(number: int, rule: object) -> tuple[Pattern, Decision]:
 def _read_decision(what: str, decision: object) -> Decision:
     if not isinstance(decision, Decision):
         raise PolicyError(
-            f"{what} is {decision!r}; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
-            "Recompute(inputs), or write the whole policy as text for Rules.parse"
+            f"{what} is {decision!r}. Give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
+            "Recompute(inputs), or write the whole policy as text for Rules.parse."
         )
     return decision
 
@@ -242,9 +242,9 @@ def _require_reachable(ordered: Sequence[tuple[Pattern, Decision]]) -> None:
             if not wider.includes(pattern):
                 continue
             if wider == pattern:
-                advice = "the same pattern; leave one of them out"
+                advice = "the same pattern. Leave one of them out."
             else:
-                advice = f"which covers all that this one does; the first match wins, so put '{pattern}' before it"
+                advice = f"which covers all that this one does. The first match wins: put '{pattern}' before it."
             raise PolicyError(
                 f"rule '{pattern} : {decision}' can never apply: rule {earlier} is '{wider} : {other}', {advice}",
                 number=number,
@@ -253,10 +253,12 @@ def _require_reachable(ordered: Sequence[tuple[Pattern, Decision]]) -> None:
 
 def _meant(pattern: Pattern, names: Sequence[str]) -> str:
     near = [str(pattern._replace(module=module)) for module in near_modules(pattern.module, names)]
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f". Did you mean {' or '.join(map(repr, near))}?" if near else "."
 
 
 def _listed(names: Sequence[str]) -> str:
     known = shapes(names)
     more = f" and {len(known) - _MAX_NAMES_SHOWN} more" if len(known) > _MAX_NAMES_SHOWN else ""
-    return f"the model has {', '.join(known[:_MAX_NAMES_SHOWN])}{more}" if known else "the model has no modules inside"
+    return (
+        f"The model has {', '.join(known[:_MAX_NAMES_SHOWN])}{more}." if known else "The model has no modules inside."
+    )

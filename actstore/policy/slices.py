@@ -39,7 +39,7 @@ def read_slice(alias: str, text: str) -> slice:
         return slice(index, index + 1 or None)
     raise PolicyError(
         f"'{alias}[{text}]': the brackets must hold a slice or an index as in Python, without blanks. Write "
-        f"'{alias}[::2]', '{alias}[0:4]', '{alias}[-2:]' or '{alias}[3]'",
+        f"'{alias}[::2]', '{alias}[0:4]', '{alias}[-2:]' or '{alias}[3]'.",
         alias=alias,
     )
 
@@ -56,7 +56,7 @@ def select(alias: str, text: str, names: Sequence[str]) -> Sequence[str]:
         last = f" to {names[-1]}" if len(names) > 1 else ""
         raise PolicyError(
             f"'{alias}[{text}]' selects none of the modules of {alias}, of which this model has {len(names)}: "
-            f"{names[0]}{last}",
+            f"{names[0]}{last}.",
             alias=alias,
             count=len(names),
         )
@@ -73,7 +73,7 @@ def check_ranges(glob: str) -> None:
     for low, high in _RANGE.findall(glob):
         if not int(low) <= int(high) <= MOST:
             raise PolicyError(
-                f"'[{low}-{high}]': a range must count up, to {MOST} at most. Write its least number first: '[0-15]'",
+                f"'[{low}-{high}]': a range must count up, to {MOST} at most. Write its least number first: '[0-15]'.",
                 pattern=glob,
             )
 

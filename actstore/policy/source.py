@@ -9,7 +9,7 @@ from actstore.errors import ConfigError, PolicyError
 
 _TOKEN = re.compile(r"(?P<word>[A-Za-z_]\w*)|(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<sign>[@>(),=])")
 _BRACKETS = re.compile(r"\[[^\]]*\]")
-_FORM = "a rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'"
+_FORM = "A rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'."
 
 E = TypeVar("E", bound=ConfigError)
 
@@ -61,7 +61,7 @@ class RuleText(NamedTuple):
             elif self.line[at].isspace():
                 at += 1
             else:
-                raise self.error(at, 1, f"{self.line[at]!r} has no meaning in a decision; {_FORM}")
+                raise self.error(at, 1, f"{self.line[at]!r} has no meaning in a decision. {_FORM}")
         return [*tokens, Token("end", "", self.end)]
 
     def error(self, offset: int, width: int, message: str) -> PolicyError:

@@ -30,8 +30,8 @@ class DoubleCheckpoints:
     def tell_around(self, region: str) -> None:
         """Warn that a checkpoint of the model runs in a region."""
         self._tell(
-            f"{region}: the model checkpoints this module, or a part of it, by itself; together they hold no less, and "
-            "may compute it three times"
+            f"{region}: the model checkpoints this module, or a part of it, by itself. Together they hold no "
+            "less, and may compute it three times"
         )
 
     def _tell(self, what: str) -> None:

@@ -86,13 +86,13 @@ class Wrapped(ForwardWrapper):
             where = ".".join(filter(None, (name, scripted)))
             raise PolicyError(
                 f"'{name} : {decision}' recomputes {where!r}, which is TorchScript: PyTorch's checkpoint fails there. "
-                f"Put a rule such as '{name} : raw' before, or use the module from before torch.jit.script or trace",
+                f"Put a rule such as '{name} : raw' before, or use the module from before torch.jit.script or trace.",
                 module=where,
             )
         if type(module).forward is Module.forward:
             raise PolicyError(
-                f"'{name} : {decision}' recomputes a {type(module).__name__}, which has no forward of its own; "
-                f"name what it holds: '{name}.* : {decision}'",
+                f"'{name} : {decision}' recomputes a {type(module).__name__}, which has no forward of its own. "
+                f"Name what it holds: '{name}.* : {decision}'.",
                 module=name,
             )
         super().__init__(name, module)
@@ -100,7 +100,6 @@ class Wrapped(ForwardWrapper):
         self._inner = inner
         self._lossy = inner is not None and inner.lossy
         self._region = f"{name} ({decision})"  # for messages
-        self._text = str(decision)
         self._decision = decision
         self._entry_of = entry_of
         self._double = double
@@ -195,7 +194,7 @@ class Wrapped(ForwardWrapper):
         weights = Weights(self._module, modules, self._once)
         call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, weights, generators)
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
-            call.account.where = self._text
+            call.account.decision = self._decision
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
         tracker.push(None, place, self._decision.inputs)
         try:
@@ -206,7 +205,7 @@ class Wrapped(ForwardWrapper):
                         raise StateError(
                             f"{call.region} is given a {type(leaf).__name__}: its second run would append to that once "
                             "more, and what is in it keeps the graph of each step alive. Turn caches off in training: "
-                            "model.config.use_cache = False, or model(..., use_cache=False)",
+                            "model.config.use_cache = False, or model(..., use_cache=False).",
                             module=self.name,
                         )
                     continue
@@ -216,7 +215,7 @@ class Wrapped(ForwardWrapper):
                     continue
                 if leaf.is_inference():
                     raise StateError(
-                        f"Inference tensors cannot be saved for backward: an input of {call.region} is one"
+                        f"Inference tensors cannot be saved for backward: an input of {call.region} is one."
                     )
                 carry = carries.get(i)
                 if carry is None:

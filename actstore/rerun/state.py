@@ -172,6 +172,6 @@ def require_initialized(model: Module | None) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if is_lazy(tensor):
             raise ConfigError(
-                f"{name!r} is not initialized, as in LazyLinear before its first forward, and so cannot be put back; "
-                "run one forward first: model(batch)"
+                f"{name!r} is not initialized, as in LazyLinear before its first forward, and so cannot be put back. "
+                "Run one forward first: model(batch)."
             )

@@ -21,7 +21,7 @@ def takes_store(step: Callable[..., Any]) -> bool:
     ConfigError : the step is not callable, or requires more than one argument
     """
     if not callable(step):
-        raise ConfigError(f"step={step!r} is not a function; give one that runs forward and backward")
+        raise ConfigError(f"step={step!r}: must be a function that runs forward and backward.")
     needed = [
         parameter.name
         for parameter in inspect.signature(step).parameters.values()
@@ -30,8 +30,8 @@ def takes_store(step: Callable[..., Any]) -> bool:
     ]
     if len(needed) > 1:
         raise ConfigError(
-            f"the step takes {', '.join(needed)}; write one that takes nothing, such as lambda: train(model, x, y), "
-            "or the store, which it then enters itself"
+            f"the step takes {', '.join(needed)}. Write one that takes nothing, such as lambda: train(model, x, y), "
+            "or the store, which it then enters itself."
         )
     return bool(needed)
 
@@ -65,12 +65,12 @@ def loss_of(outputs: dict[str, Any]) -> Tensor:
         if isinstance(value, Tensor) and value.requires_grad:
             if value.numel() != 1:
                 raise ConfigError(
-                    f"the step ran no backward and returned a tensor of shape {list(value.shape)}; have it return the "
-                    "loss, a single number, or call backward itself"
+                    f"the step ran no backward and returned a tensor of shape {list(value.shape)}. Have it return the "
+                    "loss, a single number, or call backward itself."
                 )
             return value
     raise ConfigError(
         "the step computed no gradient: it ran no backward through the model or `inputs`, and returned no loss that "
         "requires a gradient. Make the store with the model, ActivationStore(model, ...), and have the step call "
-        "loss.backward() or return the loss"
+        "loss.backward() or return the loss."
     )

@@ -86,7 +86,7 @@ def users_code(script: str, before: str) -> Iterator[None]:
     except SystemExit as error:  # its own code may be 0, which means success
         traceback.print_exc()
         typer.echo(
-            f"actstore: {script} ended the program (SystemExit: {error.code}) before {before}; put what it "
+            f"actstore: {script} ended the program (SystemExit: {error.code}) before {before}. Put what it "
             'runs by itself under: if __name__ == "__main__":',
             err=True,
         )
@@ -101,7 +101,7 @@ def _run_file(path: Path, name: str) -> ModuleType:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file such as train.py:{MAKE_STEP}") from error
+        raise ConfigError(f"{path}: {error.strerror}. Give a file such as train.py:{MAKE_STEP}.") from error
     if not _defines(ast.parse(source, str(path)), name):
         raise _missing(str(path), name)
     sys.path.insert(0, str(path.parent.resolve()))
@@ -134,8 +134,8 @@ def _import_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module failed
         raise ConfigError(
-            f"no module is called {name!r} here; give a file such as train.py:{MAKE_STEP}, or run this in the "
-            "folder of the module"
+            f"no module is called {name!r} here. Give a file such as train.py:{MAKE_STEP}, or run this in the "
+            "folder of the module."
         ) from error
 
 
@@ -155,6 +155,6 @@ def _read(target: str, made: Any) -> Target:
         case _ if callable(made) and isinstance(getattr(made, "model", None), Module):
             return Target(target, made.model, made)
     raise ConfigError(
-        f"{target} returned {type(made).__name__}, neither (model, step) nor a step with an attribute `model`; "
-        f"write it so:\n\n{EXAMPLE}"
+        f"{target} returned {type(made).__name__}, neither (model, step) nor a step with an attribute `model`. "
+        f"Write it so:\n\n{EXAMPLE}"
     )

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial, wraps
 from math import inf
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch._C._autograd import _pop_saved_tensors_default_hooks
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from actstore.accuracy import Sampler
 from actstore.accuracy.bits.payloads import Choice
 from actstore.accuracy.influence.influence import Influence
-from actstore.auto.controller import check_plan
-from actstore.autograd import compiled
-from actstore.autograd import tracker as modules
-from actstore.autograd.compiled import NamedCall
 from actstore.autograd.hooks import Scope
 from actstore.autograd.tracker import Tracker
-from actstore.autograd.unpack import turns, unpack
-from actstore.base.checkpoints import innermost_pack
+from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
 from actstore.devices import cpu_memory
@@ -36,7 +28,7 @@ from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
-from actstore.session.arguments import listed, read_chooser, read_model, read_policy
+from actstore.session.arguments import check_plan, listed, read_chooser, read_model, read_policy
 from actstore.session.by_size import rules_by_size
 from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
@@ -136,7 +128,6 @@ class ActivationStore:
         self._inside = set[StoreEntry]()  # of all threads
         self._closed = False
         self._double = DoubleCheckpoints()
-        self._compiled: list[NamedCall] = []
         self._ledger = ledger = Ledger()
         if self._given_plan is not None:
             ledger.budget.set(self._given_plan.budget)
@@ -156,15 +147,9 @@ class ActivationStore:
         )
         if observers.trace is not None:
             observers.trace.claim()
+        window = window_of(window, self._given_plan, chooser)
         self._store = Store(
-            StoreOptions(
-                options,
-                window_of(window, self._given_plan, chooser),
-                strict,
-                seed,
-                observers.trace,
-                observers.verify,
-            ),
+            StoreOptions(options, window, strict, seed, observers.trace, observers.verify),
             ledger,
             self._sampler,
             None if self._controller is None else self._controller.gauge,
@@ -190,21 +175,23 @@ class ActivationStore:
             with self._lock:
                 first = not self._inside
                 entry = StoreEntry(self, self._scope(first=first), self._controller)
+                entry.undos += [
+                    self._ledger.mark_exit,
+                    partial(forget_turn, entry.scope),
+                    self._store.poll,
+                    partial(self._end_forward, entry),
+                    entry.close,
+                ]
+                turns.append(entry.scope)
                 self._inside.add(entry)
-                if first:
-                    compiled.wrap(self._fitted.places, self, self._compiled)
-                for wrapped in self._fitted.wrapped:
-                    wrapped.enter(entry)
+                self._fitted.enter(entry)
                 if first and self._controller is not None:
                     self._controller.begin()
-            modules.start(entry.scope.tracker)
-            entries().append(entry)
-            turns.append(entry.scope)
-            saved_tensors_hooks(entry.pack, unpack).__enter__()
+            entry.activate()
             return self
         except BaseException as error:
             if entry is not None:
-                self._leave(entry, error)
+                entry.unwind(error)
             raise
 
     def _scope(self, *, first: bool) -> Scope:
@@ -245,41 +232,25 @@ class ActivationStore:
         entry = None
         try:
             entry = entry_to_leave(self, error)
-            self._leave(entry, error)
+            entry.unwind(error)
             if error is not None:
                 has_budget = self._ledger.budget.limit < inf
                 explain(error, self._ledger, self._fitted.policy, self._model, has_budget=has_budget)
         except BaseException as failure:
-            if not isinstance(failure, Exception):  # an interrupt, which may have come before `_leave` ended
-                self._leave(entry or entry_to_leave(self, error), failure)
+            if not isinstance(failure, Exception):  # an interrupt, which may have come before `unwind` ended
+                (entry or entry_to_leave(self, error)).unwind(failure)
             raise
 
-    def _leave(self, entry: StoreEntry, error: BaseException | None) -> None:
-        """Undo an entry, also one whose beginning or end was interrupted."""
-        found = entries()
-        if found and found[-1] is entry:
-            found.pop()
-        if innermost_pack() is entry.pack:
-            _pop_saved_tensors_default_hooks()
-        modules.stop(entry.scope.tracker, entry.before)
-        try:
-            entry.scope.close(failed=error is not None)
-        finally:
-            with self._lock:
-                if entry in self._inside:
-                    if len(self._inside) == 1:
-                        compiled.unwrap(self._compiled, self)
-                    for wrapped in self._fitted.wrapped:
-                        wrapped.exit(entry)
-                    if self._controller is not None:
-                        self._controller.end_forward(error)
-                    if self._influence is not None and entry.scope.readers is not None:
-                        self._influence.end_forward()
-                    self._inside.discard(entry)
-            self._store.poll()
-            with suppress(ValueError):  # backward has begun
-                turns.remove(entry.scope)
-            self._ledger.mark_exit()
+    def _end_forward(self, entry: StoreEntry) -> None:
+        """End the forward of an entry, also of one whose beginning was interrupted."""
+        with self._lock:
+            if entry not in self._inside:
+                return
+            if self._controller is not None:
+                self._controller.end_forward(entry.error)
+            if self._influence is not None and entry.scope.readers is not None:
+                self._influence.end_forward()
+            self._inside.discard(entry)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate `function`: each call runs inside this store's context.
@@ -288,7 +259,7 @@ class ActivationStore:
         be restored. A warning says so.
         """
 
-        @functools.wraps(function)
+        @wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
             result: R = call_inside(self, self._controller, self._model, function, args, kwargs)
             return result
@@ -381,7 +352,7 @@ class ActivationStore:
         """
         trace = self._store.events()
         if trace is None:
-            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()])")
+            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()]).")
         return trace
 
     def close(self) -> None:
@@ -390,7 +361,7 @@ class ActivationStore:
         A later backward that needs stored tensors raises StateError.
         """
         if self._inside:
-            raise StateError("close() was called inside the store's own context; leave it first")
+            raise StateError("close() was called inside the store's own context. Leave it first.")
         if self._controller is not None:
             self._controller.close()
         if self._influence is not None:
@@ -413,12 +384,10 @@ class ActivationStore:
         with self._lock:
             if len(self._inside) > 1 or entry.owner is not self or self._model is None:
                 return False
-            for wrapped in self._fitted.wrapped:
-                wrapped.exit(entry)
+            self._fitted.exit(entry)
             self._follow(policy)
             self._fitted.name_modules(named_modules(self._model))
-            for wrapped in self._fitted.wrapped:
-                wrapped.enter(entry)
+            self._fitted.enter(entry)
             entry.scope.follow(policy, self._fitted.places)
         return True
 

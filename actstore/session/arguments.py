@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from actstore.auto.probes import machine_of
 from actstore.errors import ConfigError, PolicyError
+from actstore.model.units import device_of, digest_of
 from actstore.plan.plan import Plan
 from actstore.policy import (
     Auto,
@@ -46,7 +48,7 @@ def read_model(model: Any) -> Module | None:
     if not isinstance(model, Module):
         raise ConfigError(
             f"model={model!r}: must be a torch.nn.Module. Give the model first and the policy second, or policy= alone "
-            "for code without a model"
+            "for code without a model."
         )
     first: tuple[str, torch.device] | None = None
     for name, tensor in model.named_parameters():
@@ -54,8 +56,8 @@ def read_model(model: Any) -> Module | None:
             first = (name, tensor.device)
         elif tensor.device != first[1]:
             raise ConfigError(
-                f"the model lies on several devices: {first[0]} on {first[1]}, {name} on {tensor.device}; "
-                "move it to one (model.to(device)), or make one store for the part on each device",
+                f"the model lies on several devices: {first[0]} on {first[1]}, {name} on {tensor.device}. "
+                "Move it to one (model.to(device)), or make one store for the part on each device.",
                 devices=(first[1], tensor.device),
             )
     return model
@@ -72,7 +74,7 @@ def read_chooser(model: Module | None, policy: Any) -> Auto | Bits | None:
     if not isinstance(chooser, Auto | Bits):
         return None
     if model is None:
-        raise ConfigError(f"policy={chooser}: needs a model. Write ActivationStore(model, {chooser!r})")
+        raise ConfigError(f"policy={chooser}: needs a model. Write ActivationStore(model, {chooser!r}).")
     return chooser
 
 
@@ -102,7 +104,7 @@ def read_policy(policy: Any, model: Module | None = None) -> Policy:
         return _checked(policy)
     raise PolicyError(
         f"policy={policy!r}: must be text, Rules, a decision such as Encode(Int8()), Auto(...), Bits(...), a Plan, or "
-        "a function (site, spec) -> decision"
+        "a function (site, spec) -> decision."
     )
 
 
@@ -114,8 +116,8 @@ def _checked(policy: Policy) -> Policy:
         decision: Any = policy(site, spec)
         if not isinstance(decision, Keep | Derive | Encode | Offload):
             raise PolicyError(
-                f"the policy function returned {decision!r} for {site} ({spec}); it decides single tensors, and so "
-                "returns Keep(), Derive(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
+                f"the policy function returned {decision!r} for {site} ({spec}). It decides single tensors. "
+                "Return Keep(), Derive(), Encode(codec) or Offload(codec, tiers). Modules are recomputed by Rules.",
                 site=site,
                 decision=decision,
             )
@@ -123,3 +125,15 @@ def _checked(policy: Policy) -> Policy:
 
     decide.names_operators = True  # type: ignore[attr-defined]  # as `Rules.names_operators`: it may read the site's
     return decide
+
+
+def check_plan(plan: Plan, model: Module | None) -> None:
+    """Refuse a plan that was made for another model or machine.
+
+    Raises
+    ------
+    ConfigError : the model or the machine differs; the text names the differences and the next step
+    """
+    if model is None:
+        raise ConfigError("a plan is for a model. Write ActivationStore(model, plan).")
+    plan.check(digest_of(model), machine_of(device_of(model) or torch.device("cpu")))

@@ -22,7 +22,7 @@ def rules_by_size(
     limit = parse_nbytes(larger_than, "larger_than")
     if model is None:
         raise PolicyError(
-            f"among={among!r}: names modules, but no model was given. Write ActivationStore(model, policy)"
+            f"among={among!r}: names modules, but no model was given. Write ActivationStore(model, policy)."
         )
     saved: Counter[str] = Counter()
     for account in ledger.accounts():
@@ -31,7 +31,7 @@ def rules_by_size(
     if not saved.total():
         raise StateError(
             f"larger_than={larger_than!r}: no module has saved a tensor in the store yet. Run a forward inside of the "
-            "store first: sizes are those of its last forward"
+            "store first: sizes are those of its last forward."
         )
     wanted = parse_decision(decision) if isinstance(decision, str) else decision
     found = [name for name in _outermost(among, model) if saved[name] > limit]
@@ -42,7 +42,7 @@ def _outermost(among: str, model: Module) -> list[str]:
     """Return the outermost modules that a pattern matches, in the order of the model."""
     names = [name for name, _ in named_modules(model) if name]
     if Pattern.parse(among).tag:
-        raise PolicyError(f"among={among!r}: names tensors, and a size is that of a module. Leave the tag out")
+        raise PolicyError(f"among={among!r}: names tensors, and a size is that of a module. Leave the tag out.")
     rules = expand(Rules([(among, Keep())]), model)
     rules.check(names)
     patterns = [Pattern.parse(text) for text, _ in rules.rules] or [EVERYTHING]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from actstore.accuracy.bits.payloads import Choice
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger, Transient
 from actstore.plan.plan import Plan
-from actstore.policy import Policy, Rules
+from actstore.policy import Derive, Offload, Policy, Recompute, Rules
 from actstore.session.advice import StepFigures
 from actstore.session.step_policy import StepPolicy
 
@@ -74,7 +75,6 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
     hidden_rules, hidden_modules = _hidden(request, accounts)
     transient = ledger.transient or Transient("", None, 0, 0)
     host, disk = circumstances.host_nbytes, circumstances.disk_nbytes
-    hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
     most_exact, most_whole = _most(groups.exact, _saved), _most(groups.whole, _saved)
     return StepFigures(
         saved_bytes=_sum(accounts, _saved),
@@ -119,34 +119,38 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         window=circumstances.window_nbytes,
         moved=bool(groups.moved),
         bound=circumstances.bound_nbytes,
-        forward_ms=circumstances.forward_ms,
-        overrun_ms=circumstances.overrun_ms,
-        stall_ms=sum(account.stall_ns for account in accounts) / 1e6,
-        step_ms=circumstances.step_ms,
-        room_ms=sum(account.room_ns for account in accounts) / 1e6,
-        fetch_ms=sum(account.fetch_ns for account in accounts) / 1e6,
-        fetches=hits + late + misses,
-        late=late,
-        misses=misses,
         first_step=circumstances.first_step,
         order=circumstances.order,
+        **_times(accounts, circumstances),
     )
+
+
+def _times(accounts: list[Account], circumstances: Circumstances) -> dict[str, Any]:
+    """Return the figures of time, and of fetches."""
+    hits, late, misses = (sum(getattr(account, name) for account in accounts) for name in ("hits", "late", "misses"))
+    sums = {
+        f"{name}_ms": sum(getattr(account, f"{name}_ns") for account in accounts) / 1e6
+        for name in ("stall", "room", "fetch")
+    }
+    times = {name: getattr(circumstances, name) for name in ("forward_ms", "overrun_ms", "step_ms")}
+    return {**times, **sums, "fetches": hits + late + misses, "late": late, "misses": misses}
 
 
 def _by_rule(policy: Policy, kept: Iterable[Account]) -> tuple[dict[tuple[str, str], int], tuple[str, str]]:
     """Return the bytes that only a rule keeps, by its pattern and decision, and the rule that keeps most."""
     found: dict[tuple[str, str], int] = {}
     for account in kept:
-        if account.note or account.where.startswith("recompute"):
+        if account.note or isinstance(account.decision, Recompute):
             continue
         rule = "*", "keep"
         if isinstance(policy, Rules):
             tensor = account.site.name, account.site.tag, account.operator
-            decision = str(policy.decide(*tensor))
-            rule = policy.pattern_of(*tensor), decision
-            if rule[0] != "*" and decision.startswith("recompute"):  # calls beyond `first`, and inputs that stay alive
+            decision = policy.decide(*tensor)
+            rule = policy.pattern_of(*tensor), str(decision)
+            if rule[0] != "*" and isinstance(decision, Recompute):  # calls beyond `first`, and inputs that stay alive
                 continue
-        nbytes = min(account.saved, account.held_at_exit) if account.where.startswith("derive") else account.saved
+        derives = isinstance(account.decision, Derive)
+        nbytes = min(account.saved, account.held_at_exit) if derives else account.saved
         found[rule] = found.get(rule, 0) + nbytes
     return found, max(found, key=lambda rule: found[rule], default=("*", "keep"))
 
@@ -163,7 +167,7 @@ def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, .
 
 
 def _first_tier(account: Account) -> str:
-    return account.where.partition(" @ ")[2].partition(" ")[0]
+    return account.decision.tiers[0] if isinstance(account.decision, Offload) else ""
 
 
 def _sum(accounts: Iterable[Account], figure: Callable[[Account], int]) -> int:

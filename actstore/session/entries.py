@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from threading import local
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _pop_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.autograd import tracker as modules
 from actstore.autograd.hooks import Scope
+from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import ConfigError, StateError
 from actstore.recompute import counting, running
@@ -23,7 +28,7 @@ _thread = local()  # .entries: of all stores on this thread, the innermost last
 
 
 class StoreEntry:
-    """One entry of one store on one thread.
+    """One entry of one store on one thread, with the undos of all that it has registered.
 
     Attributes
     ----------
@@ -31,17 +36,53 @@ class StoreEntry:
     scope : the state of its hooks
     calls : recomputed calls
     pack : its pack hook
-    before : the tracker that was active before
+    undos : noted before their registrations, the last one first in `unwind`. An interrupt can come before or after any
+        of them: each is harmless where nothing is registered, and where it runs again
+    error : the exception with which the entry ends
     """
 
-    __slots__ = ("before", "calls", "owner", "pack", "scope")
+    __slots__ = ("calls", "error", "owner", "pack", "scope", "undos")
 
     def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
         self.owner = owner
         self.scope = scope
         self.calls = Calls()
         self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
-        self.before = modules.current()
+        self.undos: list[Callable[[], object]] = []
+        self.error: BaseException | None = None
+
+    def activate(self) -> None:
+        """Make this the innermost entry of the thread, with its tracker and its hooks."""
+        tracker = self.scope.tracker
+        self.undos.append(partial(modules.stop, tracker, modules.current()))
+        modules.start(tracker)
+        self.undos.append(self._deactivate)
+        entries().append(self)
+        saved_tensors_hooks(self.pack, unpack).__enter__()
+
+    def _deactivate(self) -> None:
+        found = entries()
+        if found and found[-1] is self:
+            found.pop()
+        if innermost_pack() is self.pack:
+            _pop_saved_tensors_default_hooks()
+
+    def close(self) -> None:
+        """End its scope, which encodes nothing more after an error."""
+        self.scope.close(failed=self.error is not None)
+
+    def unwind(self, error: BaseException | None) -> None:
+        """Run all undos, also after one has failed. After an interrupt, a second call goes on where the first ended."""
+        self.error = error
+        while self.undos:
+            try:
+                self.undos[-1]()
+            except Exception:
+                self.undos.pop()
+                self.unwind(error)
+                raise
+            self.undos.pop()  # an interrupt before this runs the undo again
+        self.error = None  # its traceback has this entry
 
 
 def entries() -> list[StoreEntry]:
@@ -68,8 +109,8 @@ def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
     found = entries()
     if not found or found[-1].owner is not owner:
         raise StateError(
-            "a store was left on a thread where it is not the innermost one that was entered; "
-            "leave stores in the reverse order, each on the thread that entered it",
+            "a store was left on a thread where it is not the innermost one that was entered. "
+            "Leave stores in the reverse order, each on the thread that entered it.",
             expected=found[-1].owner if found else None,
         )
     entry = found[-1]
@@ -78,8 +119,8 @@ def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
     pack = innermost_pack()
     if pack is not entry.pack:
         raise StateError(
-            "other saved-tensor hooks were entered inside this store's context and not left before it; "
-            "leave contexts in the reverse order",
+            "other saved-tensor hooks were entered inside this store's context and not left before it. "
+            "Leave contexts in the reverse order.",
             hooks=pack,
         )
     return entry
@@ -105,7 +146,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     ConfigError : the name is not one word
     """
     if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
-        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'")
+        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'.")
     run = running.current()
     if run is not None and run.tag is not None:
         tensor = run.tag(tensor, name)
@@ -128,5 +169,5 @@ def refuse_checkpointed_region() -> None:
         where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
         raise StateError(
             f"a store was entered inside {where}: it would save what the checkpoint is to recompute. Enter the store "
-            "outside, around the checkpointed forward; it then stores the inputs of the regions."
+            "outside, around the checkpointed forward. It then stores the inputs of the regions."
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from functools import partial
 
 from torch.nn import Module
 
+from actstore.autograd import compiled
+from actstore.autograd.compiled import NamedCall
 from actstore.autograd.tracker import ModuleSites
 from actstore.base.ledger import Ledger
 from actstore.errors import PolicyError
@@ -19,7 +22,7 @@ from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.inner_rules import InnerRules
 from actstore.recompute.wrapped import Wrapped
-from actstore.session.entries import innermost_of
+from actstore.session.entries import StoreEntry, innermost_of
 
 GROUPED_NBYTES = 2**20  # under `keep`, smaller tensors are accounted for in groups
 
@@ -30,7 +33,6 @@ class Fitted:
     Attributes
     ----------
     policy : as a value
-    wrapped : the recomputed modules
     places : the record of each module, with the accounts of its tensors
     top : the record of tensors that are saved outside of all modules
 
@@ -56,9 +58,22 @@ class Fitted:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self.wrapped = _wrap(policy, model, owner, double)
+        self._wrapped = _wrap(policy, model, owner, double)
         self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
+
+    def enter(self, entry: StoreEntry) -> None:
+        """Wrap the forwards and the compiled calls of the modules for an entry, until its undo."""
+        named: list[NamedCall] = []
+        entry.undos += [partial(compiled.unwrap, named, entry), partial(self.exit, entry)]
+        compiled.wrap(self.places, entry, named)
+        for wrapped in self._wrapped:
+            wrapped.enter(entry)
+
+    def exit(self, entry: StoreEntry) -> None:
+        """Restore the forwards."""
+        for wrapped in self._wrapped:
+            wrapped.exit(entry)
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
         """Update the records from the model's modules, because users replace modules between steps."""
@@ -91,8 +106,8 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     if model is None:
         if policy.recomputes or any(not pattern.startswith("*/") for pattern, _ in policy.rules):
             raise PolicyError(
-                f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}; "
-                "write ActivationStore(model, policy)"
+                f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}. "
+                "Write ActivationStore(model, policy)."
             )
         return []
     named = dict(named_modules(model))

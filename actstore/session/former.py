@@ -51,7 +51,7 @@ def refuse(arguments: Iterable[str], function: str = "ActivationStore") -> None:
     """
     for name in arguments:
         if name in ARGUMENTS:
-            raise ConfigError(f"{name}=: {function} has no such argument any more. Write {ARGUMENTS[name]}")
+            raise ConfigError(f"{name}=: {function} has no such argument any more. Write {ARGUMENTS[name]}.")
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 

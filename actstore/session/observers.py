@@ -39,18 +39,18 @@ class SampleErrors:
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 0:
-            raise ConfigError(f"SampleErrors(every={self.every!r}): must be an int >= 0. Use 0 to sample no step")
+            raise ConfigError(f"SampleErrors(every={self.every!r}): must be an int >= 0. Use 0 to sample no step.")
         for name in ("warn", "fail"):
             error = getattr(self, name)
             if error is None:
                 continue
             if type(error) not in (int, float) or not error >= 0:
                 raise ConfigError(
-                    f"SampleErrors({name}={error!r}): must be a relative error. Give a number such as 0.05, for 5 %"
+                    f"SampleErrors({name}={error!r}): must be a relative error. Give a number such as 0.05, for 5 %."
                 )
             if not self.every:
                 raise ConfigError(
-                    f"SampleErrors(every=0, {name}={error!r}): no error is measured. Give every=1 or more"
+                    f"SampleErrors(every=0, {name}={error!r}): no error is measured. Give every=1 or more."
                 )
 
 
@@ -79,13 +79,13 @@ def read_observers(given: Any) -> Observers:
     ConfigError : another object is among them, or one kind twice
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"observe={given!r}: must be a list. Write observe=[SampleErrors(every=100), Trace()]")
+        raise ConfigError(f"observe={given!r}: must be a list. Write observe=[SampleErrors(every=100), Trace()].")
     found: dict[type, Any] = {}
     for each in given:
         kind = next((kind for kind in (SampleErrors, Trace, Verify) if isinstance(each, kind)), None)
         if kind is None:
-            raise ConfigError(f"observe: unknown {each!r}. Give SampleErrors(...), Trace() or Verify()")
+            raise ConfigError(f"observe: unknown {each!r}. Give SampleErrors(...), Trace() or Verify().")
         if kind in found:
-            raise ConfigError(f"observe: {kind.__name__} is given twice. Leave one of them out")
+            raise ConfigError(f"observe: {kind.__name__} is given twice. Leave one of them out.")
         found[kind] = each
     return Observers(found.get(SampleErrors, SampleErrors()), found.get(Trace), Verify in found)

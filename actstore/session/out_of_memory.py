@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from torch.nn import Module
 
-from actstore.auto.controller import OOM_BUDGET_SHARE, ran_out
+from actstore.auto.controller import OOM_BUDGET_SHARE
+from actstore.auto.memory import ran_out
 from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, CapacityError
@@ -84,7 +85,7 @@ def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | No
 
 def _stays(account: Account, policy: Policy) -> bool:
     if not isinstance(policy, Rules):
-        return "@" not in account.where
+        return not isinstance(account.decision, Offload)
     decision = policy.decide(account.site.name, account.site.tag, account.operator)
     return not isinstance(decision, Recompute) and not isinstance(waits_as(decision), Offload)
 

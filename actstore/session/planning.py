@@ -70,7 +70,9 @@ def make_plan(
     """
     refuse(unknown, "make_plan")
     if is_active():
-        raise StateError("make_plan was called inside a store's context; call it outside, it enters a store of its own")
+        raise StateError(
+            "make_plan was called inside a store's context. Call it outside, it enters a store of its own."
+        )
     store = ActivationStore(model, _read_auto(budget), tiers=tiers, min_bytes=min_bytes)
     run = _TrialRun(model, step)
     with closing(store):
@@ -116,7 +118,7 @@ def _settled(store: ActivationStore, run: _TrialRun) -> Plan:
     if plan is None:
         raise StateError(
             f"{MAX_STEPS} steps ran, and none could be measured: no backward came through the model that was given. "
-            "Give the model that the step calls, not one around or beside it",
+            "Give the model that the step calls, not one around or beside it.",
             steps=MAX_STEPS,
         )
     return plan

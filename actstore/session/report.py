@@ -184,7 +184,7 @@ class Report:
         StateError : no tensor was saved yet
         """
         if not self.layers:
-            raise StateError("there is nothing to draw: run a forward pass inside of the store, then plot")
+            raise StateError("there is nothing to draw. Run a forward pass inside of the store, then plot.")
         from actstore.display.bars import Bar, picture
 
         def moved(row: ModuleReport) -> int:

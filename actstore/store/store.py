@@ -173,7 +173,7 @@ class Store:
                     return
         berth = entry.berth
         if berth is None:
-            raise StateError("the store was closed before backward read this tensor; close it after the last backward")
+            raise StateError("the store was closed before backward read this tensor. Close it after the last backward.")
         memory = berth.engine.arrive(berth)
         try:
             entry.bound.decode(memory, out, entry.key)
@@ -335,7 +335,7 @@ class Store:
         """Return the tiers of a compute device."""
         with self._lock:
             if self._closed:
-                raise StateError("this store is closed; make a new ActivationStore")
+                raise StateError("this store is closed. Make a new ActivationStore.")
             place = self._places.get(device)
             if place is None:
                 if self.trace is not None:
@@ -381,8 +381,8 @@ class Store:
     def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:
         if self.options.strict:
             raise CapacityError(
-                f"no room for {format_nbytes(nbytes)} in {' > '.join(tiers)}; raise the budget, add a tier "
-                "to the ladder, or use strict=False to keep what does not fit",
+                f"no room for {format_nbytes(nbytes)} in {' > '.join(tiers)}. Raise the budget, add a tier "
+                "to the ladder, or use strict=False to keep what does not fit.",
                 nbytes=nbytes,
                 tiers=tuple(tiers),
             )

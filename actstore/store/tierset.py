@@ -76,7 +76,7 @@ class TierSet:
         """Reserve memory of the compute device for a payload whose length is unknown."""
         slot = self.reserve("device", nbytes)
         if slot is None:
-            raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device", nbytes=nbytes)
+            raise CapacityError(f"no room for {format_nbytes(nbytes)} on the compute device.", nbytes=nbytes)
         return slot
 
     def find(

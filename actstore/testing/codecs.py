@@ -62,11 +62,11 @@ def check_value(codec: Codec) -> None:
         text = codec_text(codec)
         found = parse_decision(text)
         assert found == Encode(codec), (
-            f"the policy text '{text}' is {found!r}, and must be Encode({codec!r}); offer the codec as an entry point "
+            f"the policy text '{text}' is {found!r}, and must be Encode({codec!r}). Offer the codec as an entry point "
             "under its name, one that actstore does not have, and annotate its options as bool, int, float or Literal"
         )
     else:
-        raise AssertionError(f"{codec!r} can be changed; decorate its class with @dataclass(frozen=True)")
+        raise AssertionError(f"{codec!r} can be changed. Decorate its class with @dataclass(frozen=True).")
 
 
 def check_bytes(codec: Codec, tensor: Tensor, what: str, error: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -144,7 +144,7 @@ def _require_refused(kind: type[ActstoreError], what: str, call: Callable[[], ob
         call()
     except kind:
         return
-    raise AssertionError(f"{what} does not raise {kind.__name__}")
+    raise AssertionError(f"{what} does not raise {kind.__name__}.")
 
 
 def _spec(rows: int, dtype: torch.dtype, device: torch.device | str) -> Spec:

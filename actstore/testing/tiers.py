@@ -178,7 +178,7 @@ def check_close(tier: Tier) -> None:
 
 def _reserve(tier: Tier, nbytes: int) -> Slot:
     slot = tier.reserve(nbytes)
-    assert slot is not None, f"no room for {nbytes} bytes; check a tier that has 2 MiB"
+    assert slot is not None, f"no room for {nbytes} bytes. Check a tier that has 2 MiB"
     return slot
 
 
@@ -192,4 +192,4 @@ def _require_refused(what: str, call: Callable[[], object]) -> None:
         call()
     except StateError:
         return
-    raise AssertionError(f"{what} of a closed tier does not raise StateError")
+    raise AssertionError(f"{what} of a closed tier does not raise StateError.")

@@ -92,7 +92,7 @@ class Arena:
         size = room(nbytes)
         with self._lock:
             if self._closed:
-                raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
+                raise StateError("this memory was returned when its store was closed. Make a new ActivationStore.")
             self._back.drain_locked()
             while self._limbo and _all_ready(self._limbo[0][1]):
                 self._land(*self._limbo.popleft())
@@ -177,7 +177,7 @@ class Arena:
                 return memory, True
             self.pinned = False
             warnings.warn(
-                f"the system refused {format_nbytes(nbytes)} of pinned memory; pageable memory is used from now on: "
+                f"the system refused {format_nbytes(nbytes)} of pinned memory. Pageable memory is used from now on: "
                 "copies no longer overlap with compute. Raise the limit of locked memory (ulimit -l) or give "
                 "Host(budget) a smaller value.",
                 RuntimeWarning,

@@ -45,7 +45,7 @@ class Slot:
         StateError : the slot was given back, as `close` does with all of them
         """
         if self.buffer is None:
-            raise StateError("this slot was given back; close the store after the last backward")
+            raise StateError("this slot was given back. Close the store after the last backward.")
         return self.buffer
 
 

@@ -43,14 +43,14 @@ class DeviceTier(Tier):
             slot.last = last
             return slot
         if self._closed:
-            raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
+            raise StateError(f"the {self.name} tier is closed. Make a new ActivationStore.")
         self._let_go()
         home = self._device.current()
         return Slot(nbytes, self._device.empty(nbytes), _ReservedMemory(home))
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         if self._closed:
-            raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
+            raise StateError(f"the {self.name} tier is closed. Make a new ActivationStore.")
         slot.written = self._copy(slot, slot.memory[: src.numel()], src, after)
         return slot.written
 
@@ -125,7 +125,7 @@ class _ReservedMemory:
 
 def too_late(name: str) -> Ticket:
     """Return the ticket of a read from a closed tier: its result is the error."""
-    error = StateError(f"the {name} tier was closed, and its bytes are gone; close the store after backward")
+    error = StateError(f"the {name} tier was closed, and its bytes are gone. Close the store after backward.")
     return JobTicket([Job.failed(error)])
 
 

@@ -90,7 +90,7 @@ class DiskTier(Tier):
         with self._lock:
             here = self._here_locked()
         if place.file is not here.file:
-            raise StateError("this slot was reserved before the process was forked; run forward in one process")
+            raise StateError("this slot was reserved before the process was forked. Run forward in one process.")
         after, parts = tuple(after), split(src.numel())
         jobs = _submit(here.writers, here.mover.write, place, parts, (src, after))
         for part, job in zip(parts, jobs, strict=True):
@@ -139,12 +139,12 @@ class DiskTier(Tier):
     def _here_locked(self) -> _Open:
         """Return the file and the workers of this process; a forked child opens its own."""
         if self._open is None:
-            raise StateError("the disk tier is closed; make a new ActivationStore", folder=str(self._folder))
+            raise StateError("the disk tier is closed. Make a new ActivationStore.", folder=str(self._folder))
         if self._open.file.pid != os.getpid():
             if self._gpu_direct:
                 raise StateError(
                     "Disk(gpu_direct=True) does not work in a forked child, as nothing of CUDA does: run forward and "
-                    "backward in the parent, or start the process by spawn"
+                    "backward in the parent, or start the process by spawn."
                 )
             self._open = self._make_open()
         return self._open
@@ -154,8 +154,8 @@ class DiskTier(Tier):
             file = NamelessFile(self._folder)
         except OSError as error:
             raise ConfigError(
-                f"Disk(path={str(self._folder)!r}) cannot hold the disk tier: {error.strerror}; "
-                "give Disk(path) an existing folder that you may write",
+                f"Disk(path={str(self._folder)!r}) cannot hold the disk tier: {error.strerror}. "
+                "Give Disk(path) an existing folder that you may write.",
                 folder=str(self._folder),
             ) from error
         mover = GpuDirect(self._device, self._streams, file) if self._gpu_direct else Mover(self._device, self._streams)
@@ -201,10 +201,10 @@ class _Open:
 
 def _written_parts(place: FileSlot, nbytes: int) -> Iterable[Extent]:
     if place.parts is None:
-        raise StateError("the disk tier was asked for a payload before it was given one; write the slot first")
+        raise StateError("the disk tier was asked for a payload before it was given one. Write the slot first.")
     written = place.parts[-1].end if place.parts else 0
     if nbytes != written:
-        raise StateError(f"the disk tier was asked for {nbytes} bytes of a payload of {written}; read all of it")
+        raise StateError(f"the disk tier was asked for {nbytes} bytes of a payload of {written}. Read all of it.")
     return place.parts
 
 
@@ -222,7 +222,7 @@ def _submit(
             raise StateError(f"the disk tier takes no more work: {error}") from error
         if isinstance(error, RuntimeError):
             raise TransferError(
-                f"the disk tier has no thread to work with: {error}; let this process have more of them (ulimit -u)"
+                f"the disk tier has no thread to work with: {error}. Raise the limit of this process (ulimit -u)."
             ) from error
         raise
     return jobs

@@ -85,7 +85,7 @@ class NamelessFile:
         if done < nbytes:
             raise TransferError(
                 f"writing {format_nbytes(nbytes)} to the disk tier failed after {done} bytes: "
-                f"{error or 'it takes no more'}; give Disk(path) a folder on another disk, or send less to disk",
+                f"{error or 'it takes no more'}. Give Disk(path) a folder on another disk, or send less to disk.",
                 errno=error.errno if error else errno.EIO,
             ) from error
 
@@ -102,8 +102,8 @@ class NamelessFile:
         self.check_open()
         if error is not None:
             raise TransferError(
-                f"reading {format_nbytes(nbytes)} from the disk tier failed after {done} bytes: {error}; "
-                "give Disk(path) a folder on another disk",
+                f"reading {format_nbytes(nbytes)} from the disk tier failed after {done} bytes: {error}. "
+                "Give Disk(path) a folder on another disk.",
                 errno=error.errno,
             ) from error
         self.check_end(done, nbytes)
@@ -112,15 +112,15 @@ class NamelessFile:
         """Raise StateError if the file was closed."""
         if self.closed:
             raise StateError(
-                "the disk tier was closed, and its bytes are gone; close the store after the last backward"
+                "the disk tier was closed, and its bytes are gone. Close the store after the last backward."
             )
 
     def check_end(self, done: int, nbytes: int) -> None:
         """Raise PayloadError if a read of `nbytes` ended after `done` because the file does."""
         if done < nbytes:
             raise PayloadError(
-                f"the disk tier's file ends after {done} of {nbytes} bytes: it was truncated from outside; "
-                "give Disk(path) a folder that nothing else cleans",
+                f"the disk tier's file ends after {done} of {nbytes} bytes: it was truncated from outside. "
+                "Give Disk(path) a folder that nothing else cleans.",
                 expected=nbytes,
                 found=done,
             )
@@ -157,7 +157,7 @@ class NamelessFile:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return False
             raise TransferError(
-                f"reserving {format_nbytes(nbytes)} on disk failed: {error}; give Disk(path) a folder on another disk",
+                f"reserving {format_nbytes(nbytes)} on disk failed: {error}. Give Disk(path) a folder on another disk.",
                 errno=error.errno,
             ) from error
         self._nbytes = nbytes

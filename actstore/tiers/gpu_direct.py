@@ -90,8 +90,8 @@ class GpuDirect(Mover):
 
 def _failed(what: str, nbytes: int, why: str) -> TransferError:
     return TransferError(
-        f"{what} {format_nbytes(nbytes)} between the GPU and the disk tier with kvikio failed: {why}; give Disk(path) "
-        f"a folder on an ext4 or xfs disk (`gdscheck -p` lists what GPUDirect Storage supports here), {DISABLE_HINT}",
+        f"{what} {format_nbytes(nbytes)} between the GPU and the disk tier with kvikio failed: {why}. Give Disk(path) "
+        f"a folder on an ext4 or xfs disk (`gdscheck -p` lists what GPUDirect Storage supports here), {DISABLE_HINT}.",
         errno=errno.EIO,
     )
 
@@ -100,8 +100,8 @@ def _open(device: Device, file: NamelessFile) -> Any:
     """Open the file with kvikio."""
     if device.on_host:
         raise ConfigError(
-            f"Disk(gpu_direct=True) moves payloads of a GPU, and the compute device is {device.torch_device}; "
-            f"move the model to the GPU before the store is made, {DISABLE_HINT}"
+            f"Disk(gpu_direct=True) moves payloads of a GPU, and the compute device is {device.torch_device}. "
+            f"Move the model to the GPU before the store is made, {DISABLE_HINT}."
         )
     try:
         import kvikio
@@ -109,16 +109,16 @@ def _open(device: Device, file: NamelessFile) -> Any:
         import kvikio.defaults
     except (ImportError, OSError, RuntimeError) as error:  # the last where it finds no libcufile
         raise ConfigError(
-            f"Disk(gpu_direct=True) needs the package kvikio, which cannot be imported ({error}); "
-            f"pip install 'actstore[gds13]' (gds12 with CUDA 12), {DISABLE_HINT}"
+            f"Disk(gpu_direct=True) needs the package kvikio, which cannot be imported ({error}). "
+            f"Run pip install 'actstore[gds13]' (gds12 with CUDA 12), {DISABLE_HINT}."
         ) from error
     try:
         opened = kvikio.CuFile(file.path, "r+")
         direct = not kvikio.defaults.is_compat_mode_preferred() and kvikio.cufile_driver.get("is_gds_available")
     except (RuntimeError, OSError) as error:
         raise ConfigError(
-            f"Disk(gpu_direct=True): kvikio cannot open the disk tier's file: {error}; give Disk(path) a folder on an "
-            f"ext4 or xfs disk, {DISABLE_HINT}"
+            f"Disk(gpu_direct=True): kvikio cannot open the disk tier's file: {error}. Give Disk(path) a folder on an "
+            f"ext4 or xfs disk, {DISABLE_HINT}."
         ) from error
     if not direct:
         warnings.warn(

@@ -57,7 +57,7 @@ class HostTier(Tier):
         place: _PinnedRange = slot.place
         with self._lock:
             if self._closed:
-                raise StateError("the host tier is closed; make a new ActivationStore")
+                raise StateError("the host tier is closed. Make a new ActivationStore.")
             place.starting = True
             slot.written = self._device.copy(
                 slot.memory[: src.numel()], src, self._offload, (*place.range.after, *after)

@@ -153,7 +153,7 @@ class PluginTier:
         if kind is None:
             raise ConfigError(
                 f"PluginTier(name={self.name!r}): no installed package offers this tier. Install the package that "
-                f"does, or use one of {', '.join(('host', 'disk', *extensions.names(extensions.TIERS)))}",
+                f"does, or use one of {', '.join(('host', 'disk', *extensions.names(extensions.TIERS)))}.",
                 tier=self.name,
             )
         try:
@@ -162,8 +162,8 @@ class PluginTier:
             raise
         except Exception as error:  # whatever another package may raise
             raise ConfigError(
-                f"the tier {self.name!r} cannot be opened: {type(error).__name__}: {error}; it is "
-                f"{extensions.source(extensions.TIERS, self.name)}",
+                f"the tier {self.name!r} cannot be opened: {type(error).__name__}: {error}. "
+                f"Repair or uninstall its package: {extensions.source(extensions.TIERS, self.name)}.",
                 tier=self.name,
             ) from error
         return _limited(tier, self.budget_nbytes)
@@ -193,11 +193,11 @@ class Window:
     def __post_init__(self) -> None:
         if self.limit_nbytes == 0:
             raise ConfigError(
-                'Window(nbytes=0): must be above 0, as nothing could move. Give some megabytes: Window("64MiB")'
+                'Window(nbytes=0): must be above 0, as nothing could move. Give some megabytes: Window("64MiB").'
             )
         if self.when_full not in WHEN_FULL:
             raise ConfigError(
-                f'Window(when_full={self.when_full!r}): must be "wait", "keep" or "spill"', when_full=self.when_full
+                f'Window(when_full={self.when_full!r}): must be "wait", "keep" or "spill".', when_full=self.when_full
             )
 
     @property
@@ -214,7 +214,7 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
     ConfigError : an item of another type, or a tier that is given twice
     """
     if isinstance(given, str | Host | Disk | PluginTier | Window) or not isinstance(given, Iterable):
-        raise ConfigError(f'tiers={given!r}: must be a list of tiers. Write tiers=[Host("64GiB"), Disk("/scratch")]')
+        raise ConfigError(f'tiers={given!r}: must be a list of tiers. Write tiers=[Host("64GiB"), Disk("/scratch")].')
     tiers: dict[str, TierOptions] = {}
     windows = []
     for each in given:
@@ -222,12 +222,12 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
             windows.append(each)
             continue
         if not isinstance(each, Host | Disk | PluginTier):
-            raise ConfigError(f"tiers: unknown {each!r}. Give Host(...), Disk(...), PluginTier(...) or Window(...)")
+            raise ConfigError(f"tiers: unknown {each!r}. Give Host(...), Disk(...), PluginTier(...) or Window(...).")
         if each.name in tiers:
-            raise ConfigError(f"tiers: {each.name!r} is given twice. Leave one of them out", tier=each.name)
+            raise ConfigError(f"tiers: {each.name!r} is given twice. Leave one of them out.", tier=each.name)
         tiers[each.name] = each
     if len(windows) > 1:
-        raise ConfigError("tiers: Window is given twice. Leave one of them out")
+        raise ConfigError("tiers: Window is given twice. Leave one of them out.")
     return tiers, windows[0] if windows else Window()
 
 

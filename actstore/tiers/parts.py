@@ -120,7 +120,7 @@ class Mover:
             JobTicket([part.job]).result()
         place.file.check_open()
         if part.digest is None:
-            raise StateError("the bytes were not on disk yet when this process was forked; run backward in the parent")
+            raise StateError("the bytes were not on disk yet when this process was forked. Run backward in the parent.")
         dst = dst[part.begin : part.end]
         begin, after = self._wait(after)
         copies.append(self._read(place.file, dst, place.start + part.begin, part.digest, after))

@@ -90,7 +90,7 @@ class BufferPool:
         try:
             with self._lock:
                 if self._closed:
-                    raise StateError("this memory was returned when its store was closed; make a new ActivationStore")
+                    raise StateError("this memory was returned when its store was closed. Make a new ActivationStore.")
                 self._shrink(self._most_nbytes - nbytes)
                 idle = self._sizes.setdefault(nbytes, [])
                 self._count(nbytes)

@@ -34,7 +34,7 @@ def write(path: Path, events: list[Event], *, device: str) -> None:
                 separator = ","
             file.write("\n]}\n")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; choose a file that can be written", path=path) from error
+        raise ConfigError(f"{path}: {error.strerror}. Choose a file that can be written.", path=path) from error
 
 
 def _records(events: list[Event], name: str) -> Iterator[dict[str, Any]]:

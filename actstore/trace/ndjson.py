@@ -66,7 +66,7 @@ def write(path: Path, events: list[Event], *, device: str, lost: int) -> None:
             for event in events:
                 file.write(json.dumps(_values(event)) + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; choose a file that can be written", path=path) from error
+        raise ConfigError(f"{path}: {error.strerror}. Choose a file that can be written.", path=path) from error
 
 
 def _values(event: Event) -> dict[str, Any]:
@@ -87,11 +87,11 @@ def read(path: Path) -> tuple[Header, list[Event]]:
             header = _header(path, next(lines, None))
             events = [_event(path, number, values) for number, values in lines]
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file that Trace.write made", path=path) from error
+        raise ConfigError(f"{path}: {error.strerror}. Give a file that Trace.write made.", path=path) from error
     except UnicodeDecodeError as error:
-        raise _wrong(path, 1, "not text in UTF-8") from error
+        raise _wrong(path, 1, "not text in UTF-8.") from error
     if len(events) != header.events:
-        what = f"the first line promises {header.events} events and {len(events)} follow; the file was cut or edited"
+        what = f"the first line promises {header.events} events and {len(events)} follow: the file was cut or edited."
         raise _wrong(path, len(events) + 1, what)
     return header, events
 
@@ -103,20 +103,20 @@ def _objects(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, 
         except (ValueError, RecursionError) as error:
             raise _wrong(path, number, f"not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise _wrong(path, number, f"{_short(values)} is not a JSON object")
+            raise _wrong(path, number, f"{_short(values)} is not a JSON object.")
         yield number, values
 
 
 def _header(path: Path, first: tuple[int, dict[str, Any]] | None) -> Header:
     if first is None:
-        raise _wrong(path, 1, "the file is empty")
+        raise _wrong(path, 1, "the file is empty.")
     values = first[1]
     if values.get("format") != FORMAT:
-        raise _wrong(path, 1, f'no "format": "{FORMAT}"; Trace.write makes such files')
+        raise _wrong(path, 1, f'no "format": "{FORMAT}"; Trace.write makes such files.')
     if values.get("version") != VERSION:
         wrote = _short(values.get("actstore"))
         raise _wrong(
-            path, 1, f"version {_short(values.get('version'))}, and this is {VERSION}; read it with actstore {wrote}"
+            path, 1, f"version {_short(values.get('version'))}, and this is {VERSION}. Read it with actstore {wrote}."
         )
     for name, kind in (("events", int), ("lost", int), ("device", str)):
         _check(path, 1, name, values.get(name), kind)
@@ -126,24 +126,24 @@ def _header(path: Path, first: tuple[int, dict[str, Any]] | None) -> Header:
 def _event(path: Path, number: int, values: dict[str, Any]) -> Event:
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise _wrong(path, number, f"no {' and no '.join(missing)}")
+        raise _wrong(path, number, f"no {' and no '.join(missing)}.")
     unknown = [name for name in values if name not in _TYPES]
     if unknown:
-        raise _wrong(path, number, f"an event has no {_short(unknown[0])}")
+        raise _wrong(path, number, f"an event has no {_short(unknown[0])}.")
     for name, value in values.items():
         _check(path, number, name, value, _TYPES[name])
     if values["kind"] not in KINDS:
-        raise _wrong(path, number, f"kind {_short(values['kind'])} is not one of {', '.join(KINDS)}")
+        raise _wrong(path, number, f"kind {_short(values['kind'])} is not one of {', '.join(KINDS)}.")
     if values["end_ns"] < values["begin_ns"]:
-        raise _wrong(path, number, f"end_ns {values['end_ns']} is before begin_ns {values['begin_ns']}")
+        raise _wrong(path, number, f"end_ns {values['end_ns']} is before begin_ns {values['begin_ns']}.")
     return Event(**values)
 
 
 def _check(path: Path, number: int, name: str, value: object, kind: type) -> None:
     if type(value) is not kind:
-        raise _wrong(path, number, f"{name} {_short(value)} is not {'a whole number' if kind is int else 'text'}")
+        raise _wrong(path, number, f"{name} {_short(value)} is not {'a whole number' if kind is int else 'text'}.")
     if isinstance(value, int) and not 0 <= value < _INT_END:
-        raise _wrong(path, number, f"{name} {_short(value)} is not from 0 to 2^63 - 1")
+        raise _wrong(path, number, f"{name} {_short(value)} is not from 0 to 2^63 - 1.")
 
 
 def _short(value: object) -> str:

@@ -29,7 +29,7 @@ class Trace:
 
     def __init__(self, limit: int = LIMIT, device: str = "") -> None:
         if limit < 1:
-            raise ConfigError(f"Trace(limit={limit}): must be 1 or more. Leave Trace() out to keep no event")
+            raise ConfigError(f"Trace(limit={limit}): must be 1 or more. Leave Trace() out to keep no event.")
         self.limit = limit
         self.device = device
         self._claimed = False
@@ -45,7 +45,7 @@ class Trace:
         ConfigError : another store writes here already
         """
         if self._claimed:
-            raise ConfigError("Trace(): is the trace of another store. Give each store its own: observe=[Trace()]")
+            raise ConfigError("Trace(): is the trace of another store. Give each store its own: observe=[Trace()].")
         self._claimed = True
 
     def begin(self, device: str) -> None:

@@ -6,7 +6,6 @@ Order of the operations on the memory of one parcel; comments here and in traffi
 2. the tier copies the buffer out, after 1; the host does not wait;
 3. the buffer is reused after 2: by a stream that waits for it, or once the host has seen its end;
 4. the tier copies the payload back into a buffer, after 2 and after that buffer's last uses;
-5. the compute stream decodes, after 4 (or after 1, while the bytes are still there);
 5. the compute stream decodes, after 4 (or after 1, while the buffer still has the bytes);
 6. the buffer is reused after 5.
 The engine touches a user's tensor only on the stream that was current when autograd packed or unpacked it.
@@ -227,7 +226,7 @@ class Engine:
             self._tidy()
             parcel = berth.parcel
             if parcel.gone():
-                raise StateError("this payload was given back; close the store after the last backward")
+                raise StateError("this payload was given back. Close the store after the last backward.")
             if parcel.loan is not None and parcel.loan.spoiled():
                 self._traffic.renounce(parcel.loan)
             begun = parcel.state is ParcelState.FETCHING
@@ -259,7 +258,7 @@ class Engine:
         with self._lock:
             if parcel.gone():  # closed by another thread, which may have skipped the copy
                 self._traffic.release(parcel, 1)
-                raise StateError("this payload was given back; close the store after the last backward")
+                raise StateError("this payload was given back. Close the store after the last backward.")
             if parcel.buffer is not buffer:
                 self._traffic.release(parcel, 1)
                 return None
@@ -302,7 +301,7 @@ class Engine:
             parcel = berth.parcel
             parcel.reads = [ticket for ticket in parcel.reads if not ticket.ready()]
             parcel.reads.append(read)
-            self._traffic.count_read(berth)
+            berth.count_read()
             if self._traffic.release(parcel, 1):
                 self._traffic.look_ahead(parcel.run)
 
@@ -391,8 +390,9 @@ class Engine:
             if not self._told:
                 self._told = True
                 warnings.warn(
-                    f"activations could not leave the device: {error}. They stay there, and gradients are right; but "
-                    "memory is not saved. Give Disk(path) a folder on a disk that works, or leave the tier out.",
+                    f"activations could not leave the device: {str(error).rstrip('.')}. They stay there, and gradients "
+                    "are right, but memory is not saved. Give Disk(path) a folder on a disk that works, or leave the "
+                    "tier out.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

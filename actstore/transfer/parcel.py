@@ -118,7 +118,7 @@ class Parcel:
         StateError : that state cannot follow this one: a bug of actstore
         """
         if state not in NEXT[self.state]:
-            raise StateError(f"a parcel cannot turn from {self.state.name} to {state.name}; please report this")
+            raise StateError(f"a parcel cannot turn from {self.state.name} to {state.name}. Report this.")
         self.state = state
 
 
@@ -174,5 +174,11 @@ class Berth:
         """
         buffer = self.parcel.buffer
         if buffer is None:
-            raise StateError("this payload was given back; close the store after the last backward")
+            raise StateError("this payload was given back. Close the store after the last backward.")
         return buffer.memory[self.start : self.start + self.nbytes]
+
+    def count_read(self) -> None:
+        """Count a decoding of the bytes on the device."""
+        self.reads += 1
+        if self.reads >= self.readers:
+            self.parcel.unread.discard(self)

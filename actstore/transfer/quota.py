@@ -61,6 +61,13 @@ class Quota:
         """Return whether `nbytes` of `run` may begin to leave for `tier`, beside the bytes that leave and that stay."""
         return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
 
+    def leave(self, parcel: Parcel) -> None:
+        """Count a parcel no longer as leaving for its tier."""
+        window = self.window(parcel.tier)
+        if parcel in window.flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
+            window.flights.remove(parcel)
+        window.nbytes -= parcel.capacity
+
     def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
         """Return whether `nbytes` may come back before backward asks for them.
 

@@ -126,7 +126,7 @@ class Traffic:
                 self.strand(parcel, error)
                 return
         stays = parcel.users or self.stays(parcel)
-        self.leave_window(parcel)
+        self.quota.leave(parcel)
         self.turn_ready(parcel)
         if not stays:
             self.evict(parcel)
@@ -141,7 +141,7 @@ class Traffic:
 
     def strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
         """Keep on the device a parcel that its tier has lost. `error` is None after an interrupt."""
-        self.leave_window(parcel)
+        self.quota.leave(parcel)
         self.free_slot(parcel)
         parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
@@ -190,7 +190,7 @@ class Traffic:
             loan, tensor = lend(parcel, parcel.buffer.memory[: berth.nbytes], dtype, returned)
             parcel.loan = loan
         loan.users += 1
-        self.count_read(berth)
+        berth.count_read()
         return tensor
 
     def take_back(self, loan: Loan[Parcel]) -> None:
@@ -214,11 +214,6 @@ class Traffic:
         self.buffers.forget(parcel.buffer)
         parcel.buffer = None
         self.evict(parcel)
-
-    def count_read(self, berth: Berth) -> None:
-        berth.reads += 1
-        if berth.reads >= berth.readers:
-            berth.parcel.unread.discard(berth)
 
     def use(self, parcel: Parcel, users: int) -> None:
         """Add `users` threads or tensors that use the bytes on the device; negative to remove."""
@@ -339,7 +334,7 @@ class Traffic:
             parcel.reads.append(self.device.record(parcel.home))
             self.quota.window(parcel.tier).nbytes -= parcel.capacity
         elif state is ParcelState.OFFLOADING:
-            self.leave_window(parcel)
+            self.quota.leave(parcel)
         else:
             self.ready.pop(parcel, None)
         parcel.turn(ParcelState.DROPPED)
@@ -370,12 +365,6 @@ class Traffic:
             self.buffers.give(buffer, [motion, *after])
         else:
             self.leaving.append((motion, buffer, after))
-
-    def leave_window(self, parcel: Parcel) -> None:
-        window = self.quota.window(parcel.tier)
-        if parcel in window.flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
-            window.flights.remove(parcel)
-        window.nbytes -= parcel.capacity
 
     def book_held(self, parcel: Parcel, sign: int) -> None:
         """Record payloads as come to the device (1), or gone from it (-1). In both places, they count as there."""

@@ -10,8 +10,7 @@ from torch.nn import functional
 from torch.optim import optimizer as optimizers
 
 from actstore import ActivationStore, Auto
-from actstore.auto import controller as automatic
-from actstore.auto import probes
+from actstore.auto import probes, watch
 from actstore.auto.attempt import Attempt
 from actstore.errors import CapacityError
 from actstore.model.units import shapes_of
@@ -126,7 +125,7 @@ def test_a_batch_that_grows_is_planned_for():
 
 
 def test_a_batch_that_shrinks_is_planned_for(monkeypatch):
-    monkeypatch.setattr(automatic, "SHRUNK_STEPS", 8)
+    monkeypatch.setattr(watch, "SHRUNK_STEPS", 8)
     model, budget = Net(), int(0.5 * full(1024))
     store = auto(model, budget)
     run(model, store, 20, 1024)

@@ -9,9 +9,11 @@ from torch import nn
 from actstore import ActivationStore
 from actstore.auto.profiler import Profiler
 from actstore.base.ledger import Ledger
+from actstore.base.spec import Site
 from actstore.base.ticket import Done
 from actstore.devices import Cpu
 from actstore.model.units import digest_of, shapes_of
+from actstore.policy import parse_decision
 
 MS = 1_000_000
 
@@ -248,3 +250,16 @@ def test_the_digest_sees_another_model(change):
     assert before == digest_of(Net(Clock()))
     change(model)
     assert digest_of(model) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "disk"), [("raw @ host > disk", 100, 0), ("raw @ disk", 0, 100), ("raw", 0, 0)]
+)
+def test_stored_bytes_count_in_one_place(text, host, disk):
+    """Not in each tier of a ladder, and not because a tier's name stands in the text."""
+    ledger, model = Ledger(), nn.Sequential(nn.Linear(2, 2))
+    account = ledger.account(Site("0", 0))
+    account.decision, account.saved, account.stored, account.held_at_exit = parse_decision(text), 100, 100, 100
+    parts, _ = Profiler(model, ledger)._bytes()
+    [found] = [nbytes for unit in parts.values() for nbytes in unit.values()]
+    assert (found.host, found.disk, found.held) == (host, disk, 0 if host or disk else 100)

@@ -372,7 +372,7 @@ def test_close_inside_the_own_context_is_refused():
 def test_a_closed_store_is_not_used_again(policy):
     store, x = make(policy), torch.randn(64, requires_grad=True)
     store.close()
-    with pytest.raises(StateError, match="closed; make a new ActivationStore"), store:
+    with pytest.raises(StateError, match=r"closed. Make a new ActivationStore"), store:
         x.exp()
 
 

@@ -76,7 +76,7 @@ def no_names_in_errors(patch):
 
 
 def no_names_of_compiled_calls(patch):
-    patch.setattr("actstore.session.activation_store.compiled.wrap", nothing)
+    patch.setattr("actstore.session.fitted.compiled.wrap", nothing)
 
 
 def unnoticed_regions(patch):

@@ -219,7 +219,7 @@ def test_an_account_is_opened_once():
 def test_a_step_forgets_the_decision_of_the_one_before():
     ledger = Ledger()
     account = ledger.account(Site("a", 0))
-    account.where, account.note = "int8 @ host", "small"
+    account.decision, account.note = "int8 @ host", "small"
     ledger.start()
     assert (account.where, account.note) == ("", "")
 

@@ -55,7 +55,7 @@ def test_another_tensor_is_refused_with_both_specs(other):
     with pytest.raises(SpecError) as caught:
         spec.check(other)
     assert str(caught.value) == (
-        f"a tensor came back as {Spec.of(other)}, but float32 2x3 stride (3, 1) on cpu was saved"
+        f"a tensor came back as {Spec.of(other)}, but float32 2x3 stride (3, 1) on cpu was saved."
     )
     assert caught.value.expected == spec
     assert caught.value.found == Spec.of(other)

@@ -34,10 +34,10 @@ def test_bytes_are_read(text, nbytes):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1, "budget=-1 is negative; give zero or more bytes"),
-        (True, "budget=True is not a number of bytes; give an int or text such as '20GiB'"),
-        (1.5, "budget=1.5 is not a number of bytes; give an int or text such as '20GiB'"),
-        (None, "budget=None is not a number of bytes; give an int or text such as '20GiB'"),
+        (-1, "budget=-1: must be 0 or more bytes."),
+        (True, "budget=True: must be a number of bytes. Give an int or text such as '20GiB'."),
+        (1.5, "budget=1.5: must be a number of bytes. Give an int or text such as '20GiB'."),
+        (None, "budget=None: must be a number of bytes. Give an int or text such as '20GiB'."),
     ],
 )
 def test_what_is_not_a_number_of_bytes_is_refused(value, message):
@@ -51,8 +51,8 @@ def test_text_that_is_no_size_is_refused_with_the_units(text):
     with pytest.raises(ConfigError) as caught:
         parse_nbytes(text, "disk")
     assert str(caught.value) == (
-        f"disk={text!r} does not parse as bytes; write a number and one of B, KB, MB, GB, TB (powers of 1000) or "
-        "KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'"
+        f"disk={text!r}: must be a number of bytes. Write a number and one of B, KB, MB, GB, TB (powers of 1000) or "
+        "KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'."
     )
 
 
@@ -110,12 +110,12 @@ def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, ranks):
         parse_budget("256GiB/node", "host_budget")
     assert str(caught.value) == (
         f"host_budget='256GiB/node' needs the number of processes of this node. LOCAL_WORLD_SIZE={ranks!r}: must be "
-        "an int >= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'"
+        "an int >= 1. Start with torchrun, set LOCAL_WORLD_SIZE, or give a budget for one process such as '32GiB'."
     )
     assert parse_budget("256GiB", "host_budget") == 256 * 2**30
 
 
 @pytest.mark.parametrize("text", ["/node", "x/node", "20GiB/rank", "20GiB/node/node", "-1/node"])
 def test_a_share_of_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match=r"host_budget='.*' does not parse as bytes"):
+    with pytest.raises(ConfigError, match=r"host_budget='.*': must be a number of bytes"):
         parse_budget(text, "host_budget")

@@ -36,7 +36,7 @@ def test_select_keeps_plain_and_the_order() -> None:
     assert [row.name for row in select(list(ROWS), ["int8", "raw @ host"])] == ["plain", "int8", "raw @ host"]
     assert select(list(ROWS), []) == [row for row in ROWS if row.usual]
     assert select(list(ROWS), ["all"]) == list(ROWS)
-    with pytest.raises(ConfigError, match="no row is called 'int9'; near ones: int8"):
+    with pytest.raises(ConfigError, match=r"no row is called 'int9'. Near ones: int8"):
         select(list(ROWS), ["int9"])
 
 

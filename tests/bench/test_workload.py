@@ -16,12 +16,12 @@ from actstore.errors import ConfigError
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "--heads 3 does not divide --width 32"),
-        ({"layers": 0}, "--layers 0 is too small"),
-        ({"steps": -1}, "--steps -1 is too small"),
+        ({"heads": 3}, "--heads 3: must be a divisor of --width 32"),
+        ({"layers": 0}, "--layers 0: must be 1 or more"),
+        ({"steps": -1}, "--steps -1: must be 1 or more"),
         ({"warmup": -1}, "--warmup -1"),
-        ({"dropout": 1.0}, "--dropout 1.0 is not a probability"),
-        ({"dtype": "int8"}, "not one of float32, bfloat16, float16"),
+        ({"dropout": 1.0}, "--dropout 1.0: must be 0 or more"),
+        ({"dtype": "int8"}, "must be one of float32, bfloat16, float16"),
     ],
 )
 def test_refuses(tiny: Workload, change: dict[str, object], message: str) -> None:
@@ -31,7 +31,7 @@ def test_refuses(tiny: Workload, change: dict[str, object], message: str) -> Non
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("tpu9", "not a device"), ("meta", "knows cpu and cuda"), ("cuda:99", "torch sees")],
+    [("tpu9", "must be cpu, cuda"), ("meta", "must be cpu or cuda"), ("cuda:99", "torch sees")],
 )
 def test_refuses_device(tiny: Workload, device: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -142,7 +142,7 @@ def test_noise_is_between_none_and_all() -> None:
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        ("gtp", {}, "no model is called 'gtp'; near ones: gpt"),
+        ("gtp", {}, "no model is called 'gtp'. Near ones: gpt"),
         ("resnet", {"heads": 2}, "--heads does nothing to --model resnet, which has layers, width, context, batch"),
         ("vit", {"context": 30}, "--context 30: .* multiple of 4"),
         ("unet", {"context": 36}, "--context 36: 3 levels .* multiple of 8"),

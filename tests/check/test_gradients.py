@@ -376,24 +376,24 @@ def test_what_cannot_be_checked_is_refused_in_words():
     model, step = loss_step()
     store = ActivationStore(model, "raw")
     for wrong, words in (
-        ({"step": 3}, "is not a function"),
+        ({"step": 3}, "must be a function"),
         ({"step": lambda a, b: a}, "takes a, b"),
         ({"step": lambda: None}, "computed no gradient"),
         ({"step": lambda: model(torch.randn(2, 16))}, "a single number"),
-        ({"store": "raw"}, "is not an ActivationStore"),
+        ({"store": "raw"}, "must be an ActivationStore"),
         ({"tolerance": -1}, "tolerance=-1"),
         ({"tolerance": float("nan")}, "tolerance=nan"),
         ({"steps": 0}, "steps=0"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_gradients(**{"step": step, "store": store} | wrong)
-    with store, pytest.raises(StateError, match="call it outside"):
+    with store, pytest.raises(StateError, match="Call it outside"):
         check_gradients(step, store)
 
     def enters():
         with store:
             return step()
 
-    with pytest.raises(StateError, match="let the step take the store"):
+    with pytest.raises(StateError, match="Let the step take the store"):
         check_gradients(enters, store)
     assert actstore.check_gradients(step, store).equal

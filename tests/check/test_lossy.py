@@ -151,9 +151,9 @@ def test_text_and_json(training):
 def test_what_does_not_fit_is_refused(training):
     model, step, _ = training
     store = ActivationStore(model, "int8", min_bytes=0)
-    with pytest.raises(ConfigError, match="draws=1; give 2 or more"):
+    with pytest.raises(ConfigError, match="draws=1: must be 2 or more"):
         measure_gradient_error(step, store, draws=1)
-    with pytest.raises(ConfigError, match="is not an ActivationStore"):
+    with pytest.raises(ConfigError, match="must be an ActivationStore"):
         measure_gradient_error(step, model)
     with store, pytest.raises(StateError, match="inside a store's context"):
         measure_gradient_error(step, store)

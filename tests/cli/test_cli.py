@@ -48,15 +48,15 @@ def test_trains_shows_and_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--heads", "5"], "--heads 5 does not divide --width 256"),
-        (["--device", "tpu9"], "--device 'tpu9' is not a device"),
+        (["--heads", "5"], "--heads 5: must be a divisor of --width 256"),
+        (["--device", "tpu9"], "--device 'tpu9': must be cpu"),
         (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: No such file or directory"),
         (["--plot", "/no/such/folder/x.png"], "--plot /no/such/folder/x.png"),
         (["--plot", "x.xyz"], "ends in .png, .svg or .pdf"),
         (["--disk-path", "/no/such/folder"], "--disk-path /no/such/folder"),
         (["--policy", "mine"], "is not NAME=TEXT"),
         (["--policy", "mine=int9"], "int9"),
-        (["--rows", "recomput"], "near ones: recompute"),
+        (["--rows", "recomput"], "Near ones: recompute"),
     ],
 )
 def test_bad_input_is_said_in_a_few_words(

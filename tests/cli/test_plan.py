@@ -140,7 +140,7 @@ def test_budgets_and_errors_reach_the_planner(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["planned.py", "--budget", "few"], "Auto(budget)='few' does not parse"),
+        (["planned.py", "--budget", "few"], "Auto(budget)='few': must be a number of bytes"),
         (["planned.py", "--budget", "1MiB", "--max-noise", "-2"], "Auto(max_noise)=-2.0: must be a fraction"),
         (["planned.py", "--budget", "1MiB", "--plot", "plan.txt"], "--plot plan.txt: give a file that ends in"),
         (["planned.py", "--budget", "1MiB", "--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),

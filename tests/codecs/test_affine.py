@@ -276,16 +276,16 @@ def test_any_payload_decodes_somehow(bits):
 @pytest.mark.parametrize("kind", [Int6, Int5, Int4, Int3, Int2])
 @pytest.mark.parametrize("group", [0, 16, 48, 512, 32.0, True, "32", None])
 def test_other_groups_are_refused(kind, group):
-    with pytest.raises(ConfigError, match=f"{kind.name}.*choose 32, 64, 128 or 256"):
+    with pytest.raises(ConfigError, match=f"{kind.name}.*must be 32, 64, 128 or 256"):
         kind(group)
 
 
 def test_what_is_refused_with_a_reason():
-    with pytest.raises(ConfigError, match="does not average out; choose stochastic or dither, or int4"):
+    with pytest.raises(ConfigError, match=r"does not average out. Choose stochastic or dither, or int4"):
         Int2(round="nearest")
     with pytest.raises(ConfigError, match="does not average out"):
         parse_decision("int2(round=nearest)")
-    with pytest.raises(ConfigError, match="leave out"):
+    with pytest.raises(ConfigError, match="Leave out"):
         Int8(affine=True, axis="token")
 
 
@@ -298,7 +298,7 @@ def test_policy_text():
 @pytest.mark.parametrize("codec", [Int6(), Int5(), Int4(), Int3(), Int2()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
 def test_other_dtypes_are_refused(codec, dtype):
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         codec.size(Spec.of(torch.empty(8, dtype=dtype)))
 
 

@@ -71,5 +71,5 @@ def test_size(numel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int8, torch.int64])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Bit1().size(Spec.of(torch.empty(8, dtype=dtype)))

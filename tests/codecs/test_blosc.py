@@ -158,7 +158,7 @@ def test_after_a_fork():
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_other_devices_are_refused(device):
     spec = Spec((64,), (1,), torch.float32, torch.device(device))
-    with pytest.raises(SpecError, match=f"zstd runs on the CPU, but the tensor is on {device}; use 'int8' there"):
+    with pytest.raises(SpecError, match=f"zstd runs on the CPU, but the tensor is on {device}. Use 'int8' there"):
         Zstd(Int8()).size(spec)
 
 

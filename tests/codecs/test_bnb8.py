@@ -81,7 +81,7 @@ def test_in_several_calls(numel, monkeypatch):
 
 
 def test_other_dtypes_and_short_payloads_are_refused():
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Bnb8().size(Spec.of(torch.ones(4, dtype=torch.int64)))
     x = torch.ones(300)
     payload, _ = roundtrip(x)

@@ -125,5 +125,5 @@ def test_size(numel, nbytes):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         E5m6().size(Spec.of(torch.empty(8, dtype=dtype)))

@@ -168,7 +168,7 @@ def test_policy_text():
         (Bit1(), "lossless"),
         (Int8(axis="token"), "whole rows"),
         (Zmask(Int8()), "has an inner codec of its own"),
-        (Int8, "call it"),
+        (Int8, "Call it"),
     ],
 )
 def test_refused_inner_codecs(inner, words):

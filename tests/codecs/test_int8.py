@@ -168,13 +168,13 @@ def test_flushing_denormals_changes_nothing():
 
 @pytest.mark.parametrize("group", [0, 16, 48, 2048, 128.0, True, "128", None])
 def test_other_groups_are_refused(group):
-    with pytest.raises(ConfigError, match="choose 32, 64, 128, 256, 512 or 1024"):
+    with pytest.raises(ConfigError, match="must be 32, 64, 128, 256, 512 or 1024"):
         Int8(group)
 
 
 @pytest.mark.parametrize("options", [{"round": "up"}, {"round": None}, {"axis": "channel"}, {"axis": 1}])
 def test_other_choices_are_refused(options):
-    with pytest.raises(ConfigError, match="does not exist; choose"):
+    with pytest.raises(ConfigError, match=r"must be"):
         Int8(**options)
 
 
@@ -182,11 +182,11 @@ def test_other_choices_are_refused(options):
 def test_other_dtypes_are_refused(dtype):
     x = torch.empty(8, dtype=dtype)
     assert not Int8().accepts(dtype)
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Int8().size(Spec.of(x))
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Int8().encode(x, torch.empty(256, dtype=torch.uint8))
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Int8().decode(torch.empty(256, dtype=torch.uint8), x)
 
 

@@ -45,16 +45,16 @@ def test_of_equal_ones_the_first_are_kept(m):
 
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (4, 4), (-1, 8), (True, 4), (1.0, 4)])
 def test_other_numbers_to_keep_are_refused(n, m):
-    with pytest.raises(ConfigError, match=f"choose n from 1 to {m - 1}"):
+    with pytest.raises(ConfigError, match=f"n must be from 1 to {m - 1}"):
         Nm(n, m)
 
 
 @pytest.mark.parametrize("m", [0, 2, 5, 64, 4.0, "4"])
 def test_other_groups_are_refused(m):
-    with pytest.raises(ConfigError, match="choose 4, 8, 16 or 32"):
+    with pytest.raises(ConfigError, match="must be 4, 8, 16 or 32"):
         Nm(1, m)
 
 
 def test_is_for_floats():
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Nm().size(Spec.of(torch.ones(5, dtype=torch.float64)))

@@ -10,7 +10,7 @@ def test_names():
     assert [get(name).name for name in names()] == list(names())
 
 
-@pytest.mark.parametrize(("name", "words"), [("int9", "did you mean 'int8'"), ("wavelet", "there are 'raw', 'int8'")])
+@pytest.mark.parametrize(("name", "words"), [("int9", "Did you mean 'int8'"), ("wavelet", "There are 'raw', 'int8'")])
 def test_unknown_names(name, words):
     with pytest.raises(UnknownCodecError, match=words) as caught:
         get(name)

@@ -128,5 +128,5 @@ def test_a_store_asks_for_the_codec_that_keeps_signs():
 
 @pytest.mark.parametrize("kind", [Int8, Int4, Fp8, E5m6, Nf4])
 def test_other_words_are_refused(kind):
-    with pytest.raises(ConfigError, match="choose auto, keep or round"):
+    with pytest.raises(ConfigError, match="must be auto, keep or round"):
         kind(signs="maybe")

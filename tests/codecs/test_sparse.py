@@ -83,7 +83,7 @@ def test_chains_inside_are_refused(text):
 @pytest.mark.parametrize("outer", [Zmask, lambda inner: Topk(0.5, inner), lambda inner: Nm(1, 4, inner)])
 @pytest.mark.parametrize(
     ("inner", "words"),
-    [(Int8, r"call it: Int8\(\)"), ("int8", "takes a codec"), (Int8(axis="token"), "needs whole rows")],
+    [(Int8, r"Call it: Int8\(\)"), ("int8", "takes a codec"), (Int8(axis="token"), "needs whole rows")],
     ids=["class", "text", "shaped"],
 )
 def test_what_cannot_be_inside(outer, inner, words):

@@ -116,5 +116,5 @@ def test_other_fractions_are_refused(fraction):
 def test_is_for_floats_and_lossy():
     assert not Topk(1.0).lossless
     assert not isinstance(Topk().size(Spec.of(torch.ones(5))), AtMost)
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Topk().size(Spec.of(torch.ones(5, dtype=torch.int32)))

@@ -115,5 +115,5 @@ def test_dtypes():
     assert all(Zmask().accepts(getattr(torch, dtype)) for dtype in EVERY_DTYPE)
     assert not Zmask().accepts(torch.complex128)
     assert not Zmask(Int8()).accepts(torch.int32)
-    with pytest.raises(SpecError, match="use 'raw'"):
+    with pytest.raises(SpecError, match="Use 'raw'"):
         Zmask().size(Spec.of(torch.empty(4, dtype=torch.complex128)))

@@ -215,7 +215,7 @@ if child == 0:
     try:
         threads.submit(pow, 2, 3)
     except StateError as error:
-        assert "the child makes its own" in str(error)
+        assert "The child makes its own" in str(error)
         threads.shutdown()
         own = Threads(2, "test-worker")
         sys.exit(own.submit(pow, 2, 3).result())  # with all that an exit does
@@ -257,5 +257,5 @@ threads._cancel = lambda why: (cancel(why), go.set())
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
-        "worked; no job can begin after interpreter shutdown; this had not begun at interpreter shutdown"
+        "worked; no job can begin after interpreter shutdown.; this had not begun at interpreter shutdown."
     )

@@ -285,7 +285,7 @@ def test_a_store_around_training_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
     with (
         actstore.ActivationStore(policy="keep"),
-        pytest.raises(actstore.errors.StateError, match="leave out that `with store:`"),
+        pytest.raises(actstore.errors.StateError, match="Leave out that `with store:`"),
     ):
         trainer.train()
 

@@ -94,7 +94,7 @@ def test_names_are_those_of_the_model_inside():
 
 
 def test_a_name_of_the_wrapper_is_refused_with_the_one_that_counts():
-    with pytest.raises(actstore.errors.PolicyError, match=r"did you mean 'model\.layers\.\*\.mlp'"):
+    with pytest.raises(actstore.errors.PolicyError, match=r"Did you mean 'model\.layers\.\*\.mlp'"):
         actstore.ActivationStore(
             get_peft_model(llama(), LoraConfig(**LORA)), "base_model.model.model.layers.*.mlp : int8"
         )

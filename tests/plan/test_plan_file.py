@@ -174,7 +174,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_is_said(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.json: No such file"):
         Plan.read(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="choose a path that can be written"):
+    with pytest.raises(ConfigError, match="Choose a path that can be written"):
         plan.write(tmp_path / "no" / "folder.json")
 
 

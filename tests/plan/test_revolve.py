@@ -84,5 +84,5 @@ def test_the_fewest_slots():
 
 @pytest.mark.parametrize(("length", "slots"), [(0, 1), (1, 0)])
 def test_nothing_to_reverse_is_an_error(length, slots):
-    with pytest.raises(ValueError, match="cannot be reversed; give 1 or more of each"):
+    with pytest.raises(ValueError, match=r"cannot be reversed. Give 1 or more of each"):
         advances(length, slots)

@@ -288,7 +288,7 @@ def test_too_little_memory_says_how_much_is_needed_and_where():
         solve(chain, Limits(5 * GIB))
     assert str(refused.value) == (
         "no choice of options fits: at least 6.0 GiB of device memory are needed, in backward of head, and 5.0 GiB are "
-        "allowed; raise the limit by 1.0 GiB, use a smaller batch, or give head an option that needs less there"
+        "allowed. Raise the limit by 1.0 GiB, use a smaller batch, or give head an option that needs less there."
     )
     assert refused.value.least == 6 * GIB
     assert solve(chain, Limits(6 * GIB)).evaluation.device_peak <= 6 * GIB
@@ -297,9 +297,9 @@ def test_too_little_memory_says_how_much_is_needed_and_where():
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        (Limits(inf, host=GIB), "comes to at least 2.0 GiB of host memory, where 1.0 GiB are allowed; most of it in a"),
-        (Limits(inf, disk=GIB), "comes to at least 2.0 GiB on the disk, where 1.0 GiB are allowed; most of it in a"),
-        (Limits(inf, error=1), "comes to at least error 2 where 1 is allowed; most of it in a"),
+        (Limits(inf, host=GIB), "comes to at least 2.0 GiB of host memory, where 1.0 GiB are allowed, most of it in a"),
+        (Limits(inf, disk=GIB), "comes to at least 2.0 GiB on the disk, where 1.0 GiB are allowed, most of it in a"),
+        (Limits(inf, error=1), "comes to at least error 2 where 1 is allowed, most of it in a"),
     ],
 )
 def test_a_limit_that_no_choice_keeps(limits, words):

@@ -171,9 +171,9 @@ def test_layers_that_take_no_time_and_no_bytes():
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (replace(KEEP, held=-1), "held is -1"),
-        (replace(KEEP, link=nan), "link is nan"),
-        (replace(KEEP, host=inf), "host is inf"),
+        (replace(KEEP, held=-1), "held=-1: must be"),
+        (replace(KEEP, link=nan), "link=nan: must be"),
+        (replace(KEEP, host=inf), "host=inf: must be"),
         (replace(KEEP, forward=-11), "forward would take -1 ms"),
         (replace(KEEP, backward=nan), "backward would take nan ms"),
         (replace(KEEP, backward_peak=50), "holds 100 bytes, and its peak is 50"),
@@ -191,7 +191,7 @@ def test_limits_links_and_choices_that_cannot_be():
         evaluate(of, [0], Limits(nan))
     with pytest.raises(ConfigError, match="the host limit is -1"):
         evaluate(of, [0], Limits(1, host=-1))
-    with pytest.raises(ConfigError, match="rate `back` is 0"):
+    with pytest.raises(ConfigError, match="`back`=0 bytes/ms: must be"):
         evaluation(chain(KEEP, back=0))
     with pytest.raises(ConfigError, match="layer a has no option"):
         evaluation(LayerChain((Layer("a", 1, 1, ()),)))

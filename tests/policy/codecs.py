@@ -42,7 +42,7 @@ class Options(_Inert):
 
     def __post_init__(self):
         if self.count % 2:
-            raise ChainError(f"options: count={self.count} is odd; give an even one", count=self.count)
+            raise ChainError(f"options: count={self.count} is odd. Give an even one.", count=self.count)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_store_follows_them():
 
 
 def test_what_cannot_be_is_refused_with_the_names_that_there_are():
-    with pytest.raises(PolicyError, match="'@mpl' is an unknown alias; did you mean '@mlp'"):
+    with pytest.raises(PolicyError, match=r"'@mpl' is an unknown alias. Did you mean '@mlp'"):
         ActivationStore(model(), "@mpl : int8")
     with pytest.raises(PolicyError, match=r"'@attention' finds nothing.*it has layers\.\*"):
         ActivationStore(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])}), "@attention : int8")

@@ -52,7 +52,7 @@ def test_other_policies_are_not_read(text):
         ("auto(1GiB, 0.1)", ["'0.1' is unknown or given twice"]),
         ("auto(1GiB, budget=2GiB)", ["'budget=2GiB' is unknown or given twice"]),
         ("auto(1GiB, noise=0.1)", ["'noise=0.1' is unknown"]),
-        ("auto(much)", ["Auto(budget)='much'", "does not parse"]),
+        ("auto(much)", ["Auto(budget)='much'", "must be a number of bytes"]),
         ("auto(1GiB, max_noise=some)", ["Auto(max_noise)='some'", "must be a fraction"]),
         ("bits(-1)", ["Bits(max_noise)=-1.0"]),
     ],

@@ -67,81 +67,81 @@ def test_one_tier_may_be_given_alone():
     [
         (
             lambda: Encode("int8"),
-            "Encode takes a codec such as Int8() or Raw(), not 'int8'; text goes through Rules.parse",
+            "Encode takes a codec such as Int8() or Raw(), not 'int8'. Rules.parse takes text.",
         ),
-        (lambda: Encode(Int8), "Encode takes a codec, not its class; call it: Int8()"),
-        (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class; call it: Raw()"),
-        (lambda: Offload(Raw(), ()), "Offload needs a tier; give 'host', 'disk' or both: ('host', 'disk')"),
-        (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier; the tiers are device, host, disk"),
+        (lambda: Encode(Int8), "Encode takes a codec, not its class. Call it: Int8()."),
+        (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class. Call it: Raw()."),
+        (lambda: Offload(Raw(), ()), "Offload needs a tier. Give 'host', 'disk' or both: ('host', 'disk')."),
+        (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier. The tiers are device, host, disk."),
         (
             lambda: Offload(Raw(), ("disk", "host")),
-            "the ladder 'disk > host' goes up; each tier holds what the one before refuses: 'host > disk'",
+            "the ladder 'disk > host' goes up. Each tier holds what the one before refuses: 'host > disk'.",
         ),
         (
             lambda: Offload(Raw(), ("host", "host")),
-            "the ladder 'host > host' names a tier twice; each tier holds what the one before refuses: 'host'",
+            "the ladder 'host > host' names a tier twice. Each tier holds what the one before refuses: 'host'.",
         ),
         (
             lambda: Offload(Raw(), "device"),
-            "Offload to the device alone moves nothing; write Encode(Raw()), whose payload stays on the device, "
-            "or name a lower tier: 'host', 'disk'",
+            "Offload to the device alone moves nothing. Write Encode(Raw()), whose payload stays on the device, "
+            "or name a lower tier: 'host', 'disk'.",
         ),
         (
             lambda: Recompute(Recompute()),
-            "the inputs of a recomputed module cannot be recomputed or derived themselves; keep, encode or offload "
-            "them, as in recompute(keep), recompute(int8), recompute(raw @ host)",
+            "the inputs of a recomputed module cannot be recomputed or derived themselves. Keep, encode or offload "
+            "them, as in recompute(keep), recompute(int8), recompute(raw @ host).",
         ),
         (
             lambda: Derive(Offload(Int8(), "disk")),
-            "derive(int8 @ disk) would derive tensors from inexact inputs; give a codec without loss, "
-            "as in derive(raw @ host), or write 'int8 @ disk' alone",
+            "derive(int8 @ disk) would derive tensors from inexact inputs. Give a codec without loss, "
+            "as in derive(raw @ host), or write 'int8 @ disk' alone.",
         ),
         (
             lambda: Derive(Derive()),
-            "derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not derive",
+            "derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not derive.",
         ),
         (
             lambda: Recompute(segment=0),
-            "recompute(segment=0): must be a number of calls. Give an int >= 1",
+            "recompute(segment=0): must be a number of calls. Give an int >= 1.",
         ),
         (
             lambda: Recompute(segment=None),
-            "recompute(segment=None): must be a number of calls. Give an int >= 1",
+            "recompute(segment=None): must be a number of calls. Give an int >= 1.",
         ),
         (
             lambda: Recompute(first=True),
-            "recompute(first=True): must be a number of calls. Give an int >= 1",
+            "recompute(first=True): must be a number of calls. Give an int >= 1.",
         ),
         (
             lambda: Recompute(schedule="revolve", slots=0),
-            "recompute(slots=0): must be a number of inputs. Give an int >= 1",
+            "recompute(slots=0): must be a number of inputs. Give an int >= 1.",
         ),
         (
             lambda: Recompute(schedule="binomial"),
-            "'binomial' is not a schedule of recompute; the schedules are sqrt, revolve, auto; for segments of one "
-            "length write segment=4",
+            "schedule='binomial' of recompute: must be sqrt or revolve or auto. For segments of one "
+            "length write segment=4.",
         ),
         (
             lambda: Recompute(segment=2, schedule="sqrt"),
-            "segment=2 and schedule=sqrt both say which inputs of a chain are stored; leave one out",
+            "segment=2 and schedule=sqrt both say which inputs of a chain are stored. Leave one out.",
         ),
         (
             lambda: Recompute(decisions="again"),
             "decisions='again' of recompute: must be kept or anew. Leave it out to keep them where the inputs are "
-            "stored with a loss",
+            "stored with a loss.",
         ),
         (
             lambda: Recompute(schedule="revolve"),
-            "schedule=revolve needs the number of inputs that it may store; write recompute(schedule=revolve, "
-            "slots=10), or schedule=auto, which finds one",
+            "schedule=revolve needs the number of inputs that it may store. Write recompute(schedule=revolve, "
+            "slots=10), or schedule=auto, which finds one.",
         ),
         (
             lambda: Recompute(slots=3),
-            "slots=3 is for schedule=revolve; write recompute(schedule=revolve, slots=3), or leave slots out",
+            "slots=3 is for schedule=revolve. Write recompute(schedule=revolve, slots=3), or leave slots out.",
         ),
         (
             lambda: Recompute(Raw()),
-            "Recompute takes the decision on its inputs, such as Keep() or Offload(Raw(), 'host'), not Raw()",
+            "Recompute takes the decision on its inputs, such as Keep() or Offload(Raw(), 'host'), not Raw().",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_rules_that_may_decide_for_single_tensors():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("*/@sdpaa : keep", ["'@sdpaa' is an unknown class of operators; did you mean 'sdpa'?", "@activation, @conv"]),
+        ("*/@sdpaa : keep", ["'@sdpaa' is an unknown class of operators. Did you mean 'sdpa'?", "@activation, @conv"]),
         ("*/@ : keep", ["'@' is an unknown class of operators"]),
         ("*/@aten.gelo : keep", ["unknown operator; did you mean 'gelu'", "@matmul"]),
         ("*/@mine.gelu : keep", ["unknown class of operators"]),

@@ -81,24 +81,26 @@ def test_the_outermost_modules_inside_that_another_rule_decides(text, found, par
     ("text", "inner", "outer", "where", "why"),
     [
         ("*.mlp : recompute; blocks : recompute", "*.mlp : recompute", "blocks : recompute", "blocks holds blocks.0.mlp",
-         "the region runs again as a whole; leave that rule out, or write patterns for the other parts instead of the "
+         "the region runs again as a whole. Leave that rule out, or write patterns for the other parts instead of the "
          "whole"),
         ("blocks.*.attn.proj : recompute(int8); blocks.*.mlp : keep; blocks.* : recompute",
          "blocks.*.attn.proj : recompute(int8)", "blocks.* : recompute", "blocks.0 holds blocks.0.attn.proj",
-         "the region runs again as a whole; leave that rule out, or write patterns for the other parts instead of the "
+         "the region runs again as a whole. Leave that rule out, or write patterns for the other parts instead of the "
          "whole"),
     ],
 )  # fmt: skip
 def test_a_rule_inside_a_recomputed_region_is_refused(text, inner, outer, where, why):
     with pytest.raises(PolicyError) as caught:
         roots(text)
-    assert str(caught.value) == (f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): {why}")
+    assert str(caught.value) == (
+        f"rule '{inner}' lies inside the recomputed region of rule '{outer}' ({where}): {why}."
+    )
 
 
 def test_recompute_without_blocks_asks_for_names():
     with pytest.raises(PolicyError) as caught:
         parse("recompute(raw @ host)").regions(["", "encoder"], [])
     assert str(caught.value) == (
-        "'* : recompute(raw @ host)' recomputes the repeated blocks of the model, and it has none; name the modules to "
-        "recompute instead, such as 'encoder : recompute(raw @ host)'"
+        "'* : recompute(raw @ host)' recomputes the repeated blocks of the model, and it has none. Name the modules to "
+        "recompute instead, such as 'encoder : recompute(raw @ host)'."
     )

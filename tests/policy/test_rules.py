@@ -122,58 +122,59 @@ def test_deciding_agrees_with_a_look_at_every_rule(policy, name, tag):
     [
         (
             lambda: Rules([("*", INT8), ("head", RAW)]),
-            "rule 'head : raw' can never apply: rule 1 is '* : int8', which covers all that this one does; the first "
-            "match wins, so put 'head' before it",
+            "rule 'head : raw' can never apply: rule 1 is '* : int8', which covers all that this one does. The first "
+            "match wins: put 'head' before it.",
         ),
         (
             lambda: Rules([("blocks.*", INT8), ("head", RAW), ("blocks.0.attn", RAW)]),
             "rule 'blocks.0.attn : raw' can never apply: rule 1 is 'blocks.* : int8', which covers all that this one "
-            "does; the first match wins, so put 'blocks.0.attn' before it",
+            "does. The first match wins: put 'blocks.0.attn' before it.",
         ),
         (
             lambda: Rules([("blocks", INT8), ("blocks/qkv", RAW)]),
-            "rule 'blocks/qkv : raw' can never apply: rule 1 is 'blocks : int8', which covers all that this one does; "
-            "the first match wins, so put 'blocks/qkv' before it",
+            "rule 'blocks/qkv : raw' can never apply: rule 1 is 'blocks : int8', which covers all that this one does. "
+            "The first match wins: put 'blocks/qkv' before it.",
         ),
         (
             lambda: Rules([("a", INT8), ("b", RAW), ("a", RAW)]),
-            "rule 'a : raw' can never apply: rule 1 is 'a : int8', the same pattern; leave one of them out",
+            "rule 'a : raw' can never apply: rule 1 is 'a : int8', the same pattern. Leave one of them out.",
         ),
         (
             lambda: Rules([("*", INT8)], default=RAW),
-            "rule '* : raw' can never apply: rule 1 is '* : int8', the same pattern; leave one of them out",
+            "rule '* : raw' can never apply: rule 1 is '* : int8', the same pattern. Leave one of them out.",
         ),
         (
             lambda: Rules([("a/b", Recompute())]),
-            "rule 'a/b : recompute' recomputes a tag, but a tag names tensors and recompute wraps modules; write "
-            "'a : recompute'",
+            "rule 'a/b : recompute' recomputes a tag, but a tag names tensors and recompute wraps modules. Write "
+            "'a : recompute'.",
         ),
         (
             lambda: Rules("a : int8"),
-            "Rules takes pairs of a pattern and a decision; text goes through Rules.parse('a : int8')",
+            "Rules takes pairs of a pattern and a decision. Write Rules.parse('a : int8') for text.",
         ),
         (
             lambda: Rules({"a": INT8}),
-            f"Rules takes a list of pairs (pattern, decision), whose order counts, not {{'a': {INT8!r}}}",
+            f"Rules takes a list of pairs (pattern, decision), whose order counts, not {{'a': {INT8!r}}}.",
         ),
         (
             lambda: Rules(["int8"]),
-            "rule 1 is 'int8'; give a pair of a pattern and a decision: ('blocks.*.attn', Encode(Int8()))",
+            "rule 1 is 'int8'. Give a pair of a pattern and a decision: ('blocks.*.attn', Encode(Int8())).",
         ),
         (
             lambda: Rules([("a", RAW), ("b", "int8")]),
-            "the decision of rule 2, 'b', is 'int8'; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
-            "Recompute(inputs), or write the whole policy as text for Rules.parse",
+            "the decision of rule 2, 'b', is 'int8'. Give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or "
+            "Recompute(inputs), or write the whole policy as text for Rules.parse.",
         ),
         (
             lambda: Rules(default="int8"),
-            "the default is 'int8'; give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), "
-            "or write the whole policy as text for Rules.parse",
+            "the default is 'int8'. Give Keep(), Derive(), Encode(codec), Offload(codec, tiers) or Recompute(inputs), "
+            "or write the whole policy as text for Rules.parse.",
         ),
         (
             lambda: Rules([("a b", RAW)]),
-            "'a b' is not a pattern; write a module name, in which * stands for anything, such as 'blocks.*.attn', and "
-            "after a slash the name of a tagged tensor, such as 'blocks.*/qkv', or operators, such as 'blocks.*/@sdpa'",
+            "'a b' is not a pattern. Write a module name, in which * stands for anything, such as 'blocks.*.attn'. "
+            "After a slash stands the name of a tagged tensor, such as 'blocks.*/qkv', or operators, such as "
+            "'blocks.*/@sdpa'.",
         ),
     ],
 )
@@ -210,24 +211,24 @@ def test_a_rule_is_called_unreachable_only_if_it_is(policy, name, tag):
 
 
 LISTED = (
-    "the model has embed, blocks, head, blocks.*, blocks.*.norm, blocks.*.attn, blocks.*.mlp, blocks.*.attn.qkv "
-    "and 3 more"
+    "The model has embed, blocks, head, blocks.*, blocks.*.norm, blocks.*.attn, blocks.*.mlp, blocks.*.attn.qkv "
+    "and 3 more."
 )
 
 
 @pytest.mark.parametrize(
     ("pattern", "meant"),
     [
-        ("block.*.attn", "; did you mean 'blocks.*.attn'?"),
-        ("block.0.attn", "; did you mean 'blocks.*.attn'?"),
-        ("blocks.*.attention", "; did you mean 'blocks.*.attn'?"),
-        ("blocks.12.attn", "; did you mean 'blocks.0.attn' or 'blocks.11.attn'?"),
-        ("attn", "; did you mean 'blocks.*.attn'?"),
-        ("attn.proj", "; did you mean 'blocks.*.attn.proj'?"),
-        ("*.atn", "; did you mean 'blocks.*.attn'?"),
-        ("heads", "; did you mean 'head'?"),
-        ("Head", "; did you mean 'head'?"),
-        ("block.*.attn/qkv", "; did you mean 'blocks.*.attn/qkv'?"),
+        ("block.*.attn", ". Did you mean 'blocks.*.attn'?"),
+        ("block.0.attn", ". Did you mean 'blocks.*.attn'?"),
+        ("blocks.*.attention", ". Did you mean 'blocks.*.attn'?"),
+        ("blocks.12.attn", ". Did you mean 'blocks.0.attn' or 'blocks.11.attn'?"),
+        ("attn", ". Did you mean 'blocks.*.attn'?"),
+        ("attn.proj", ". Did you mean 'blocks.*.attn.proj'?"),
+        ("*.atn", ". Did you mean 'blocks.*.attn'?"),
+        ("heads", ". Did you mean 'head'?"),
+        ("Head", ". Did you mean 'head'?"),
+        ("block.*.attn/qkv", ". Did you mean 'blocks.*.attn/qkv'?"),
         ("zzz", ""),
     ],
 )
@@ -237,7 +238,7 @@ def test_a_pattern_that_matches_no_module_is_named_with_near_ones(pattern, meant
     first, last = str(caught.value).split("\n")
     assert first.startswith(f"pattern '{pattern}' matches no module of the model")
     assert meant.rstrip("?") in first
-    assert bool(meant) == ("did you mean" in first)
+    assert bool(meant) == ("Did you mean" in first)
     assert last == LISTED
     assert caught.value.patterns == (pattern,)
 
@@ -246,14 +247,14 @@ def test_every_idle_pattern_is_named():
     with pytest.raises(PolicyError) as caught:
         Rules([("heads", RAW), ("embed", RAW), ("mlp", RAW)]).check(["", "embed", "head"])
     assert str(caught.value) == (
-        "pattern 'heads' matches no module of the model; did you mean 'head'?\n"
-        "pattern 'mlp' matches no module of the model\n"
-        "the model has embed, head"
+        "pattern 'heads' matches no module of the model. Did you mean 'head'?\n"
+        "pattern 'mlp' matches no module of the model.\n"
+        "The model has embed, head."
     )
 
 
 def test_a_model_without_modules_inside():
-    with pytest.raises(PolicyError, match="'head' matches no module of the model\nthe model has no modules inside"):
+    with pytest.raises(PolicyError, match=r"'head' matches no module of the model.\nThe model has no modules inside"):
         Rules([("head", RAW)]).check([""])
 
 

@@ -504,7 +504,7 @@ def test_an_attribute_that_nothing_reads_stays():
 
 def test_a_recompute_directly_inside_is_refused():
     model = MODELS["gpt"]()
-    with pytest.raises(PolicyError, match="the region runs again as a whole; leave that rule out"):
+    with pytest.raises(PolicyError, match=r"the region runs again as a whole. Leave that rule out"):
         make(model, "blocks.*.mlp : recompute(raw); blocks.* : recompute")
 
 

@@ -154,8 +154,8 @@ def test_our_own_keep_them_too(codec, error):
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
-        ("bf61", UnknownCodecError, "did you mean 'bf16'"),
-        ("int8 @ shell", actstore.errors.PolicyError, "did you mean 'shelf'"),
+        ("bf61", UnknownCodecError, "Did you mean 'bf16'"),
+        ("int8 @ shell", actstore.errors.PolicyError, "Did you mean 'shelf'"),
         ("bf16 @ shelf > shelf", ChainError, "names a tier twice.*: 'shelf'"),
         ("bf16 @ disk > shelf > host", ChainError, "goes up.*: 'host > shelf > disk'"),
     ],
@@ -196,7 +196,7 @@ def test_what_cannot_be_used_names_the_package(tmp_path, monkeypatch, code, attr
 def test_two_packages_of_one_name(tmp_path, monkeypatch):
     for package in ("first", "second"):
         offer(tmp_path, monkeypatch, package, {extensions.CODECS: {"odd": "oddly:thing"}})
-    with pytest.raises(ConfigError, match=r"of first 1\.0 and by .* of second 1\.0; uninstall all but one"):
+    with pytest.raises(ConfigError, match=r"of first 1\.0 and by .* of second 1\.0. Uninstall all but one"):
         parse_decision("odd")
 
 
@@ -207,7 +207,10 @@ def test_a_tier_that_does_not_open_is_told_when_the_store_is_built(tmp_path, mon
     )
     monkeypatch.syspath_prepend(EXAMPLE)
     offer(tmp_path, monkeypatch, "far-tier", {extensions.TIERS: {"far": "oddtier:Far"}})
-    with pytest.raises(ConfigError, match=r"tier 'far' cannot be opened: TimeoutError: no server; it is .*far-tier"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tier 'far' cannot be opened: TimeoutError: no server. Repair or uninstall its package: .*far-tier",
+    ):
         actstore.ActivationStore(nn.Linear(1, 1), "raw @ far")
 
 
@@ -296,7 +299,7 @@ class _Changes(_Copy):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (_Changes, "decorate its class"),
+        (_Changes, "Decorate its class"),
         (_Rounds, "beyond the bound"),
         (_Exactly, "not bit for bit"),
         (_Hides, "which hides it"),

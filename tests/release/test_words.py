@@ -15,6 +15,9 @@ BREACHES = {
     "rule 1: a function's docstring": 'def f():\n    """Order of the layers."""\n',
     "rule 2": "x = 1  # somebody else's\n",
     "rule 4": 'raise ValueError(f"{x} is no number")\n',
+    "rule 5": f"raise ValueError('{'word ' * 26}.')\n",
+    "rule 6: an error": 'raise ValueError(f"size={size}: must be 1 or more")\n',
+    "rule 6: a sentence": 'raise ValueError(f"size={size}: must be 1 or more; " "give 2.")\n',
     "rule 9: Row": "class Row:\n    pass\n",
     "rule 9: several": "class A:\n    pass\n\n\nclass _A:\n    pass\n",
 }
@@ -30,6 +33,8 @@ def test_a_breach_is_found(rule, tmp_path, monkeypatch):
 
 GOOD = '''"""Sums."""
 
+import warnings
+
 
 class Sum:
     """Sum of numbers; `others` are left out."""
@@ -40,6 +45,10 @@ class Sum:
 
     def add(self, n):
         """Add `n`."""
+        if n < 0:
+            raise ValueError(f"n={n}: must be >= 0. Use 'a; b' instead.")
+        warnings.warn(f"{n} is kept: {why}", stacklevel=2)
+        raise KeyError(n)
 '''
 
 

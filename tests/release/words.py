@@ -21,6 +21,17 @@ NOUN = re.compile(r"\w+(?:,| (?:of|is|are)\b)")  # "Order of ..." is the noun
 PRONOUNS = re.compile(r"(?<![\w.`])(?:somebody|nobody|whoever|others)\b(?! :|=|`)", re.IGNORECASE)  # no field's name
 NEGATIONS = re.compile(r"\b(?:is no|is none|are no)\b(?! longer| more\b)")
 VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
+# calls that begin with a message, but for two kinds that have Python's own words
+RAISES = re.compile(r"^(?!Type|Attribute)\w*(?:Error|Unavailable)$|^warn$")
+FAILS = frozenset(["error", "fail", "_refuse", "_wrong"])  # calls that end with one
+SENTENCES = re.compile(  # a value at the end that is one or several sentences
+    r"\{(?:self\.)?(?:advice|call|error|hint|near|next_step|what|why|EXAMPLE|_FORM|_advice|_continuation|_?usage)"
+    r"(?:\(\w+\))?\}$"
+)
+QUOTED = re.compile(r"(?<!\w)'[^']*'(?!\w)|`[^`]*`|\"[^\"]*\"|\([^()]*\)")
+GOES_ON = re.compile(r";\s+(?!expected version)[a-z]")  # these two words are PyTorch's
+SENTENCE_END = re.compile(r"(?<=[.?:])\s+|\n")  # what follows a colon is a list or an example
+MAX_WORDS = 25
 
 
 def _text(source: str) -> Iterator[tuple[int, str]]:
@@ -48,12 +59,45 @@ def _of_docstrings(path: Path, tree: ast.AST) -> Iterator[str]:
             yield f"{path}:{line}: rule 1: a function's docstring begins without a verb: {text.splitlines()[0]}"
 
 
+def _message(node: ast.AST) -> str:
+    """The text of a message, with the expression of each value in it; empty for another expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_message, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return f"{{{ast.unparse(node.value)}}}"
+    if isinstance(node, ast.BinOp):
+        left, right = _message(node.left), _message(node.right)
+        return left + right if left and right else ""
+    return ""
+
+
+def _of_errors(path: Path, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if not RAISES.search(name) and name not in FAILS:
+            continue
+        text = _message(node.args[-1 if name in FAILS else 0])
+        if " " not in text:
+            continue
+        if not text.endswith((".", "?")) and not SENTENCES.search(text):
+            yield f"{path}:{node.lineno}: rule 6: an error ends without a full stop: {text}"
+        if GOES_ON.search(QUOTED.sub("", text)):
+            yield f"{path}:{node.lineno}: rule 6: a sentence of an error goes on after a semicolon: {text}"
+        longest = max(SENTENCE_END.split(QUOTED.sub("...", text)), key=lambda sentence: len(sentence.split()))
+        if len(longest.split()) > MAX_WORDS:
+            yield f"{path}:{node.lineno}: rule 5: a sentence of more than {MAX_WORDS} words: {longest}"
+
+
 def _is_in(path: Path, folder: str) -> bool:
     return not folder or str(path).startswith((folder.rstrip("/") + "/", folder + ":")) or str(path) == folder
 
 
 def findings(folder: str = "") -> Iterator[str]:
-    """One line for each place in `folder` that breaks rule 1, 2, 4 or 9."""
+    """One line for each place in `folder` that breaks rule 1, 2, 4, 5, 6 or 9."""
     classes = defaultdict[str, list[str]](list)
     pages = list(ROOT.glob("*.md"))
     for path in sorted(pages + [p for room in READ for p in (ROOT / room).rglob("*") if p.suffix in SUFFIXES]):
@@ -65,6 +109,7 @@ def findings(folder: str = "") -> Iterator[str]:
             if name.parts[0] == "actstore":
                 if _is_in(name, folder):
                     yield from _of_docstrings(name, tree)
+                    yield from _of_errors(name, tree)
                 if name.parts[1] not in ("bench", "cli", "integrations"):
                     for node in ast.walk(tree):
                         if isinstance(node, ast.ClassDef):

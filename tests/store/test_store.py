@@ -183,7 +183,7 @@ def test_the_ladder_goes_down(make, disk_folder):
 
 def test_strict(make, disk_folder):
     store = make(tiers={"host": Host(10), "disk": Disk(disk_folder, 10)}, strict=True)
-    with pytest.raises(CapacityError, match=r"no room for 3.9 KiB in host > disk; raise the budget") as caught:
+    with pytest.raises(CapacityError, match=r"no room for 3.9 KiB in host > disk. Raise the budget") as caught:
         put(store, torch.randn(1000), "host", "disk")
     assert (caught.value.nbytes, caught.value.tiers) == (4000, ("host", "disk"))
     assert isinstance(caught.value, MemoryError)
@@ -316,7 +316,7 @@ def test_close_returns_everything(make):
     for entry in entries:
         with pytest.raises(StateError, match="closed before backward"):
             get(store, entry, tensor)
-    with pytest.raises(StateError, match="make a new ActivationStore"):
+    with pytest.raises(StateError, match="Make a new ActivationStore"):
         put(store, tensor, "device")
     store.close()
 

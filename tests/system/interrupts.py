@@ -7,9 +7,11 @@ round. A profiler is called at the first two of these, and what it raises comes 
 from __future__ import annotations
 
 import inspect
+import linecache
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Collection
+from dis import opname
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -46,3 +48,43 @@ class Moments:
 
 def in_package(frame: FrameType) -> bool:
     return "/actstore/" in frame.f_code.co_filename
+
+
+class Instructions:
+    """Counts the instructions of some functions, and raises KeyboardInterrupt before number `at` (None: before none).
+
+    Those of a `with` line, returns and empty ones do not count: no signal handler runs between the end of a body and
+    its exit, nor between the value of a return and its caller.
+    """
+
+    def __init__(self, codes: Collection[CodeType], at: int | None = None) -> None:
+        self.count = 0
+        self._codes = codes
+        self._at = at
+
+    def __enter__(self) -> Instructions:
+        self._outer = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._outer)
+
+    def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
+        if frame.f_code not in self._codes:
+            return None
+        frame.f_trace_opcodes = True
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "opcode" and self._can_interrupt(frame):
+            self.count += 1
+            if self.count == self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._look
+
+    def _can_interrupt(self, frame: FrameType) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()  # empty for those of no line
+        instruction = opname[frame.f_code.co_code[frame.f_lasti]]
+        return line != "" and not line.startswith("with ") and not instruction.startswith(("NOP", "RETURN"))

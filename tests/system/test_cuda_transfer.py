@@ -462,7 +462,7 @@ def test_refused_pinned_memory_is_a_warning_and_nothing_more(model, policy, cuda
         warnings.simplefilter("always")
         for _ in range(3):
             assert same(step(model, data, store), wanted)
-    assert [str(one.message).count("pageable memory is used from now on") for one in seen] == [1]
+    assert [str(one.message).count("Pageable memory is used from now on") for one in seen] == [1]
     store.close()
 
 

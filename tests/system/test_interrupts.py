@@ -15,12 +15,15 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from actstore import ActivationStore, Disk, SampleErrors
+from actstore.autograd import compiled
 from actstore.autograd import tracker as modules
+from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.reaper import Finalizer
 from actstore.errors import StateError
-from actstore.session.entries import is_active
+from actstore.session.entries import StoreEntry, is_active
+from actstore.session.fitted import Fitted
 from tests.autograd.checks import check_drained, check_same, train_step
-from tests.system.interrupts import Moments, in_package
+from tests.system.interrupts import Instructions, Moments, in_package
 
 pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
 
@@ -51,6 +54,7 @@ def check_left(model: nn.Module) -> None:
     assert not is_active()
     assert _top_saved_tensors_default_hooks(True) is None
     assert not modules._trackers
+    assert not turns
     for module in model.modules():
         assert "forward" not in vars(module)
         assert not module._forward_hooks
@@ -165,6 +169,59 @@ def test_an_interrupt_at_each_moment_of_entering_and_leaving(policy: str) -> Non
     for _ in range(4):
         found = train_step(model, batch, store)
     check_same(found, wanted)
+    gc.collect()
+    assert store.report().live_bytes == 0
+
+
+# Those that register and undo, but for `ActivationStore.__exit__`: what it has not begun, nothing can undo.
+REGISTERING = {
+    function.__code__
+    for function in (
+        ActivationStore.__enter__,
+        ActivationStore._end_forward,
+        StoreEntry.activate,
+        StoreEntry._deactivate,
+        StoreEntry.close,
+        StoreEntry.unwind,
+        Fitted.enter,
+        Fitted.exit,
+        forget_turn,
+        compiled.wrap,
+        compiled.unwrap,
+        modules.start,
+        modules.stop,
+    )
+}
+
+
+@pytest.mark.parametrize("policy", ["raw @ host", "0 : recompute; 2 : recompute; * : int8", "auto(64KiB)"])
+def test_an_interrupt_before_each_instruction_that_registers_or_undoes(policy: str) -> None:
+    model, batch = build()
+    own = model[4]._compiled_call_impl = model[4]._call_impl  # as `compile` does
+    store = ActivationStore(model, policy, min_bytes=0, observe=[SampleErrors(every=1)])
+    for _ in range(4):  # "auto" measures first
+        found = train_step(model, batch, store)
+
+    def around(at: int | None) -> int:
+        with Instructions(REGISTERING, at) as instructions, store:
+            pass
+        return instructions.count
+
+    count = around(None)
+    assert count > 200
+    reached = 0
+    for at in range(1, count + 1):
+        try:
+            around(at)
+        except KeyboardInterrupt:
+            reached += 1
+        check_left(model)
+        assert not store._inside
+        assert model[4]._compiled_call_impl is own
+    assert reached > 0.9 * count  # without a turn to backward, a step takes a few instructions less
+    for _ in range(4):
+        again = train_step(model, batch, store)
+    check_same(again, found)
     gc.collect()
     assert store.report().live_bytes == 0
 

@@ -304,7 +304,7 @@ def test_a_refusal_falls_back_to_pageable_memory_with_one_warning(device):
     assert arena.pinned
     kept = arena.take(4 * PAGE)
     device.refuses = True
-    with pytest.warns(RuntimeWarning, match=r"refused 16.0 KiB of pinned memory; pageable.*ulimit -l.*Host\(budget\)"):
+    with pytest.warns(RuntimeWarning, match=r"refused 16.0 KiB of pinned memory. Pageable.*ulimit -l.*Host\(budget\)"):
         taken = arena.take(100)
     assert not arena.pinned
     taken.memory.fill_(1)
@@ -322,7 +322,7 @@ def test_a_warning_that_is_an_error_breaks_nothing(device):
     arena = Arena(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="pageable"):
+        with pytest.raises(RuntimeWarning, match="Pageable"):
             arena.take(100)
     assert (arena.used_nbytes, arena.nbytes) == (0, 0)
     assert arena.take(100).memory.numel() == 100
@@ -344,7 +344,7 @@ def test_close_returns_all_and_takes_back_what_comes_later(device):
     assert arena.used_nbytes == 0
     arena.trim()
     arena.close()
-    with pytest.raises(StateError, match="make a new ActivationStore"):
+    with pytest.raises(StateError, match="Make a new ActivationStore"):
         arena.take(1)
 
 

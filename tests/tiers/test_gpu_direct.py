@@ -266,7 +266,7 @@ def test_without_the_package(disk_folder, device, monkeypatch):
 
 @pytest.mark.usefixtures("kvikio")
 def test_on_a_cpu(disk_folder):
-    with pytest.raises(ConfigError, match=r"the compute device is cpu; move the model to the GPU"):
+    with pytest.raises(ConfigError, match=r"the compute device is cpu. Move the model to the GPU"):
         DiskTier(disk_folder, Cpu(torch.device("cpu")), gpu_direct=True)
     model, _ = build("mlp")
     with pytest.raises(ConfigError, match=r"the compute device is cpu"):
@@ -288,7 +288,7 @@ def test_a_file_that_kvikio_cannot_open(disk_folder, device, kvikio, monkeypatch
         raise RuntimeError("Unable to open file.")
 
     monkeypatch.setattr(kvikio, "CuFile", refuse)
-    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.; give Disk\(path\)"):
+    with pytest.raises(ConfigError, match=r"cannot open the disk tier's file: Unable to open file.. Give Disk\(path\)"):
         DiskTier(disk_folder, device, gpu_direct=True)
 
 

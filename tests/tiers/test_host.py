@@ -174,7 +174,7 @@ def test_a_refusal_of_pinned_memory_shows():
     device = LateDevice()
     device.refuses = True
     tier = HostTier(device)
-    with pytest.warns(RuntimeWarning, match="pageable memory is used from now on"):
+    with pytest.warns(RuntimeWarning, match="Pageable memory is used from now on"):
         slot = tier.reserve(100)
     assert not tier.pinned
     tier.write(slot, pattern(100, 1)).result()

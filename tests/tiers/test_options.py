@@ -51,7 +51,10 @@ def test_a_tier_of_another_package_gets_its_arguments(shelf):
     assert opened("shelf", PluginTier("shelf", rows=8)).rows == 8
     limited = opened("shelf", PluginTier("shelf", "1MiB", rows=8))
     assert (limited.tier.rows, limited.budget_nbytes) == (8, 2**20)
-    with pytest.raises(ConfigError, match=r"the tier 'shelf' cannot be opened: KeyError: -1; it is of a test"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the tier 'shelf' cannot be opened: KeyError: -1. Repair or uninstall its package: of a test",
+    ):
         opened("shelf", PluginTier("shelf", rows=-1))
     with pytest.raises(ConfigError, match=r"PluginTier\(name='rack'\): no installed package.*host, disk, shelf"):
         opened("rack", PluginTier("rack"))

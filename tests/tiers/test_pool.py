@@ -159,7 +159,7 @@ def test_close_returns_what_comes_back_later():
     del buffer
     assert alive() is None
     assert pool.used_nbytes == 0
-    with pytest.raises(StateError, match="make a new ActivationStore"):
+    with pytest.raises(StateError, match="Make a new ActivationStore"):
         pool.borrow(100)
 
 

@@ -107,7 +107,7 @@ if child == 0:
             try:
                 wait()
             except StateError as error:
-                assert "run backward in the parent" in str(error)
+                assert "Run backward in the parent" in str(error)
             else:
                 raise AssertionError
         try:

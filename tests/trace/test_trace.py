@@ -162,11 +162,11 @@ EVENT = {"kind": "stall", "begin_ns": 3, "end_ns": 4}
         (["[" * 100_000], 1, "not JSON"),
         (["[]"], 1, "is not a JSON object"),
         ([{}], 1, 'no "format": "actstore-trace"'),
-        ([HEADER | {"version": 2, "actstore": "9.9"}], 1, "version 2, and this is 1; read it with actstore '9.9'"),
+        ([HEADER | {"version": 2, "actstore": "9.9"}], 1, "version 2, and this is 1. Read it with actstore '9.9'"),
         ([HEADER | {"events": "1"}, EVENT], 1, "events '1' is not a whole number"),
         ([HEADER | {"lost": -1}, EVENT], 1, "lost -1 is not from 0"),
         ([HEADER | {"device": 1}, EVENT], 1, "device 1 is not text"),
-        ([HEADER], 1, "promises 1 events and 0 follow; the file was cut"),
+        ([HEADER], 1, "promises 1 events and 0 follow: the file was cut"),
         ([HEADER, EVENT, EVENT], 3, "promises 1 events and 2 follow"),
         ([HEADER, '{"kind": "sta'], 2, "not JSON"),
         ([HEADER, "3"], 2, "3 is not a JSON object"),
@@ -201,10 +201,10 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory; give a file"):
+    with pytest.raises(ConfigError, match=r"No such file or directory. Give a file"):
         Trace.read(tmp_path / "none")
     for write in (Trace().write, Trace().to_chrome):
-        with pytest.raises(ConfigError, match="Is a directory; choose a file that can be written"):
+        with pytest.raises(ConfigError, match=r"Is a directory. Choose a file that can be written"):
             write(tmp_path)
 
 

@@ -400,7 +400,7 @@ def test_a_close_while_another_thread_waits(bench):
         return ticket
 
     bench.tier.read = closed_meanwhile
-    with pytest.raises(StateError, match="close the store after the last backward"):
+    with pytest.raises(StateError, match="Close the store after the last backward"):
         bench.engine.arrive(berth)
     bench.tier.copies[1].end()
 

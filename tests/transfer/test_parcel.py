@@ -43,5 +43,5 @@ def test_a_berth_is_a_part_of_the_buffer(parcel):
     berth = Berth(None, parcel, 64, 100, None, 0)
     assert torch.equal(berth.memory, parcel.buffer.memory[64:164])
     parcel.buffer = None
-    with pytest.raises(StateError, match="close the store after the last backward"):
+    with pytest.raises(StateError, match="Close the store after the last backward"):
         _ = berth.memory

@@ -142,7 +142,7 @@ class BitsController:
         except StateError as error:
             if self.plan is None:
                 raise
-            warnings.warn(f"{error}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{error} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return None
 
     def _measure(self) -> Iterator[Policy]:
@@ -185,11 +185,11 @@ class BitsController:
             why = (
                 f"Bits(budget={format_nbytes(budget or 0)}) is too small: {format_nbytes(held)} are held beside what "
                 f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
-                "Auto, which recomputes"
+                "Auto, which recomputes."
             )
             if self.plan is None:
                 raise CapacityError(why, least=least, limit=budget) from None
-            warnings.warn(f"{why}. Codecs stay as they are", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{why} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return
         self.plan, self.noise, self._ordinary = choice, noise, choice.policy
         decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}

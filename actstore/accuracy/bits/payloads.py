@@ -158,7 +158,7 @@ class Choice:
             if wanted.setdefault(_pattern(site), decision) != decision:
                 raise ConfigError(
                     f"sites of {_pattern(site) or 'the model itself'!r} are decided differently, and a rule names "
-                    "modules only; use `policy`, tag the tensors (actstore.tag), or choose per='module'",
+                    "modules only. Use `policy`, tag the tensors (actstore.tag), or choose per='module'.",
                     module=site.name,
                 )
         default = parse_decision(wanted.pop("", "keep"))
@@ -183,7 +183,7 @@ def tied(payloads: Sequence[SitePayload], per: Literal["module", "site"]) -> lis
     ConfigError : `per` is neither "module" nor "site"
     """
     if per not in ("module", "site"):
-        raise ConfigError(f"per={per!r}: must be 'module' or 'site'")
+        raise ConfigError(f"per={per!r}: must be 'module' or 'site'.")
     leader: dict[object, object] = {}
 
     def find(key: object) -> object:

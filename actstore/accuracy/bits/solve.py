@@ -106,7 +106,7 @@ def _choose(
     time_limit: float,
 ) -> Choice:
     if not limit >= 0:
-        raise ConfigError(f"{'variance' if minimised == 'bytes' else 'nbytes'}={limit!r}: must be 0 or more")
+        raise ConfigError(f"{'variance' if minimised == 'bytes' else 'nbytes'}={limit!r}: must be 0 or more.")
     groups = tied(payloads, per)
     options = [_options([payloads[i] for i in group]) for group in groups]
     cost, weight = (_nbytes, _variance) if minimised == "bytes" else (_variance, _nbytes)
@@ -148,8 +148,8 @@ def _options(payloads: Sequence[SitePayload]) -> list[_CodecOption]:
     if not common:
         names = ", ".join(str(payload.site) for payload in payloads)
         raise ConfigError(
-            f"{names} are to be decided alike and have no candidate in common; measure the same candidates for all of "
-            "them, or choose per='site'",
+            f"{names} are to be decided alike and have no candidate in common. Measure the same candidates for all of "
+            "them, or choose per='site'.",
             sites=tuple(payload.site for payload in payloads),
         )
     found: list[_CodecOption] = []
@@ -170,7 +170,9 @@ def _check(payload: SitePayload) -> None:
     figures += [(name, getattr(row, name)) for row in payload.candidates for name in ("nbytes", "error", "ms")]
     for name, value in figures:
         if not (isfinite(value) and value >= 0):
-            raise ConfigError(f"{name}={value!r} of {payload.site}: give a finite number, 0 or more", site=payload.site)
+            raise ConfigError(
+                f"{name}={value!r} of {payload.site}: give a finite number, 0 or more.", site=payload.site
+            )
 
 
 class _Knapsack:
@@ -287,13 +289,13 @@ def _refusal(minimised: str, least: float, limit: float) -> CapacityError:
     if minimised == "bytes":
         return CapacityError(
             f"no choice of candidates has a variance of {limit:.3g} or less: {least:.3g} is the least that is "
-            "possible; raise the limit, or measure more exact candidates ('keep' has no error)",
+            "possible. Raise the limit, or measure more exact candidates ('keep' has no error).",
             least=least,
             limit=limit,
         )
     return CapacityError(
         f"no choice of candidates fits into {format_nbytes(limit)}: {format_nbytes(least)} are the least that is "
-        "possible; raise the limit, or measure smaller candidates such as 'int2(group=256)'",
+        "possible. Raise the limit, or measure smaller candidates such as 'int2(group=256)'.",
         least=least,
         limit=limit,
     )

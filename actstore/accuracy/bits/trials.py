@@ -91,7 +91,7 @@ class Trials:
             if not isinstance(decision, Keep | Encode) or text in self._codecs:
                 raise ConfigError(
                     f"candidate={text!r}: must be 'keep' or a codec without a tier, given once. Use codecs such as "
-                    "'int4(round=dither)'",
+                    "'int4(round=dither)'.",
                     candidate=text,
                 )
             self._codecs[text] = decision.codec if isinstance(decision, Encode) else None
@@ -114,7 +114,7 @@ class Trials:
         """
         hooks: Any = _top_saved_tensors_default_hooks(False)
         if hooks is None:
-            raise StateError("no store is entered: with store: with trials.watching(): loss = model(x)")
+            raise StateError("no store is entered: with store: with trials.watching(): loss = model(x).")
         pack, unpack = hooks
         return saved_tensors_hooks(self.noting(pack), unpack)
 

@@ -67,7 +67,7 @@ class Pairs:
         raise StateError(
             f"{MAX_VAIN_PAIRS} steps with lossy payloads did not show what these do to gradients: no backward came "
             "before the next entry of the store, or the budget has no room for samples of gradients. Run the backward "
-            "of each step before the next forward, evaluate under torch.no_grad(), give a larger budget; or name "
-            "the codecs",
+            "of each step before the next forward, evaluate under torch.no_grad(), give a larger budget, or name "
+            "the codecs.",
             steps=MAX_VAIN_PAIRS,
         )

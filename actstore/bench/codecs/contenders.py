@@ -163,7 +163,7 @@ def _contender(text: str) -> Contender:
         return Contender(BNB, None)
     decision = parse_decision(text)
     if not isinstance(decision, Encode):
-        raise ConfigError(f"{text!r} is not a codec alone; give one such as 'int8(group=64)', or {BNB!r}")
+        raise ConfigError(f"{text!r} is not a codec alone. Give one such as 'int8(group=64)', or {BNB!r}.")
     return Contender(text, decision.codec)
 
 
@@ -218,7 +218,7 @@ class _BnbTrip(Trip):
         try:
             from bitsandbytes import functional
         except ImportError as error:
-            raise KernelUnavailable("bitsandbytes is not installed; pip install 'actstore[bnb]'") from error
+            raise KernelUnavailable("bitsandbytes is not installed. Run pip install 'actstore[bnb]'.") from error
         self._functional, self._source = functional, source
         self._packed: Any = None
 

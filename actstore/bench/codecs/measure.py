@@ -50,12 +50,12 @@ class Setting:
 
     def __post_init__(self) -> None:
         if not self.size_mb > 0:
-            raise ConfigError(f"--size {self.size_mb} is too small; give megabytes")
+            raise ConfigError(f"--size {self.size_mb}: must be more than 0 megabytes.")
         if self.repeats < MIN_REPEATS:
-            raise ConfigError(f"--repeats {self.repeats} is too small; give {MIN_REPEATS} or more")
+            raise ConfigError(f"--repeats {self.repeats}: must be {MIN_REPEATS} or more.")
         for dtype in self.dtypes:
             if dtype not in _DTYPES:
-                raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+                raise ConfigError(f"--dtype {dtype!r}: must be one of {', '.join(_DTYPES)}.")
 
 
 def run(setting: Setting, texts: list[str], row_done: RowDone | None = None) -> CodecResult:

@@ -117,9 +117,9 @@ def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:
     for option in options:
         name, equals, text = (part.strip() for part in option.partition("="))
         if not (equals and name and text):
-            raise ConfigError(f"--policy {option!r} is not NAME=TEXT; write for example --policy 'mine=int8 @ disk'")
+            raise ConfigError(f"--policy {option!r} is not NAME=TEXT. Write for example --policy 'mine=int8 @ disk'.")
         if name in taken:
-            raise ConfigError(f"--policy {option!r}: a row is already called {name!r}; choose another name")
+            raise ConfigError(f"--policy {option!r}: a row is already called {name!r}. Choose another name.")
         taken.add(name)
         parse(text)
         found.append(Row(name, "ours", text))
@@ -139,7 +139,7 @@ def select(rows: list[Row], names: list[str]) -> list[Row]:
     for name in names:
         if name not in known and name != ALL:
             near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)
-            raise ConfigError(f"no row is called {name!r}; near ones: {', '.join(near)}")
+            raise ConfigError(f"no row is called {name!r}. Near ones: {', '.join(near)}.")
     if ALL in names:
         return rows
     return [row for row in rows if row == PLAIN or (row.name in names if names else row.usual)]

@@ -29,7 +29,7 @@ def kind(model: str) -> Kind:
     if user.is_users(model):
         return user.kind(model)
     near = get_close_matches(model, MODELS, n=3, cutoff=0.4) or list(MODELS)
-    raise ConfigError(f"no model is called {model!r}; near ones: {', '.join(near)}; your own: my_module:make_step")
+    raise ConfigError(f"no model is called {model!r}. Near ones: {', '.join(near)}. Your own: my_module:make_step.")
 
 
 def sized(model: str, **given: Any) -> Workload:
@@ -44,7 +44,7 @@ def sized(model: str, **given: Any) -> Workload:
     for name in SIZES:
         if name in given and name not in found.uses:
             uses = f"which has {', '.join(found.uses)}" if found.uses else "which sets its own sizes"
-            raise ConfigError(f"--{name} does nothing to --model {model}, {uses}")
+            raise ConfigError(f"--{name} does nothing to --model {model}, {uses}.")
     return replace(found.default, **given)
 
 

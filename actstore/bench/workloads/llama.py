@@ -104,7 +104,7 @@ def check(work: Workload) -> None:
     """Raise ConfigError where the context is longer than the text, or a head has an odd width."""
     text.check(work)
     if work.width // work.heads % 2:
-        raise ConfigError(f"--width {work.width} over --heads {work.heads}: rotary positions want an even number")
+        raise ConfigError(f"--width {work.width} over --heads {work.heads}: rotary positions want an even number.")
 
 
 def make(work: Workload) -> Job:

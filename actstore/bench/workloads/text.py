@@ -34,7 +34,7 @@ def text_digest() -> str:
 def check(work: Workload) -> None:
     """Raise ConfigError where the context is longer than the text."""
     if work.context >= len(text()):
-        raise ConfigError(f"--context {work.context} is longer than the text, which has {len(text())} characters")
+        raise ConfigError(f"--context {work.context} is longer than the text, which has {len(text())} characters.")
 
 
 class Batches:

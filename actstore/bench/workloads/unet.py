@@ -55,11 +55,11 @@ def check(work: Workload) -> None:
     digits.check(work)
     if work.context % (1 << work.layers):
         raise ConfigError(
-            f"--context {work.context}: {work.layers} levels halve the side as many times; "
-            f"give a multiple of {1 << work.layers}"
+            f"--context {work.context}: {work.layers} levels halve the side as many times. "
+            f"Give a multiple of {1 << work.layers}."
         )
     if work.width % NORM_GROUPS:
-        raise ConfigError(f"--width {work.width}: the norms take groups of channels; give a multiple of {NORM_GROUPS}")
+        raise ConfigError(f"--width {work.width}: the norms take groups of channels. Give a multiple of {NORM_GROUPS}.")
 
 
 def make(work: Workload) -> Job:

@@ -29,7 +29,7 @@ class UserJob(Job):
         devices = {parameter.device.type for parameter in target.model.parameters()}
         if devices != {work.device_type}:
             found = " and ".join(sorted(devices)) or "no device: it has no parameters"
-            raise ConfigError(f"{work.model}: the model is on {found}; give --device, and build it there")
+            raise ConfigError(f"{work.model}: the model is on {found}. Give --device, and build it there.")
         blocks = [target.model.get_submodule(name) for name in repeated_blocks(target.model)]
         super().__init__(work, target.model, blocks, lambda step: (), chain=False)
         self._step: Callable[[], Any] = target.step
@@ -84,7 +84,7 @@ def told(target: str) -> Iterator[None]:
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{target} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno} in {place.name})"
+            f"{target} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno} in {place.name})."
         ) from error
 
 
@@ -106,4 +106,4 @@ def kind(model: str) -> Kind:
 
 def _check(work: Workload) -> None:
     if work.dtype != "float32":
-        raise ConfigError(f"--dtype {work.dtype} does nothing to {work.model}; autocast in its step")
+        raise ConfigError(f"--dtype {work.dtype} does nothing to {work.model}. Autocast in its step.")

@@ -40,7 +40,7 @@ def check(work: Workload) -> None:
     """Raise ConfigError where the digits are not installed, or a patch does not divide the side."""
     digits.check(work)
     if work.context % PATCH_PIXELS:
-        raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH_PIXELS} pixels")
+        raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH_PIXELS} pixels.")
 
 
 def make(work: Workload) -> Job:

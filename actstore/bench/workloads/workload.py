@@ -46,17 +46,15 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context", "batch", "steps"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)} is too small; give 1 or more")
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 or more.")
         if self.warmup < 0 or self.threads < 0:
-            raise ConfigError(f"--warmup {self.warmup} and --threads {self.threads} must not be negative")
+            raise ConfigError(f"--warmup {self.warmup} and --threads {self.threads}: must be 0 or more.")
         if self.width % self.heads:
-            raise ConfigError(
-                f"--heads {self.heads} does not divide --width {self.width}; choose a divisor of the width"
-            )
+            raise ConfigError(f"--heads {self.heads}: must be a divisor of --width {self.width}.")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout} is not a probability; give 0 or more and less than 1")
+            raise ConfigError(f"--dropout {self.dropout}: must be 0 or more and less than 1.")
         if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise ConfigError(f"--dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}.")
 
     @property
     def device_type(self) -> str:
@@ -71,12 +69,12 @@ class Workload:
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
-            raise ConfigError(f"--device {self.device!r} is not a device; give cpu, cuda or cuda:0") from error
+            raise ConfigError(f"--device {self.device!r}: must be cpu, cuda or cuda:0.") from error
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"--device {self.device!r}: the benchmark knows cpu and cuda")
+            raise ConfigError(f"--device {self.device!r}: must be cpu or cuda.")
         count = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= count:
-            raise ConfigError(f"--device {self.device!r}: torch sees {count} CUDA devices here; give --device cpu")
+            raise ConfigError(f"--device {self.device!r}: torch sees {count} CUDA devices here. Give --device cpu.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

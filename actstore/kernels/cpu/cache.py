@@ -33,7 +33,7 @@ def folder() -> Path:
         compiled: Any = numba.njit(cache=True)(_stand_in)
     except RuntimeError as error:  # numba finds no writable folder
         raise KernelUnavailable(
-            f"numba finds no folder for compiled kernels: set {VARIABLE} to a folder that can be written"
+            f"numba finds no folder for compiled kernels: set {VARIABLE} to a folder that can be written."
         ) from error
     return Path(compiled.stats.cache_path)
 

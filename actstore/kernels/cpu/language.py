@@ -23,7 +23,7 @@ try:
 
     from actstore.kernels.cpu import cache, notice  # not in the digest: they change no kernel
 except ImportError as error:
-    raise KernelUnavailable("numba is not installed; pip install 'actstore[cpu]'", package="numba") from error
+    raise KernelUnavailable("numba is not installed. Run pip install 'actstore[cpu]'.", package="numba") from error
 
 u16 = np.uint16
 u32 = np.uint32

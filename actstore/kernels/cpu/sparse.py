@@ -52,13 +52,15 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         payload, head, tiles = payload_pointer(buf), SparseSections.of(numel).inner, -(-numel // TILE)
         if buf.numel() < head:
-            raise PayloadError(f"a sparse payload ends after {buf.numel()} bytes; {head} stand before its elements")
+            raise PayloadError(
+                f"a sparse payload ends after {buf.numel()} bytes: must have {head} before its elements."
+            )
         length, count = _header(payload)
         check_header(buf.numel(), (length, count), numel, itemsize, rule, inner)
         wrong = ctypes.c_int64(0)
         check(payload, ctypes.addressof(wrong), numel, 0, 0, 0, tiles)
         if wrong.value:
-            raise PayloadError("a sparse payload was altered: its masks, starts and count contradict each other")
+            raise PayloadError("a sparse payload was altered: its masks, starts and count contradict each other.")
         values = payload + head
         if lossy is not None and count:
             scratch = torch.empty(count, dtype=dtype)

@@ -26,8 +26,8 @@ def function(name: str, kernel: str, device: int) -> Any:
             return _module(name).get_function(kernel).kernel
         except cupy.cuda.compiler.CompileException as error:
             raise KernelBuildError(
-                f"csrc/{name}.cu did not compile on device {device} ({torch.cuda.get_device_name(device)}); "
-                f"report this log:\n{error}",
+                f"csrc/{name}.cu did not compile on device {device} ({torch.cuda.get_device_name(device)}). "
+                f"Report this log:\n{error}",
                 log=str(error),
                 device=device,
             ) from error
@@ -45,6 +45,6 @@ def _cupy() -> Any:
     except ImportError as error:
         major = (torch.version.cuda or "13").partition(".")[0]
         raise KernelUnavailable(
-            f"CuPy is not installed; pip install 'actstore[cuda{major}]'", package=f"cupy-cuda{major}x"
+            f"CuPy is not installed. Run pip install 'actstore[cuda{major}]'.", package=f"cupy-cuda{major}x"
         ) from error
     return cupy

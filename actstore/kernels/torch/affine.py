@@ -26,23 +26,8 @@ def kernels(
 ) -> Kernels:
     """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
 
-    low_bits, high_bits = widths(bits)
-
-    def views(
-        payload: torch.Tensor, numel: int
-    ) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
-        """Return the planes of codes, each with its first bit and its width; the scales, padded, and the minima."""
-        payload_pointer(payload)
-        at = sections(numel, bits, group)
-        planes = [(payload[: at.upper], 0, low_bits), (payload[at.upper : at.scales], low_bits, high_bits)]
-        return (
-            planes if high_bits else planes[:1],
-            payload[at.scales : at.minima].view(torch.int16),
-            payload[at.minima : at.nbytes].view(torch.int16),
-        )
-
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        planes, scales, minima = views(out, numel)
+        planes, scales, minima = _views(out, numel, bits, group)
         scales[len(minima) :].zero_()
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
@@ -57,7 +42,7 @@ def kernels(
             plane[-(-numel * width // 8) :].zero_()
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
-        planes, scales, minima = views(buf, numel)
+        planes, scales, minima = _views(buf, numel, bits, group)
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
             codes = torch.zeros(count, dtype=torch.uint8, device=buf.device)
@@ -78,6 +63,20 @@ def kernels(
             store(quarters * 4, missing, storage_slice(out, start, count))
 
     return Kernels(encode, decode)
+
+
+def _views(
+    payload: torch.Tensor, numel: int, bits: int, group: int
+) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
+    """Return the planes of codes, each with its first bit and its width; the scales, padded, and the minima."""
+    payload_pointer(payload)
+    at, (low_bits, high_bits) = sections(numel, bits, group), widths(bits)
+    planes = [(payload[: at.upper], 0, low_bits), (payload[at.upper : at.scales], low_bits, high_bits)]
+    return (
+        planes if high_bits else planes[:1],
+        payload[at.scales : at.minima].view(torch.int16),
+        payload[at.minima : at.nbytes].view(torch.int16),
+    )
 
 
 def _encode(

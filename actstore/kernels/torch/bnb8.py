@@ -28,7 +28,7 @@ def library() -> Any:
         import bitsandbytes.functional
     except ImportError as error:
         raise KernelUnavailable(
-            "bitsandbytes is not installed; pip install 'actstore[bnb]'", package="bitsandbytes"
+            "bitsandbytes is not installed. Run pip install 'actstore[bnb]'.", package="bitsandbytes"
         ) from error
     return bitsandbytes.functional
 

@@ -52,7 +52,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
         sections = SparseSections.of(numel)
         if len(buf) < sections.inner:
             raise PayloadError(
-                f"a sparse payload ends after {len(buf)} bytes; {sections.inner} stand before its elements"
+                f"a sparse payload ends after {len(buf)} bytes: must have {sections.inner} before its elements."
             )
         length, total = buf[:HEADER_NBYTES].view(torch.int64).tolist()
         check_header(len(buf), (length, total), numel, dtype.itemsize, rule, inner)
@@ -64,7 +64,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
 
         numbers = [int(kept(start, count).sum()) for start, count in chunks(numel)]
         if sum(numbers) != total:
-            raise PayloadError("a sparse payload was altered: its masks and its count contradict each other")
+            raise PayloadError("a sparse payload was altered: its masks and its count contradict each other.")
         values = torch.empty(total, dtype=dtype, device=out.device)
         if total:
             parts.decode(buf[sections.inner : length], values, total, key)

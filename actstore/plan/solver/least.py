@@ -47,7 +47,7 @@ def least(chain: LayerChain, limits: Limits, *, within: float = inf, time_limit:
     ConfigError : as `Tables`; a chain without layers; or the solver is needed, and scipy is not installed
     """
     if not chain.layers:
-        raise ConfigError("a chain without layers needs no memory; give it at least one layer")
+        raise ConfigError("a chain without layers needs no memory. Give it at least one layer.")
     tables = Tables(chain, replace(limits, device=inf))
     check_totals(tables)
     allowed = [useful(layer) for layer in chain.layers]
@@ -78,8 +78,8 @@ def check_totals(tables: Tables) -> None:
             name_of = tables.chain.layers[at].name
             breach = Breach(name, needed, allowed)
             raise CapacityError(
-                f"every choice of options comes to at least {breach}; most of it in {name_of}: raise the {name} limit, "
-                "or give that layer an option that needs less",
+                f"every choice of options comes to at least {breach}, most of it in {name_of}. Raise the {name} limit, "
+                "or give that layer an option that needs less.",
                 limit=name,
                 needed=needed,
                 allowed=allowed,
@@ -133,8 +133,10 @@ def _solved(
     if answer.values is None:
         what = f"a step within {within:.6g} ms and the other limits" if within < inf else "the other limits"
         if answer.bound == inf:
-            raise CapacityError(f"no choice of options keeps {what}; raise one of them", within=within)
-        raise CapacityError(f"no choice that keeps {what} was found in {time_limit:g} s; give more time", within=within)
+            raise CapacityError(f"no choice of options keeps {what}. Raise one of them.", within=within)
+        raise CapacityError(
+            f"no choice that keeps {what} was found in {time_limit:g} s. Give more time.", within=within
+        )
     return program.choose(answer.values), answer.bound * program.unit
 
 

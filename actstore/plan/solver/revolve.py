@@ -44,7 +44,7 @@ def advances(length: int, slots: int) -> int:
     ValueError : less than one step or slot
     """
     if length < 1 or slots < 1:
-        raise ValueError(f"a chain of {length} steps with {slots} slots cannot be reversed; give 1 or more of each")
+        raise ValueError(f"a chain of {length} steps with {slots} slots cannot be reversed. Give 1 or more of each.")
     r = repetitions(length, slots)
     return r * length - beta(slots + 1, r - 1)
 

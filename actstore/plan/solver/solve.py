@@ -205,7 +205,7 @@ class _Ladder:
         if needs.device <= limits.device:
             return CapacityError(
                 f"no plan within {format_nbytes(limits.device)} of device memory was found in the time limit, and "
-                f"{format_nbytes(needs.device)} are enough; give more time",
+                f"{format_nbytes(needs.device)} are enough. Give more time.",
                 least=needs.device,
             )
         where = needs.layer or "the model itself and the loss"
@@ -216,8 +216,8 @@ class _Ladder:
         missing = needs.device - limits.device
         return CapacityError(
             f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
-            f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed; raise the limit by "
-            f"{format_nbytes(missing)}, use a smaller batch, {advice}",
+            f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed. Raise the limit by "
+            f"{format_nbytes(missing)}, use a smaller batch, {advice}.",
             least=needs.device,
             limit=limits.device,
             direction=needs.direction,

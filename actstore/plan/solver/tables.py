@@ -92,49 +92,49 @@ def _check_limits(chain: LayerChain, limits: Limits) -> None:
     for name in ("device", "host", "disk", "error"):
         value = getattr(limits, name)
         if isnan(value) or value < 0:
-            raise ConfigError(f"the {name} limit is {value}; give zero or more")
+            raise ConfigError(f"the {name} limit is {value}: must be 0 or more.")
     for name in ("out", "back", "disk_out", "disk_back"):
         rate = getattr(chain.links, name)
         if isnan(rate) or rate <= 0:
             raise ConfigError(
-                f"the rate `{name}` is {rate} bytes/ms; give more than zero, and leave out the options that need a "
-                "link which does not exist"
+                f"`{name}`={rate} bytes/ms: must be more than 0. Leave out the options that need a "
+                "link which does not exist."
             )
     for name in ("both_ways", "disk_both_ways"):
         part = getattr(chain.links, name)
         if not 0 < part <= 1:
             raise ConfigError(
-                f"each direction of a link keeps the part {part} of its rate beside the other (`{name}`); give more "
-                "than 0 and at most 1"
+                f"`{name}`={part}: must be more than 0 and at most 1, the part of its rate that a link keeps in each "
+                "direction beside the other."
             )
     if not 0 <= chain.rest < inf:
-        raise ConfigError(f"the time that no layer takes is {chain.rest} ms; give zero or more, and finite")
+        raise ConfigError(f"rest={chain.rest} ms: must be finite and 0 or more.")
 
 
 def _check_layer(layer: Layer, links: Links) -> None:
     if not layer.options:
-        raise ConfigError(f"layer {layer.name} has no option; give it at least `keep`")
+        raise ConfigError(f"layer {layer.name} has no option. Give it at least `keep`.")
     for way, time in (("forward", layer.forward), ("backward", layer.backward)):
         if not 0 <= time < inf:
-            raise ConfigError(f"{way} of layer {layer.name} takes {time} ms; give zero or more, and finite")
+            raise ConfigError(f"{way} of layer {layer.name} takes {time} ms: must be finite and 0 or more.")
         for option in layer.options:
             if not 0 <= time + getattr(option, way) < inf:
-                _refuse(layer, option, f"{way} would take {time + getattr(option, way):g} ms")
+                _refuse(layer, option, f"{way} would take {time + getattr(option, way):g} ms.")
     for option in layer.options:
         for field in fields(option):
             if field.name in ("decision", "forward", "backward"):
                 continue
             value = getattr(option, field.name)
             if not 0 <= value < inf:
-                _refuse(layer, option, f"{field.name} is {value}; give zero or more, and finite")
+                _refuse(layer, option, f"{field.name}={value}: must be finite and 0 or more.")
         least = min(option.forward_peak, option.backward_peak)
         if least < option.held * (1 - SLACK):
-            _refuse(layer, option, f"holds {option.held:.0f} bytes, and its peak is {least:.0f}; a peak includes them")
+            _refuse(layer, option, f"holds {option.held:.0f} bytes, and its peak is {least:.0f}: must include them.")
         if not links.on_host and option.disk > option.link * (1 + SLACK):
             _refuse(
                 layer,
                 option,
-                f"{option.disk:.0f} bytes go to the disk, and {option.link:.0f} cross the link; count them there, too",
+                f"{option.disk:.0f} bytes go to the disk, and {option.link:.0f} cross the link: must include them.",
             )
 
 

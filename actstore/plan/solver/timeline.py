@@ -107,7 +107,7 @@ class Evaluation:
         ConfigError : the chain has no layers
         """
         if not self.choice:
-            raise ConfigError("a chain without layers has no events; give it at least one layer")
+            raise ConfigError("a chain without layers has no events. Give it at least one layer.")
         _, direction, _, layer = max(
             (nbytes, direction, -layer if direction else layer, layer)
             for direction, events in enumerate(self.device)
@@ -134,7 +134,7 @@ def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
     """Evaluate as `evaluate`, from existing tables."""
     layers, limits = tables.chain.layers, tables.limits
     if len(choice) != len(layers) or any(not 0 <= o < n for o, n in zip(choice, tables.counts, strict=True)):
-        raise ConfigError(f"{len(layers)} layers need the index of one of their options each, not {list(choice)}")
+        raise ConfigError(f"{len(layers)} layers need the index of one of their options each, not {list(choice)}.")
     chosen = [layer.options[o] for layer, o in zip(layers, choice, strict=True)]
     waiting = sum(option.host for option in chosen)
     disk = sum(option.disk for option in chosen)

@@ -47,4 +47,4 @@ class Shelf(Tier):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StateError(f"the {self.name} tier is closed; make a new ActivationStore")
+            raise StateError(f"the {self.name} tier is closed. Make a new ActivationStore")
