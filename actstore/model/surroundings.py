@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ class Surroundings:
     def __init__(self) -> None:
         self._autocast = _autocast()
         self._cache = torch.is_autocast_cache_enabled()
-        self._device = _device_context()
+        self._device = _device_of(_device_context())
 
     def again(self) -> ExitStack:
         """Return a context with this autocast state and default device, and with gradients enabled."""
@@ -36,9 +36,13 @@ class Surroundings:
         for (kind, enabled, dtype), now in zip(self._autocast, _autocast(), strict=True):
             if (kind, enabled, dtype) != now or enabled:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-        if self._device is not None:
-            stack.enter_context(self._device)
+        stack.enter_context(self.placed())
         return stack
+
+    def placed(self) -> AbstractContextManager[Any]:
+        """Return a context with this default device; an empty one where it is the default now."""
+        now = _device_of(_device_context())
+        return nullcontext() if now == self._device else self._device
 
 
 @cache
@@ -50,6 +54,11 @@ def _kinds() -> tuple[str, ...]:
 
 def _autocast() -> Autocast:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+
+
+def _device_of(context: Any) -> torch.device:
+    device: torch.device = torch.device("cpu") if context is None else context.device
+    return device
 
 
 def _device_context() -> Any:

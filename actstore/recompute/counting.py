@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
@@ -74,11 +74,12 @@ class Delegating:
 class _RegionBytes:
     """Bytes that one run of a region has saved, by storage, and the callbacks of its end."""
 
-    __slots__ = ("booked", "done", "last", "nbytes", "repeating", "traced")
+    __slots__ = ("booked", "done", "has_all", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
         self.booked = set[int]()  # storages that the ledger books elsewhere
+        self.has_all = False  # backward needs nothing that the run has not saved yet
         self.repeating: Repeating | None = None
         self.last: AbstractContextManager[None] | None = None
         self.done: Callable[[], None] | None = None  # ends the gauge's measurement
@@ -100,6 +101,7 @@ class CountSaved(Delegating):
         self.inputs = set[int]()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
         self.packs = 0  # tensors that it saved
+        self._number = 0  # of the operator that saved the last one
 
     def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
         key = storage._cdata
@@ -111,6 +113,11 @@ class CountSaved(Delegating):
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
         self.packs += 1
+        number = _get_sequence_nr()
+        if number != self._number:
+            self._number, self._call.unsettled = number, False
+        if not tensor.requires_grad and tensor._base is None and not is_parameter(tensor):
+            self._call.unsettled = True
         return pack(tensor)
 
     def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
@@ -160,22 +167,28 @@ class CountRecomputed(Delegating):
         seen.booked, seen.repeating = booked, repeating
 
     def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack a saved tensor. Where backward needs nothing more, the mode ends the run before its next operator, which
-        may first have to move the saved tensor.
+        """Pack a saved tensor. Where backward needs nothing more, the run ends.
+
+        Where the operator may still write to what it has saved, as RReLU fills its noise, the run goes on to its end. A
+        mode ends the run before its next operator, which may first have to move the saved tensor.
         """
         repeating = seen.repeating
-        if repeating is None:
-            return pack(tensor)
-        if repeating.has_all:
+        if seen.has_all or (repeating is not None and repeating.has_all):
             raise _StopRecomputationError
-        repeating.saved.append(tensor)
+        if repeating is not None:
+            repeating.saved.append(tensor)
         try:
-            if type(tensor) is not Tensor:
+            if repeating is None or type(tensor) is not Tensor:
                 return pack(tensor)
             with torch._C._DisableTorchDispatch():  # the mode must not see the copy that the checkpoint keeps
                 return pack(tensor)
         except _StopRecomputationError:
-            repeating.has_all = True
+            if self._call.unsettled:
+                seen.has_all = True
+            elif repeating is not None:
+                repeating.has_all = True
+            else:
+                raise
             return tensor.detach()
 
     def see(self, storage: torch.UntypedStorage, seen: _RegionBytes) -> None:
@@ -184,10 +197,12 @@ class CountRecomputed(Delegating):
             seen.nbytes[key] = storage.nbytes()
 
     def end(self, seen: _RegionBytes) -> None:
-        if seen.last is not None:
-            seen.last.__exit__(None, None, None)
-        if seen.done is not None:
-            seen.done()
-        if seen.traced is not None:
-            seen.traced()
+        try:
+            if seen.last is not None:
+                seen.last.__exit__(None, None, None)
+        finally:
+            if seen.done is not None:
+                seen.done()
+            if seen.traced is not None:
+                seen.traced()
         self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")

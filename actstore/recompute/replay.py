@@ -19,7 +19,9 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.model.generators import GeneratorStates
 from actstore.model.surroundings import Surroundings
+from actstore.model.switches import Switches
 from actstore.model.weights import Weights
+from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry, Values
 from actstore.recompute.offers import Offers
 from actstore.recompute.recording import Recording
@@ -57,11 +59,13 @@ class RegionCall:
     ----------
     decisions : decisions of the first run, if later runs repeat them
     parts : calls of the parts that do not run again; None under a policy without such parts
+    unsettled : whether the last operator that saves tensors may still write to one of them when it has saved it
     """
 
     __slots__ = (
-        "__weakref__", "account", "chain", "decisions", "form", "forward", "generators", "given", "made", "number",
-        "parts", "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
+        "__weakref__", "account", "attributes", "chain", "decisions", "form", "forward", "generators", "given", "made",
+        "number", "parts", "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "switches", "unpack",
+        "unsettled", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +77,7 @@ class RegionCall:
         form: Form,
         unpack: Callable[[Any], Tensor],
         weights: Weights,
+        attributes: AttributeStates,
         generators: GeneratorStates,
     ) -> None:
         self.region = region
@@ -83,8 +88,10 @@ class RegionCall:
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.unpack = unpack
         self.weights = weights
+        self.attributes = attributes
         self.generators = generators
         self.surroundings = Surroundings()
+        self.switches = Switches()
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.chain: CallChain | None = None  # None unless its decision replays inputs
@@ -93,6 +100,7 @@ class RegionCall:
         self.decisions: Decisions | None = None
         self.parts: RegionParts | None = None
         self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
+        self.unsettled = False
 
     def carries(self) -> Iterator[Carry]:
         """Yield the inputs that other calls of the chain have returned."""
@@ -120,7 +128,7 @@ class RegionCall:
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """Prepare a rerun on equal inputs. Returns its function, the storages of inputs booked as held, and its mode.
 
-        The caller rewinds weights, buffers and generators. Repeatable, and safe from any thread.
+        The caller enters `rewound`. Repeatable, and safe from any thread.
         """
         values = self.chain.values_for(self) if self.chain is not None else {}
         return self._prepare(values)
@@ -166,15 +174,19 @@ class RegionCall:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Give modules the weights and buffers of the first run, and generators their states before it, until exit."""
+        """Give modules the weights, buffers and attributes from before the first run until exit.
+
+        The same holds for the states of generators, the default device, and PyTorch's switches.
+        """
         weights, generators = self.weights.again(), self.generators.again()
-        weights.rewind()
-        try:
-            generators.rewind()
-            yield
-        finally:
-            generators.resume()
-            weights.resume()
+        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound():
+            weights.rewind()
+            try:
+                generators.rewind()
+                yield
+            finally:
+                generators.resume()
+                weights.resume()
 
 
 class CallOutput(NamedTuple):

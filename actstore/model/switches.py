@@ -1,0 +1,127 @@
+"""Settings of PyTorch for the process, on which the operators of a forward and their bits depend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from actstore.errors import StateError
+
+_torch_c: Any = torch._C
+_ORDER = "order of attentions"
+
+
+class Switch(NamedTuple):
+    """One setting: its name, and the functions that read it and set it."""
+
+    name: str
+    read: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+class Switches:
+    """The settings when this object is made, for a forward that runs again later.
+
+    They are the number of CPU threads, the default dtype, deterministic algorithms, the backends of attention, cuDNN
+    and oneDNN, and the precision of float32 products. The last one is compared only: its parts inherit
+    from each other, and one that is set back to a value no longer does.
+    """
+
+    __slots__ = ("_precisions", "_states")
+
+    def __init__(self) -> None:
+        self._states = _one(_states())
+        self._precisions = _one(_precisions())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Return a context with these settings; those of now come back afterwards.
+
+        Raises
+        ------
+        StateError : the precision of float32 products is another one
+        """
+        now = _precisions()
+        if now != self._precisions:
+            place, was, found = next(
+                each for each in zip(_PRECISIONS, self._precisions, now, strict=True) if each[1] != each[2]
+            )
+            raise StateError(
+                f"the precision of float32 products changed between forward and backward: {'.'.join(place)} was "
+                f"{was!r} and is {found!r}, so that a recomputed module would compute other values. Set it before the "
+                "first forward, and leave it until the last backward."
+            )
+        others = [
+            (switch, was, state)
+            for switch, was, state in zip(_SWITCHES, self._states, _states(), strict=True)
+            if was != state
+        ]
+        try:
+            for switch, was, _ in others:
+                switch.set(was)
+            yield
+        finally:
+            for switch, _, state in others:
+                switch.set(state)
+
+
+@lru_cache(maxsize=64)
+def _one(states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return one object for equal states."""
+    return states
+
+
+def _states() -> tuple[Any, ...]:
+    return tuple(switch.read() for switch in _SWITCHES)
+
+
+def _precisions() -> tuple[str, ...]:
+    return tuple(_torch_c._get_fp32_precision_getter(*place) for place in _PRECISIONS)
+
+
+def _of_torch(name: str, read: str, put: str) -> list[Switch]:
+    """Return a switch of PyTorch's C module, if this version has it."""
+    has_it = hasattr(_torch_c, read) and hasattr(_torch_c, put)
+    if not has_it:
+        return []
+    getter, setter = getattr(_torch_c, read), getattr(_torch_c, put)
+    if name != _ORDER:
+        return [Switch(name, getter, setter)]
+    return [Switch(name, lambda: tuple(getter()), lambda order: setter([*order]))]
+
+
+_SWITCHES = (
+    Switch("threads", torch.get_num_threads, torch.set_num_threads),
+    Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Switch(
+        "deterministic algorithms",
+        lambda: (_torch_c._get_deterministic_algorithms(), _torch_c._get_deterministic_algorithms_warn_only()),
+        lambda state: _torch_c._set_deterministic_algorithms(state[0], warn_only=state[1]),
+    ),
+    *(
+        switch
+        for name, read, put in (
+            ("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+            ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+            ("attention by products", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+            ("attention of cuDNN", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+            ("attention of a backend of yours", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+            (_ORDER, "_get_sdp_priority_order", "_set_sdp_priority_order"),
+            ("cuDNN", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+            ("cuDNN's search", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+            ("deterministic cuDNN", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+            ("oneDNN", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        )
+        for switch in _of_torch(name, read, put)
+    ),
+)
+_PRECISIONS = (
+    tuple(product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
+    if hasattr(_torch_c, "_get_fp32_precision_getter")
+    else ()
+)
