@@ -11,6 +11,9 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+_CPU = torch.device("cpu")
+_NOTHING = nullcontext()
+
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
@@ -42,7 +45,7 @@ class Surroundings:
     def placed(self) -> AbstractContextManager[Any]:
         """Return a context with this default device; an empty one where it is the default now."""
         now = _device_of(_device_context())
-        return nullcontext() if now == self._device else self._device
+        return _NOTHING if now == self._device else self._device
 
 
 @cache
@@ -57,7 +60,7 @@ def _autocast() -> Autocast:
 
 
 def _device_of(context: Any) -> torch.device:
-    device: torch.device = torch.device("cpu") if context is None else context.device
+    device: torch.device = _CPU if context is None else context.device
     return device
 
 

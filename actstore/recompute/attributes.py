@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from enum import Enum
 from operator import is_
@@ -30,6 +30,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 _OF_MODULES = frozenset(vars(Module())) | {"forward"}  # attributes of PyTorch's own, and the wrapper of a store
 _ABSENT = object()
+_NOTHING = nullcontext()
 _OPERATORS = (
     "bool call contains delitem eq format float ge getitem gt index int iter le len lt ne neg next reversed setitem "
     "add and floordiv matmul mod mul or pow sub truediv xor radd rfloordiv rmatmul rmul rpow rsub rtruediv "
@@ -135,9 +136,12 @@ class AttributeStates:
         self._contents = list(contents.values())
         self._before = []
 
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return a context in which the attributes have their values from before the forward."""
+        return self._rewound() if self._changes or self._contents else _NOTHING
+
     @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Give the attributes their values from before the forward until exit."""
+    def _rewound(self) -> Iterator[None]:
         values = [(entries, name, entries.get(name, _ABSENT)) for entries, name, _, _ in self._changes]
         contents = [(value, copy(value)) for value, _ in self._contents]
         try:

@@ -79,6 +79,7 @@ class RegionCall:
         weights: Weights,
         attributes: AttributeStates,
         generators: GeneratorStates,
+        switches: Switches,
     ) -> None:
         self.region = region
         self.account = account
@@ -91,7 +92,7 @@ class RegionCall:
         self.attributes = attributes
         self.generators = generators
         self.surroundings = Surroundings()
-        self.switches = Switches()
+        self.switches = switches
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.chain: CallChain | None = None  # None unless its decision replays inputs
@@ -204,6 +205,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.generators: GeneratorStates | None = None  # of the last call
+        self.switches: Switches | None = None  # in the last call
         self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}

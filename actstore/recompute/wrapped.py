@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -22,6 +22,7 @@ from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
+from actstore.model.switches import Switches
 from actstore.model.weights import Weights, WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
@@ -184,9 +185,12 @@ class Wrapped(ForwardWrapper):
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
         weights = Weights(self._module, modules, self._once, self._writes)
-        attributes = AttributeStates(() if _is_gathered(self._module) else modules)
+        attributes = AttributeStates(() if _is_gathered(modules) else modules)
+        switches = calls.switches = Switches.now(calls.switches)
         account = place.account(0)
-        call = RegionCall(self._region, account, forward, leaves, form, unpack, weights, attributes, generators)
+        call = RegionCall(
+            self._region, account, forward, leaves, form, unpack, weights, attributes, generators, switches
+        )
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.where = self._text
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
@@ -266,9 +270,12 @@ class Wrapped(ForwardWrapper):
         return carries
 
 
-def _is_gathered(module: Module) -> bool:
+def _is_gathered(modules: Iterable[Module]) -> bool:
     """Return whether DeepSpeed gathers the weights: its hooks count, in attributes, each run of a module."""
-    return hasattr(next(module.parameters(), None), "ds_id")
+    for module in modules:
+        for weight in module._parameters.values():
+            return hasattr(weight, "ds_id")
+    return False
 
 
 @functools.cache

@@ -24,7 +24,6 @@ def settings():
         "flash": torch.backends.cuda.flash_sdp_enabled(),
         "order": tuple(torch._C._get_sdp_priority_order()),
         "onednn": torch._C._get_mkldnn_enabled(),
-        "benchmark": torch.backends.cudnn.benchmark,
     }
 
 
@@ -48,7 +47,6 @@ def restored():
     torch.set_default_dtype(before["dtype"])
     torch.use_deterministic_algorithms(before["deterministic"])
     torch._C._set_mkldnn_enabled(before["onednn"])
-    torch.backends.cudnn.benchmark = before["benchmark"]
 
 
 @pytest.mark.parametrize("decision", RECOMPUTE)
@@ -56,7 +54,6 @@ def test_the_second_run_has_the_settings_of_the_first(decision, restored):
     model, x = nn.Sequential(Notes(), Notes(), Notes()), torch.randn(3, WIDTH)
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
-    torch.backends.cudnn.benchmark = True
     torch._C._set_mkldnn_enabled(False)
     with ActivationStore(model, f"[0-9] : {decision}", min_bytes=0), sdpa_kernel([SDPBackend.MATH], set_priority=True):
         torch.use_deterministic_algorithms(True)
@@ -65,11 +62,10 @@ def test_the_second_run_has_the_settings_of_the_first(decision, restored):
     torch.use_deterministic_algorithms(restored["deterministic"])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    torch.backends.cudnn.benchmark = False
     torch._C._set_mkldnn_enabled(True)
     now = settings()
     differ = {name for name in now if now[name] != first[name]}
-    assert differ >= {"threads", "dtype", "deterministic", "flash", "onednn", "benchmark"}
+    assert differ >= {"threads", "dtype", "deterministic", "flash", "onednn"}
     loss.backward()
     assert settings() == now
     seen = [each for block in model for each in block.seen]
