@@ -24,6 +24,7 @@ from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain, note_norm
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, no_room, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
+from actstore.autograd.originals import return_originals
 from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
 from actstore.autograd.readers import Reader, Readers
@@ -33,6 +34,7 @@ from actstore.autograd.unpack import COMPILER, Handle, turns, unpack
 from actstore.autograd.verdict import Facts, judge, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.spec import Site, Spec
+from actstore.base.storage import hold_weak
 from actstore.errors import ActstoreError
 from actstore.policy.rules import asks_operators, derives
 
@@ -113,8 +115,12 @@ class Scope:
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     if tensor.untyped_storage()._cdata not in parameters:
                         tracker.storages.adopt(tensor)
+                    if kind is not Parameter or not tensor.is_leaf:
+                        return tensor.detach(), tensor._version, frame
+                    if tensor.__dict__:
+                        return_originals()
                     # As autograd does: a library that shards weights gives a Parameter new data, for backward too.
-                    return tensor if kind is Parameter and tensor.is_leaf else tensor.detach(), tensor._version, frame
+                    return tensor, tensor._version, frame
                 handle = self._of_class(tensor, frame)
                 if handle is not None:
                     return handle
@@ -129,9 +135,11 @@ class Scope:
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
                 small = frame.small
-                small[key] = nbytes
-                if len(small) == MAX_SMALL_PER_FRAME:
-                    tracker.renew()
+                if key not in small:
+                    hold_weak(storage)  # before the next line, as in `Storages.meet`
+                    small[key] = nbytes
+                    if len(small) == MAX_SMALL_PER_FRAME:
+                        tracker.renew()
                 return tensor.detach(), tensor._version, frame
             index = frame.index
             frame.index = index + 1
@@ -179,7 +187,13 @@ class Scope:
         if first is not None:
             self.ledger.add(account, saved, 0, 0)
             return Kept(tensor, account, first)
-        kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, storage.nbytes()))
+        owner = self.storages.small.get(key)
+        frame = owner() if owner is not None else None
+        if frame is None:
+            kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, storage.nbytes()))
+        else:  # it is held already, by the small tensors of an ended call
+            self.ledger.add(account, saved, 0, 0)
+            kept = Kept(tensor, account, frame.share(key))
         self.storages.kept[key] = ref(kept)
         return kept
 
@@ -401,7 +415,7 @@ class Scope:
 
         They are 0 where the storage counted before, or is a parameter's. The caller books them.
         """
-        return 0 if key in self.parameters or self.tracker.knows(key) else self.storages.count(key, storage)
+        return 0 if key in self.parameters else self.storages.count(key, storage)
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Name the storage of `tensor`, for the rules of tensors that are saved from now on."""

@@ -26,7 +26,7 @@ class Storages:
     counted : those that plain autograd holds; each counts once
     parameters : storages of parameters, which are neither counted nor moved
     computed : storages of weights that are computed from parameters
-    small : small storages that handles of ended calls keep; each belongs to the first call that saved it
+    small : the call that books a small storage as held, which ended first of all that saved it; it may be dead
     kept : the first handle that keeps a storage as it is
     stored : the handles whose payloads have bytes of a storage; never an empty list
     tags : names that users gave
@@ -42,7 +42,7 @@ class Storages:
         self.counted = set[int]()
         self.parameters = set[int]()
         self.computed = set[int]()
-        self.small = set[int]()
+        self.small: dict[int, ref[Any]] = {}
         self.kept: dict[int, ref[Any]] = {}
         self.stored: dict[int, list[ref[Any]]] = {}
         self.tags: dict[int, str] = {}
@@ -64,6 +64,17 @@ class Storages:
         self.counted.add(key)
         self.meet(key, storage)
         return storage.nbytes()
+
+    def meet_small(self, small: dict[int, int]) -> None:
+        """Register the small storages of an ended call, to each of which it has made a weak reference."""
+        self._held += small
+        self.met.update(small)
+
+    def count_small(self, small: dict[int, int]) -> tuple[int, int]:
+        """Return the bytes that plain autograd holds because of small storages, and the number of new ones."""
+        known = small.keys() & self.counted
+        self.counted.update(small)
+        return sum(small.values()) - sum(map(small.__getitem__, known)), len(small) - len(known)
 
     def uncount(self, key: int, saved: int) -> None:
         """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""
@@ -105,24 +116,31 @@ class Storages:
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
                 yield handle, storage.nbytes()
 
-    def prune(self) -> list[ref[Any]]:
-        """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads."""
-        gone = {key for key in self.met if expired(key)}
+    def prune(self, *running: Iterable[int]) -> list[ref[Any]]:
+        """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads.
+
+        Parameters
+        ----------
+        running : small storages of the calls that have not ended, which count when these end
+        """
+        gone = {key for key in self.met if expired(key)}.difference(*running)
         for known in (self.met, self.counted, self.parameters, self.computed):
             known -= gone
         handles = [weak for key in gone for weak in self.stored.pop(key, ())]
         for key in gone:
             self.kept.pop(key, None)
+            self.small.pop(key, None)
             self.tags.pop(key, None)
+        freed = [key for key in self._held if key in gone]
         self._held[:] = [key for key in self._held if key not in gone]
-        for key in gone:
+        for key in freed:
             free_weak(key)
         self.prune_count = _MIN_PRUNE_COUNT + 2 * len(self.met)
         return handles
 
     def clear(self) -> None:
-        """Forget all storages but those of weights and small ones, whose handles may live on."""
-        for known in (self.kept, self.stored, self.tags, self.met, self.counted):
+        """Forget all storages but those of weights."""
+        for known in (self.kept, self.small, self.stored, self.tags, self.met, self.counted):
             known.clear()
         while self._held:
             free_weak(self._held.pop())

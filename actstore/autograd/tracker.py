@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -102,20 +103,25 @@ class ModuleSites:
             accounts.append(self._ledger.account(Site(self.name, len(accounts))))
         return accounts[index]
 
-    def book(self, nbytes: int, count: int) -> Finalizer:
-        """Record a group of small tensors as saved, and as held until the returned finalizer dies."""
+    def book(self, saved: int, held: int, count: int) -> Finalizer:
+        """Record a group of small tensors as saved, and as held until the returned finalizer dies; both in bytes."""
         if self._small is None:
             self._small = self._ledger.account(Site(self.name, SMALL_INDEX))
         self._small.note = "" if self.target is None else "small"
         self._small.count += count
-        return self._ledger.hold(self._small, nbytes, 0, nbytes)
+        return self._ledger.hold(self._small, saved, 0, held)
+
+    def split(self, held: Finalizer, nbytes: int) -> Finalizer:
+        """Return a finalizer of its own for `nbytes` of what `book` has recorded as held."""
+        return self._ledger.split(held, nbytes)
 
 
 class Frame:
     """One call of a module: its record, the number of its saved tensors, and the decision for a region's inputs.
 
     Handles of small tensors hold their frame, so that it dies with the last of them. Their bytes are booked once, when
-    the call ends, and released once, which makes a kept tensor cheap.
+    the call ends, and released once, which makes a kept tensor cheap. A storage that several calls save is released
+    with the last of their frames.
 
     Attributes
     ----------
@@ -123,18 +129,18 @@ class Frame:
         and are freed with it: they are not part of the forward
     exact : the reason why all that it saves must be exact; empty where it need not be
     follows : the target for which tensors may follow precedents of their sites; None where `_place` decides on each
+    small : bytes of small storages, by identity, until the call ends; each has a weak reference of this frame
     """
 
     __slots__ = (
-        "counted", "exact", "follows", "index", "inputs", "keep_below", "last", "module", "owned", "place", "small",
-        "target",
+        "__weakref__", "_others", "_own", "_shared", "counted", "exact", "follows", "index", "inputs", "keep_below",
+        "last", "module", "place", "small", "target",
     )  # fmt: skip
 
     def __init__(
         self,
         module: Module | None,
         place: ModuleSites,
-        owned: set[int],
         inputs: Decision | None = None,
         exact: str = "",
         *,
@@ -149,17 +155,40 @@ class Frame:
         self.follows = self.target if inputs is None and not exact else None
         self.keep_below = (place.keep_below if inputs is None else 0) if counted else sys.maxsize
         self.index = 0
-        self.small: dict[int, int] = {}  # bytes of small storages, by identity
-        self.owned = owned  # the small storages of all ended calls; each belongs to the first call that saved it
-        self.last: tuple[Finalizer, Finalizer] | None = None
+        self.small: dict[int, int] = {}
+        self.last: Finalizer | None = None  # books the small storages as held, but for those of other calls, too
 
-    def end(self, counted: set[int]) -> None:
-        """Record the small tensors of this call, except storages that are `counted` elsewhere."""
-        if self.small and self.counted:
-            self.small = small = {k: n for k, n in self.small.items() if k not in self.owned and k not in counted}
-            self.owned.update(small)
-            release = self.place.book(sum(small.values()), len(small))
-            self.last = Finalizer(self.owned.difference_update, small), release
+    def end(self, storages: Storages) -> None:
+        """Record the small tensors of this call. Another holder may have booked a storage as held."""
+        small = self.small
+        if not small:
+            return
+        self.small = {}  # first: an interrupt may come in between, and this function then runs once more
+        storages.meet_small(small)
+        if not self.counted or self.last is not None:
+            return
+        saved, count = storages.count_small(small)
+        others: list[Any] = []
+        for key in small.keys() & storages.kept.keys():
+            if (kept := storages.kept[key]()) is not None:
+                others.append(kept)
+                del small[key]
+        for key in small.keys() & storages.small.keys():
+            if (frame := storages.small[key]()) is not None:
+                others.append(frame.share(key))
+                del small[key]
+        self._own, self._others = small, others
+        self._shared: dict[int, Finalizer] = {}
+        self.last = self.place.book(saved, sum(small.values()), count)
+        storages.small.update(dict.fromkeys(small, ref(self)))
+
+    def share(self, key: int) -> Finalizer:
+        """Return the finalizer of one small storage of this call, which has ended, for another holder of it."""
+        shared = self._shared.get(key)
+        if shared is None:
+            assert self.last is not None
+            shared = self._shared[key] = self.place.split(self.last, self._own[key])
+        return shared
 
 
 class Tracker:
@@ -185,31 +214,34 @@ class Tracker:
         self.hidden = 0  # calls of watched modules in checkpoints of the model's own
         self.returned: Callable[[Module, Tensor, str], None] | None = None  # takes a module, its output and its name
         self.stack: list[Frame] = []
-        self.frame = Frame(None, top, self.storages.small, exact=exact)
-
-    def knows(self, key: int) -> bool:
-        """Return whether a storage is small and saved."""
-        return key in self.storages.small or key in self.frame.small
+        self.frame = Frame(None, top, exact=exact)
 
     def saved_nbytes(self, key: int, storage: torch.UntypedStorage) -> int:
         """Count a storage that is saved now. Returns the bytes that plain autograd holds because of it."""
         storages, frame = self.storages, self.frame
-        if len(storages.met) > storages.prune_count:
-            self.remember(storages.prune())
+        self._prune()
         if frame.inputs is not None:
             storages.meet(key, storage)  # the input of a region: plain autograd need not save it
             return 0
-        nbytes = storages.count(key, storage)
-        return 0 if key in storages.small or key in frame.small else nbytes
+        return storages.count(key, storage)
+
+    def _prune(self) -> None:
+        storages = self.storages
+        if len(storages.met) > storages.prune_count:
+            self.remember(storages.prune(*(frame.small for frame in (*self.stack, self.frame))))
+
+    def _end(self, frame: Frame) -> None:
+        frame.end(self.storages)
+        self._prune()
 
     def push(self, module: Module | None, place: ModuleSites, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
         computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)
         exact = COMPUTED if computed else ""
-        self.frame = Frame(module, place, self.storages.small, inputs, exact, counted=not in_reentrant())
+        self.frame = Frame(module, place, inputs, exact, counted=not in_reentrant())
 
     def pop(self) -> None:
-        self.frame.end(self.storages.counted)
+        self._end(self.frame)
         self.frame = self.stack.pop()
 
     def pack_as(
@@ -244,8 +276,8 @@ class Tracker:
     def renew(self) -> None:
         """Continue with a new frame of the same call, because the old frame has its share of small tensors."""
         old = self.frame
-        old.end(self.storages.counted)
-        self.frame = Frame(old.module, old.place, self.storages.small, old.inputs, old.exact, counted=old.counted)
+        self._end(old)
+        self.frame = Frame(old.module, old.place, old.inputs, old.exact, counted=old.counted)
         self.frame.index = old.index
 
     def end(self) -> None:

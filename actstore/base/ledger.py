@@ -198,6 +198,15 @@ class Ledger:
         self.add(account, saved, stored, held, booking=booking)
         return last
 
+    def split(self, last: Finalizer, nbytes: int) -> Finalizer:
+        """Return an object at whose death `nbytes` are subtracted, not at the death of `last`, made by `hold`."""
+        booking: Booking = last.args[0]
+        part: Booking = [booking[0], 0, 0]
+        other = Finalizer(self.release, part)
+        booking[1] -= nbytes  # an interrupt comes after a call: both lines, or none
+        part[1] = nbytes
+        return other
+
     def add(
         self,
         account: Account,

@@ -8,6 +8,13 @@ from typing import Any
 from torch.nn import Module
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_OWN_PACKAGES = frozenset({"torch", "builtins", "abc", "typing", "collections"})
+
+
+@cache
+def is_of_torch(kind: Any) -> bool:
+    """Return whether a class of modules and all of its bases are PyTorch's own."""
+    return all(base.__module__.partition(".")[0] in _OWN_PACKAGES for base in kind.__mro__)
 
 
 def named_modules(model: Module) -> list[tuple[str, Module]]:

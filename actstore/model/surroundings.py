@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,9 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+_CPU = torch.device("cpu")
+_NOTHING = nullcontext()
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
@@ -27,7 +30,7 @@ class Surroundings:
     def __init__(self) -> None:
         self._autocast = _autocast()
         self._cache = torch.is_autocast_cache_enabled()
-        self._device = _device_context()
+        self._device = _device_of(_device_context())
 
     def again(self) -> ExitStack:
         """Return a context with this autocast state and default device, and with gradients enabled."""
@@ -36,9 +39,13 @@ class Surroundings:
         for (kind, enabled, dtype), now in zip(self._autocast, _autocast(), strict=True):
             if (kind, enabled, dtype) != now or enabled:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-        if self._device is not None:
-            stack.enter_context(self._device)
+        stack.enter_context(self.placed())
         return stack
+
+    def placed(self) -> AbstractContextManager[Any]:
+        """Return a context with this default device; an empty one where it is the default now."""
+        now = _device_of(_device_context())
+        return _NOTHING if now == self._device else self._device
 
 
 @cache
@@ -50,6 +57,11 @@ def _kinds() -> tuple[str, ...]:
 
 def _autocast() -> Autocast:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+
+
+def _device_of(context: Any) -> torch.device:
+    device: torch.device = _CPU if context is None else context.device
+    return device
 
 
 def _device_context() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from itertools import chain
 from threading import Lock
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -15,10 +15,35 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from actstore.base.storage import storages_of
-from actstore.errors import MutationError
+from actstore.errors import MutationError, StateError
+from actstore.model.names import is_of_torch
 
 Entries = dict[str, Any]  # a module's parameters or its buffers by name; None for one registered as None
 _EMBEDDINGS = (Embedding, EmbeddingBag)
+
+
+class WriteHistory:
+    """Record of what the forwards of one module have written to in place, in all calls so far.
+
+    Attributes
+    ----------
+    known : the tensors: the dict that has each, by identity, and its name
+    ended : the modes, training or not, in which a forward has ended
+    """
+
+    def __init__(self) -> None:
+        self.known = set[tuple[int, str]]()
+        self.ended = set[bool]()
+
+
+class WatchedTensor(NamedTuple):
+    """A tensor that a forward may write to, its version, and a copy of its values before."""
+
+    entries: Entries
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
 
 
 class Weights:
@@ -29,15 +54,18 @@ class Weights:
     step updates running statistics once. Spectral norms get their previous estimates, since each run continues from the
     last one's. FSDP and DTensor gather sharded weights themselves.
 
-    The values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
-    parameters all changes count, except those by the forward itself. For buffers, changes count where autograd saved
-    them, as autograd would raise an error itself.
+    Buffers, and tensors in attributes, that the forward writes to in place come back as copies from before it. Other
+    values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
+    parameters all changes count, except those by the forward itself: these may be repeated if they then change nothing,
+    and `resume` refuses the rest. For buffers, changes count where autograd saved them, as autograd would raise an
+    error itself.
 
     Parameters
     ----------
     root : the module whose forward is to run again
     modules : `root` and all modules inside it, `root` first
     once : modules among them whose forward does not run again: the values of their buffers after it count
+    history : what earlier forwards of `root` have written to
 
     Attributes
     ----------
@@ -51,8 +79,18 @@ class Weights:
     embedding rows.
     """
 
-    def __init__(self, root: Module, modules: Iterable[Module], once: Container[Module] = ()) -> None:
+    def __init__(
+        self,
+        root: Module,
+        modules: Iterable[Module],
+        once: Container[Module] = (),
+        history: WriteHistory | None = None,
+    ) -> None:
         self._root = root
+        self._history = history or WriteHistory()
+        self._watched: list[WatchedTensor] = []  # the forward may write to them
+        self._written: list[WatchedTensor] = []  # it has, and their copies are from before
+        self._repeated: list[tuple[str, Tensor]] = []  # it has, and nothing has their values from before
         self._late: list[Entries] = []  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
@@ -71,6 +109,9 @@ class Weights:
             if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
                 self._limits.append((module, module.max_norm))
             hooked = self._hooked(module) if module._forward_pre_hooks else False
+            kind: Any = type(module)
+            if module not in once and not is_of_torch(kind):
+                self._watch(vars(module))
             if not buffers:
                 continue
             if module in once and not hooked:
@@ -86,10 +127,21 @@ class Weights:
                 continue
             else:
                 self._seen.append((buffers, dict(buffers)))
+                self._watch(buffers)
             known = [buffer for buffer in buffers.values() if _has_version(buffer)]
             self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
+        self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
+
+    def _watch(self, entries: Entries) -> None:
+        """Note tensors that the forward may write to, with copies where it is not known that it does not."""
+        fresh = self._root.training not in self._history.ended
+        for name, tensor in entries.items():
+            if type(tensor) is Tensor and _has_version(tensor):
+                known = fresh or (id(entries), name) in self._history.known
+                copy = tensor.detach().clone() if known else None
+                self._watched.append(WatchedTensor(entries, name, tensor, tensor._version, copy))
 
     def _hooked(self, module: Module) -> bool:
         """Note weights that hooks compute, and return whether a hook of `torch.nn.utils.spectral_norm` does."""
@@ -109,14 +161,37 @@ class Weights:
     def ended(self) -> None:
         """Mark the end of the forward. What the forward itself wrote to its parameters does not count as a change."""
         unchanged = [(each, version) for each, version in self._versions if each._version == version]
+        if len(unchanged) < len(self._versions):
+            once = {id(module.weight) for module, _ in self._limits}
+            names = {id(each): name for name, each in self._root.named_parameters()}
+            for each, version in self._versions:
+                if each._version != version and id(each) not in once and id(each) in names:
+                    self._repeated.append((names[id(each)], each))
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = [*unchanged, *limited, *self._saved]
         self._seen += [(buffers, dict(buffers)) for buffers in self._late]
+        self._end_writes()
+
+    def _end_writes(self) -> None:
+        """Drop the copies of tensors that the forward has not written to."""
+        history, written = self._history, [each for each in self._watched if each.tensor._version != each.version]
+        self._watched = []
+        owners: dict[int, set[int]] = {}  # tensors over one storage must stay so, which copies would not
+        for each in written:
+            for storage in storages_of(each.tensor):
+                owners.setdefault(storage._cdata, set()).add(id(each.tensor))
+        for each in written:
+            history.known.add((id(each.entries), each.name))
+            if each.copy is None or any(len(owners[s._cdata]) > 1 for s in storages_of(each.tensor)):
+                self._repeated.append((each.name, each.tensor))
+            else:
+                self._written.append(each)
+        history.ended.add(self._root.training)
 
     def again(self) -> Weights:
         """Return a twin with the same weights and buffers: several twins may be rewound at once."""
         twin = object.__new__(Weights)
-        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": []}
+        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": [], "_first": []}
         return twin
 
     def rewind(self) -> None:
@@ -138,6 +213,12 @@ class Weights:
                 vars(module)["max_norm"] = None
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
+            copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
+            for entries, name, tensor, _, copy in self._written:
+                if copy is not None and name in entries:
+                    twin = copies.setdefault(id(tensor), copy.clone())
+                    _replace(entries, {name: twin}, self._meanwhile)
+            self._first = [(name, each, each.detach().clone()) for name, each in self._repeated]
             for norm, seen in self._norms:
                 _lend(norm, seen)
                 self._borrowers.append(norm)
@@ -167,7 +248,16 @@ class Weights:
         for entries, before in reversed(self._meanwhile):
             entries.update(before)
         self._meanwhile = []
+        first, self._first = self._first, []
+        differs = [name for name, each, was in first if not _put_back(each, was)]
         self._versions[:] = [(each, each._version) for each, _ in self._versions]  # with the second run's writes
+        if differs:
+            raise StateError(
+                f"{differs[0]} of a {type(self._root).__name__} that is recomputed: its forward must not write to it "
+                "in place, unless it writes the same each time. Its second run has written other values. "
+                "Assign a new tensor instead, or write keep in place of recompute.",
+                name=differs[0],
+            )
 
 
 def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
@@ -175,7 +265,7 @@ def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
     if tensor is None or tensor.is_inference():
         return False
     kind = tensor.__class__
-    return kind is Parameter or (kind is Tensor and not _is_flat(tensor))
+    return kind is Parameter or (kind is Tensor and not is_flat(tensor))
 
 
 def _replace(entries: Entries, others: Entries, before: list[tuple[Entries, Entries]]) -> None:
@@ -188,7 +278,7 @@ def _is_other(entries: Entries, name: str, was: Tensor | None) -> bool:
     """Return whether an entry is a different tensor than `was`, and not the same one gathered or sharded."""
     if name not in entries or (now := entries[name]) is was:
         return False
-    return now is None or was is None or not (_is_flat(now) or _is_flat(was) or _sharding(now) != _sharding(was))
+    return now is None or was is None or not (is_flat(now) or is_flat(was) or _sharding(now) != _sharding(was))
 
 
 def _sharding(tensor: Tensor) -> tuple[Any, Any]:
@@ -196,9 +286,21 @@ def _sharding(tensor: Tensor) -> tuple[Any, Any]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
-def _is_flat(tensor: Tensor) -> bool:
+def is_flat(tensor: Tensor) -> bool:
     """Return whether FSDP1 has gathered a weight: it is then part of one flat parameter."""
     return bool(getattr(tensor._base, "_is_flat_param", False))
+
+
+def _put_back(tensor: Tensor, was: Tensor) -> bool:
+    """Return whether a tensor has the values `was`; give it these if it has not."""
+    same = tensor.detach() == was
+    if not was.is_floating_point() or was.is_complex():
+        is_same = bool(same.all())
+    else:
+        is_same = bool((same | (was.isnan() & tensor.detach().isnan())).all())
+    if not is_same:
+        tensor.detach().copy_(was)
+    return is_same
 
 
 def _copies(buffers: Entries) -> Entries:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from actstore.autograd.composite import is_parameter
 from actstore.base.storage import storages_of
 from actstore.errors import StateError
-from actstore.recompute.replay import RegionCall, Rewound
+from actstore.recompute.replay import RegionCall
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -73,14 +74,15 @@ def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
 class _RegionBytes:
     """Bytes that one run of a region has saved, by storage, and the callbacks of its end."""
 
-    __slots__ = ("booked", "done", "fresh", "last", "nbytes", "repeating", "traced")
+    __slots__ = ("booked", "done", "fresh", "has_all", "last", "nbytes", "repeating", "traced")
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
         self.fresh = 0  # of these, bytes of storages that count for the first time
         self.booked = set[int]()  # storages that the ledger books elsewhere
+        self.has_all = False  # backward needs nothing that the run has not saved yet
         self.repeating: Repeating | None = None
-        self.last: Rewound | None = None
+        self.last: AbstractContextManager[None] | None = None
         self.done: Callable[[], None] | None = None  # ends the gauge's measurement
         self.traced: Callable[[], None] | None = None  # ends the trace's event
 
@@ -100,9 +102,10 @@ class CountSaved(Delegating):
         self.inputs = set[int]()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
         self.packs = 0  # tensors that it saved
+        self._number = 0  # of the operator that saved the last one
 
     def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
-        scope, weights = self._scope, self._weights
+        scope, weights, call = self._scope, self._weights, self._call
         parameters, counted = scope.parameters, scope.storages.counted
         buffers, sizes = weights.buffers, seen.nbytes
 
@@ -116,6 +119,11 @@ class CountSaved(Delegating):
                 if key not in parameters:
                     sizes[key] = storage.nbytes()
             self.packs += 1
+            number = _get_sequence_nr()
+            if number != self._number:
+                self._number, call.unsettled = number, False
+            if not tensor.requires_grad and tensor._base is None and not is_parameter(tensor):
+                call.unsettled = True
             return pack(tensor)
 
         return counting
@@ -169,39 +177,49 @@ class CountRecomputed(Delegating):
         seen.booked, seen.repeating = booked, repeating
 
     def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
-        parameters, sizes, repeats = self._parameters, seen.nbytes, self._repeats
+        parameters, sizes, settle = self._parameters, seen.nbytes, self._settle
 
         def counting(tensor: Tensor) -> Any:
             for storage in _counted(tensor):
                 key = storage._cdata
                 if key not in parameters and key not in seen.booked:
                     sizes[key] = storage.nbytes()
-            return pack(tensor) if seen.repeating is None else repeats(tensor, pack, seen.repeating)
+            return settle(tensor, pack, seen)
 
         return counting
 
-    @staticmethod
-    def _repeats(tensor: Tensor, pack: Callable[[Tensor], Any], repeating: Repeating) -> Any:
-        """Pack a tensor that a run which repeats decisions saves. Where backward needs nothing more, the mode ends the
-        run before its next operator, which may first have to move the saved tensor.
+    def _settle(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
+        """Pack a saved tensor. Where backward needs nothing more, the run ends.
+
+        Where the operator may still write to what it has saved, as RReLU fills its noise, the run goes on to its end. A
+        mode ends the run before its next operator, which may first have to move the saved tensor.
         """
-        if repeating.has_all:
+        repeating = seen.repeating
+        if seen.has_all or (repeating is not None and repeating.has_all):
             raise _StopRecomputationError
-        repeating.saved.append(tensor)
+        if repeating is not None:
+            repeating.saved.append(tensor)
         try:
-            if type(tensor) is not Tensor:
+            if repeating is None or type(tensor) is not Tensor:
                 return pack(tensor)
             with torch._C._DisableTorchDispatch():  # the mode must not see the copy that the checkpoint keeps
                 return pack(tensor)
         except _StopRecomputationError:
-            repeating.has_all = True
+            if self._call.unsettled:
+                seen.has_all = True
+            elif repeating is not None:
+                repeating.has_all = True
+            else:
+                raise
             return tensor.detach()
 
     def end(self, seen: _RegionBytes) -> None:
-        if seen.last is not None:
-            seen.last.__exit__()
-        if seen.done is not None:
-            seen.done()
-        if seen.traced is not None:
-            seen.traced()
+        try:
+            if seen.last is not None:
+                seen.last.__exit__(None, None, None)
+        finally:
+            if seen.done is not None:
+                seen.done()
+            if seen.traced is not None:
+                seen.traced()
         self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")

@@ -8,6 +8,7 @@ later runs   the part gives its output back, and leaves random generators as it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from actstore.errors import StateError
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Decision, Keep
 from actstore.policy.decision import exactly
-from actstore.recompute.attributes import tensors_of
+from actstore.recompute.attributes import Effects, PartAttributes
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
@@ -67,6 +68,9 @@ class ExceptedPart(ForwardWrapper):
         assert isinstance(run, FirstRun)
         call = ExceptedCall(self)
         output = call.first(leaves, run, lambda: forward(*args, **kwargs))
+        given, _ = flatten(args, kwargs)
+        if len(given) != len(leaves) or not all(map(is_, given, leaves)):  # a list or a dict among the arguments
+            raise _writes(self)
         run.parts.calls.append(call)
         return output
 
@@ -110,14 +114,14 @@ class ExceptedCall:
     Attributes
     ----------
     part : the part
-    attributes : those of its modules that it has put tensors into
+    effects : what it has left in attributes of its modules
     """
 
-    __slots__ = ("_output", "_packs", "_states", "_views", "attributes", "part")
+    __slots__ = ("_output", "_packs", "_states", "_views", "effects", "part")
 
     def __init__(self, part: ExceptedPart) -> None:
         self.part = part
-        self.attributes: list[tuple[Module, str]] = []
+        self.effects = Effects([], [])
         self._views: list[ArgumentView] = []
         self._states: list[tuple[GeneratorAccess, Any]] = []
         self._output: PartOutput | None = None
@@ -132,7 +136,7 @@ class ExceptedCall:
         """
         generators = run.parts.generators
         versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        before, attributes = generators.now(), tensors_of(self.part.modules)
+        before, attributes = generators.now(), PartAttributes(self.part.modules)
         kept: dict[int, int] = {}
         unpack: Callable[[Any], Tensor] = run.parts.unpack
         if unpack is not reading.unpack:
@@ -143,14 +147,9 @@ class ExceptedCall:
         self._states = [
             (source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old
         ]
-        left = tensors_of(self.part.modules)
-        self.attributes = [key for key, tensor in left.items() if attributes.get(key) is not tensor]
+        self.effects = attributes.effects()
         if any(leaf._version != version for leaf, version in versions):
-            raise StateError(
-                f"part={self.part.name}: a part that is excepted from a recomputation must not write to its arguments "
-                "in place. Write a new tensor (inplace=False), name a module inside of it, or leave its rule out.",
-                module=self.part.name,
-            )
+            raise _writes(self.part)
         self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
         self._packs = run.count()
         return output
@@ -231,8 +230,17 @@ class ExceptedCall:
             raise _StopRecomputationError
         for source, state in self._states:
             source.set(state)
+        self.effects.repeat()
         with run.paused():
             return self._output.again(leaves, run)
+
+
+def _writes(part: ExceptedPart) -> StateError:
+    return StateError(
+        f"part={part.name}: a part that is excepted from a recomputation must not write to its arguments in place. "
+        "Write a new tensor (inplace=False), name a module inside of it, or leave its rule out.",
+        module=part.name,
+    )
 
 
 def _reading(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

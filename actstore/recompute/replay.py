@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -18,7 +19,9 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.model.generators import GeneratorStates
 from actstore.model.surroundings import Surroundings
+from actstore.model.switches import Switches
 from actstore.model.weights import Weights
+from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry, Values
 from actstore.recompute.keeping import keeping, serving
 from actstore.recompute.offers import Offers
@@ -57,11 +60,13 @@ class RegionCall:
     ----------
     decisions : decisions of the first run, if later runs repeat them
     parts : calls of the parts and operators that do not run again; None under a policy without such rules
+    unsettled : whether the last operator that saves tensors may still write to one of them when it has saved it
     """
 
     __slots__ = (
-        "__weakref__", "account", "chain", "decisions", "form", "forward", "generators", "given", "made", "number",
-        "parts", "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "unpack", "weights",
+        "__weakref__", "account", "attributes", "chain", "decisions", "form", "forward", "generators", "given", "made",
+        "number", "parts", "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "switches", "unpack",
+        "unsettled", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +78,9 @@ class RegionCall:
         form: Form,
         unpack: Callable[[Any], Tensor],
         weights: Weights,
+        attributes: AttributeStates,
         generators: GeneratorStates,
+        switches: Switches,
     ) -> None:
         self.region = region
         self.account = account
@@ -83,8 +90,10 @@ class RegionCall:
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.unpack = unpack
         self.weights = weights
+        self.attributes = attributes
         self.generators = generators
-        self.surroundings: Surroundings | None = None  # of a call whose output may be replayed
+        self.surroundings = Surroundings()
+        self.switches = switches
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.chain: CallChain | None = None  # None unless its decision replays inputs
@@ -93,6 +102,7 @@ class RegionCall:
         self.decisions: Decisions | None = None
         self.parts: RegionParts | None = None
         self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
+        self.unsettled = False
 
     def carries(self) -> Iterator[Carry]:
         """Yield the inputs that other calls of the chain have returned."""
@@ -120,7 +130,7 @@ class RegionCall:
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """Prepare a rerun on equal inputs. Returns its function, the storages of inputs booked as held, and its mode.
 
-        The caller rewinds weights, buffers and generators. Repeatable, and safe from any thread.
+        The caller enters `rewound`. Repeatable, and safe from any thread.
         """
         values = self.chain.values_for(self) if self.chain is not None else {}
         return self._prepare(values)
@@ -130,7 +140,6 @@ class RegionCall:
 
         Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
-        assert self.surroundings is not None, "set where a call joins a chain"
         run, _, _ = self._prepare(values)
         with self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(run())
@@ -166,35 +175,21 @@ class RegionCall:
 
         return run, kept, repeating
 
-    def rewound(self) -> Rewound:
-        """Return a context in which modules have the weights and buffers of the first run, and generators their states
-        before it.
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Give modules the weights, buffers and attributes from before the first run until exit.
+
+        The same holds for the states of generators, the default device, and PyTorch's switches.
         """
-        return Rewound(self.weights.again(), self.generators.again())
-
-
-class Rewound:
-    """Context in which modules have the weights and buffers of a first run, and generators their states before it."""
-
-    __slots__ = ("_generators", "_weights")
-
-    def __init__(self, weights: Weights, generators: GeneratorStates) -> None:
-        self._weights = weights
-        self._generators = generators
-
-    def __enter__(self) -> None:
-        self._weights.rewind()
-        try:
-            self._generators.rewind()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._generators.resume()
-        finally:
-            self._weights.resume()
+        weights, generators = self.weights.again(), self.generators.again()
+        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound():
+            weights.rewind()
+            try:
+                generators.rewind()
+                yield
+            finally:
+                generators.resume()
+                weights.resume()
 
 
 class CallOutput(NamedTuple):
@@ -212,6 +207,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.generators: GeneratorStates | None = None  # of the last call
+        self.switches: Switches | None = None  # in the last call
         self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}

@@ -13,7 +13,7 @@ from torch.nn import Module
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
-from actstore.recompute.attributes import hidden
+from actstore.recompute.attributes import Effects, hidden
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.modes import Mode
 
@@ -29,10 +29,10 @@ class PartCall(Protocol):
 
     Attributes
     ----------
-    attributes : those of modules that hold tensors since then
+    effects : what it has left in attributes of modules
     """
 
-    attributes: list[tuple[Module, str]]
+    effects: Effects
 
     @property
     def part(self) -> ForwardWrapper:
@@ -170,7 +170,7 @@ class LaterRun(RegionRun):
         for wrapper in wrappers:  # the store may have been left, and its wrappers with it
             wrapper.enter(self)
         try:
-            with hidden([attribute for call in self.parts.calls for attribute in call.attributes]):
+            with hidden([call.effects for call in self.parts.calls]):
                 return super().run(forward, *args, **kwargs)
         finally:
             for wrapper in wrappers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.jit import ScriptModule
-from torch.nn import Module, RReLU
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -23,10 +23,11 @@ from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
-from actstore.model.surroundings import Surroundings
-from actstore.model.weights import Weights
+from actstore.model.switches import Switches
+from actstore.model.weights import Weights, WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
+from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
 from actstore.recompute.counting import CountRecomputed, CountSaved
@@ -104,10 +105,10 @@ class Wrapped(ForwardWrapper):
         self._entry_of = entry_of
         self._double = double
         self._alike = alike
-        self._noisy = [part for part in module.modules() if isinstance(part, RReLU)]
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lengths: dict[int, int] = {}
+        self._writes = WriteHistory()
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
@@ -148,8 +149,6 @@ class Wrapped(ForwardWrapper):
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=lambda: (saved, counter),
-                # RReLU saves its noise before it draws it: a second run must not stop there, even if nothing follows.
-                early_stop=not any(part.training for part in self._noisy),
                 **_RESPECT,
             )
         except BaseException as error:
@@ -160,6 +159,7 @@ class Wrapped(ForwardWrapper):
             tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack
         call.generators.ended()
         call.weights.ended()
+        call.attributes.ended()
         if call.decisions is not None:
             call.decisions.ended()
             calls.offers.add(call.decisions)
@@ -191,8 +191,13 @@ class Wrapped(ForwardWrapper):
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
-        weights = Weights(self._module, modules, self._once)
-        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, weights, generators)
+        weights = Weights(self._module, modules, self._once, self._writes)
+        attributes = AttributeStates(() if _is_gathered(modules) else modules)
+        switches = calls.switches = Switches.now(calls.switches)
+        account = place.account(0)
+        call = RegionCall(
+            self._region, account, forward, leaves, form, unpack, weights, attributes, generators, switches
+        )
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.decision = self._decision
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
@@ -262,7 +267,6 @@ class Wrapped(ForwardWrapper):
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
             if calls.begin(CallChain):
                 call.account.note = "begins another chain: no recomputed call returned its inputs"
-        call.surroundings = Surroundings()
         last = chain.arrive(call)
         carries = {}
         for i, (producer, index) in found.items():
@@ -279,6 +283,14 @@ class Wrapped(ForwardWrapper):
                     chain.hold(carry)
             carries[i] = carry
         return carries
+
+
+def _is_gathered(modules: Iterable[Module]) -> bool:
+    """Return whether DeepSpeed gathers the weights: its hooks count, in attributes, each run of a module."""
+    for module in modules:
+        for weight in module._parameters.values():
+            return hasattr(weight, "ds_id")
+    return False
 
 
 @functools.cache

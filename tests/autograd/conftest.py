@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import pytest
 
+import actstore.autograd.hooks
 import actstore.autograd.storages
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, train_step
@@ -66,5 +67,6 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> None:
         return revive(key)
 
     monkeypatch.setattr(actstore.autograd.storages, "hold_weak", hold_weak)
+    monkeypatch.setattr(actstore.autograd.hooks, "hold_weak", hold_weak)
     monkeypatch.setattr(actstore.autograd.storages, "free_weak", free_weak)
     monkeypatch.setattr(actstore.autograd.storages, "revive", revived)

@@ -12,9 +12,10 @@ from actstore import ActivationStore, Encode, Keep, Offload
 from actstore.autograd.handles import Stored
 from actstore.base.ledger import Ledger
 from actstore.codecs import Raw
+from actstore.policy import parse_decision
 from actstore.session.entries import is_active
 from actstore.store.store import Store
-from tests.autograd.checks import check_drained, check_same, gc_off, pools, settle
+from tests.autograd.checks import check_drained, check_same, gc_off, pools, settle, train_step
 
 POLICIES = ["keep", "raw", "raw @ host", "raw @ disk"]
 
@@ -183,3 +184,26 @@ def test_a_source_may_change_and_die_while_its_bytes_are_still_on_their_way(back
     finally:
         may_write.set()
     check_same(found, torch.autograd.grad((x * 1).square().sin().sum(), x))
+
+
+@pytest.mark.parametrize("where", ["first", "later"])
+@pytest.mark.parametrize("policy", ["raw", "raw @ host", "raw @ disk"])
+def test_a_policy_that_fails_leaves_nothing_booked(policy, where):
+    """The error passes as it is, and the next step is a good one."""
+    decision, asked = parse_decision(policy), []
+
+    def choose(site, spec):
+        asked.append(site)
+        if len(asked) == (1 if where == "first" else 3):
+            raise LookupError("no decision")
+        return decision
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    batch, store = (torch.randn(4, 8, requires_grad=True),), make(choose, model)
+    with gc_off():
+        with pytest.raises(LookupError, match="no decision"):
+            train_step(model, batch, store)
+        assert len(asked) == (1 if where == "first" else 3)
+        check_drained(store)
+        check_same(train_step(model, batch, store), train_step(model, batch))
+        check_drained(store)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu
 
 from actstore import ActivationStore
+from actstore.errors import MutationError
 from tests.autograd.checks import check_drained, check_same, gc_off
 
 POLICIES = ["keep", "raw", "raw @ disk"]
@@ -107,3 +108,56 @@ def test_save_on_cpu_inside(policy):
         return lambda: torch.autograd.grad(y.sum(), x)
 
     compare(run, policy)
+
+
+class AddsToMainGrad(torch.autograd.Function):
+    """Adds the gradient of a weight to one of its attributes, as Megatron-LM does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(x, None, weight)
+        ctx.scale = scale
+        return scale * x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, nothing, weight = ctx.saved_tensors
+        assert nothing is None
+        assert ctx.saved_tensors[2] is weight
+        weight.main_grad += ctx.scale * grad.t() @ x
+        return ctx.scale * grad @ weight, None, None
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "int8"])
+def test_a_weight_comes_back_with_its_attributes(policy):
+    def run():
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 8, requires_grad=True), nn.Parameter(torch.randn(4, 8))
+        weight.main_grad, weight.label = torch.zeros(4, 8), "w"
+        y = AddsToMainGrad.apply(x * 1, weight, 2.0)
+        z = Everything.apply(x * 1, 3)[0]
+
+        def after():
+            return [*torch.autograd.grad(y.sum() + z.sum(), x), weight.main_grad]
+
+        return after
+
+    if policy == "int8":
+        with make(policy):
+            after = run()
+        (_, found), (_, wanted) = after(), run()()
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+    else:
+        compare(run, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_weight_with_attributes_that_has_changed_is_refused(policy):
+    weight = nn.Parameter(torch.randn(4, 8))
+    weight.main_grad = torch.zeros(4, 8)
+    with make(policy):
+        y = AddsToMainGrad.apply(torch.randn(3, 8, requires_grad=True), weight, 1.0)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(MutationError):
+        y.sum().backward()

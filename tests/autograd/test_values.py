@@ -216,8 +216,8 @@ def test_memory_is_aligned_for_vectors(policy, nbytes):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_attributes_of_a_saved_tensor_do_not_come_back(policy):
-    """Under hooks of any kind autograd makes a new tensor of what it saved, also of a Parameter."""
+def test_attributes_of_a_saved_parameter_come_back_and_of_another_tensor_do_not(policy):
+    """Under hooks of any kind autograd makes a new tensor of what it saved. A store gives the Parameter itself."""
     seen = []
 
     class Reads(torch.autograd.Function):
@@ -230,12 +230,13 @@ def test_attributes_of_a_saved_tensor_do_not_come_back(policy):
         @staticmethod
         def backward(ctx, grad):
             x, weight = ctx.saved_tensors
-            seen.append((hasattr(weight, "main_grad"), hasattr(ctx.weight, "main_grad")))
+            assert hasattr(ctx.weight, "main_grad")
+            seen.append((hasattr(weight, "main_grad"), weight is ctx.weight, hasattr(x, "label")))
             return grad * weight, grad * x
 
     def step(context):
-        weight, x = nn.Parameter(torch.ones(4)), torch.randn(4, requires_grad=True)
-        weight.main_grad = torch.zeros(4)
+        weight, x = nn.Parameter(torch.ones(4)), torch.randn(4, requires_grad=True) * 1
+        weight.main_grad, x.label = torch.zeros(4), "x"
         with context:
             y = Reads.apply(x, weight)
         y.sum().backward()
@@ -243,7 +244,7 @@ def test_attributes_of_a_saved_tensor_do_not_come_back(policy):
     step(make(policy))
     step(save_on_cpu())
     step(torch.enable_grad())
-    assert seen == [(False, True), (False, True), (True, True)]
+    assert seen == [(True, True, False), (False, False, False), (True, True, True)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

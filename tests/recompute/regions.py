@@ -83,6 +83,10 @@ def of_masks(model, found):
     return [found[0], *(g for (name, _), g in zip(model.named_parameters(), found[1:], strict=True) if "bias" in name)]
 
 
+class Runs(list):
+    """A note of each run of a module, second runs too. A store has only lists of their own class put back."""
+
+
 class Routed(nn.Module):
     """A mixture of experts. `by_index` gathers the tokens of each expert, and otherwise all experts see all tokens."""
 
@@ -91,7 +95,7 @@ class Routed(nn.Module):
         torch.manual_seed(0)
         self.norm, self.gate = nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(8))
-        self.by_index, self.noise, self.chosen = by_index, noise, []
+        self.by_index, self.noise, self.chosen = by_index, noise, Runs()
 
     def forward(self, x):
         h = self.norm(x)

@@ -493,6 +493,87 @@ def test_a_region_that_reads_an_attribute_that_its_part_has_set(use):
     del loss, aux, model.blocks[0].part.lin.aux
 
 
+def leaves_plain(lin, x):
+    lin.count = getattr(lin, "count", 0) + 1
+    return lin(x).sin()
+
+
+def test_a_region_reads_the_plain_value_that_its_part_has_set():
+    model = Stack(lambda: Around(leaves_plain, lambda part, h: (part(h) * part.lin.count).sin()))
+    plain = copy.deepcopy(model)
+    with make(model, policy("keep")):
+        loss = model(*model.batch()).sum() + model(*model.batch()).exp().sum()
+    wanted = plain(*model.batch()).sum() + plain(*model.batch()).exp().sum()
+    leaves = [list(each.parameters()) for each in (model, plain)]
+    check_same(torch.autograd.grad(loss, leaves[0]), torch.autograd.grad(wanted, leaves[1]))
+    assert [block.part.lin.count for block in model.blocks] == [2] * len(model.blocks)
+
+
+def appends(lin, x):
+    lin.rows.append(float(x.detach().mean()))
+    return lin(x).sin()
+
+
+def replaces_a_list(lin, x):
+    lin.rows = [*lin.rows, float(x.detach().mean())]
+    return lin(x).sin()
+
+
+@pytest.mark.parametrize("keep", [appends, replaces_a_list])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: rows[0],
+        sum,
+        len,
+        lambda rows: 1.0 if rows else 2.0,
+        lambda rows: rows.index(min(rows)),
+    ],
+)
+def test_a_region_that_reads_an_object_that_its_part_has_changed(keep, use):
+    def around(part, h):
+        y = part(h)
+        return (y * use(part.lin.rows)).sin()
+
+    model = Stack(lambda: Around(keep, around), blocks=1)
+    lin = model.blocks[0].part.lin
+    lin.rows = []
+    with make(model, policy("keep")):
+        loss = model(*model.batch()).sum()
+    rows = list(lin.rows)
+    with pytest.raises(StateError, match=r"attribute=Linear\.rows: .* leave its rule out"):
+        loss.backward()
+    assert lin.rows == rows
+    assert len(rows) == 1
+
+
+def test_a_part_that_changes_a_list_that_it_is_given_is_an_error():
+    class Collects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, rows):
+            rows.append(1.0)
+            return self.lin(x)
+
+    class Collecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Collects()
+
+        def forward(self, x):
+            rows = []
+            return self.part(x, rows).sin() * len(rows)
+
+    model = Stack(Collecting, blocks=1)
+    with (
+        pytest.raises(StateError, match=r"part=blocks\.0\.part: .* must not write to its arguments"),
+        make(model, policy("keep")),
+    ):
+        model(*model.batch())
+
+
 def test_an_attribute_that_nothing_reads_stays():
     def keep(lin, x):
         lin.aux = lin(x).detach()
