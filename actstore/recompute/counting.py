@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from actstore.autograd.composite import is_parameter
+from actstore.base.spec import Site, describe
 from actstore.base.storage import storages_of
-from actstore.errors import StateError
+from actstore.errors import MutationError, StateError
 from actstore.recompute.replay import RegionCall
 
 if TYPE_CHECKING:
@@ -133,12 +134,14 @@ class CountSaved(Delegating):
 
         def naming(packed: Any) -> Tensor:
             try:
-                return unpack(packed)
+                tensor = unpack(packed)
             except CheckpointError as error:
                 raise diverged(call, error) from None
             except Exception as error:
                 error.add_note(f"while recomputing {region}")
                 raise
+            check_unchanged(tensor, region, call.account.site)
+            return tensor
 
         return naming
 
@@ -201,9 +204,9 @@ class CountRecomputed(Delegating):
             repeating.saved.append(tensor)
         try:
             if repeating is None or type(tensor) is not Tensor:
-                return pack(tensor)
+                return pack(_dated(tensor))
             with torch._C._DisableTorchDispatch():  # the mode must not see the copy that the checkpoint keeps
-                return pack(tensor)
+                return pack(_dated(tensor))
         except _StopRecomputationError:
             if self._call.unsettled:
                 seen.has_all = True
@@ -223,3 +226,31 @@ class CountRecomputed(Delegating):
             if seen.traced is not None:
                 seen.traced()
         self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")
+
+
+def _dated(tensor: Tensor) -> Any:
+    """Return an alias that knows its version now, and sees later ones. A frozen parameter may get new data: itself."""
+    if isinstance(tensor, Parameter) and not tensor.requires_grad:
+        return tensor
+    alias: Any = tensor.detach()
+    alias.actstore_version = alias._version
+    return alias
+
+
+def check_unchanged(tensor: Tensor, region: str, site: Site) -> None:
+    """Check that the second run of a region has not written to a tensor after it saved that.
+
+    Raises
+    ------
+    MutationError : it has. Plain autograd raises an error, too
+    """
+    expected = getattr(tensor, "actstore_version", None)
+    if expected is not None and tensor._version != expected:
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{describe(tensor)}], saved inside {region}, is at version {tensor._version}; expected version "
+            f"{expected} instead. Replace the in-place operation that follows in the module.",
+            site=site,
+            expected=expected,
+            found=tensor._version,
+        )

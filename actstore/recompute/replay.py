@@ -186,7 +186,8 @@ class RegionCall:
             weights.rewind()
             try:
                 generators.rewind()
-                yield
+                with _outside_of_vmap():
+                    yield
             finally:
                 generators.resume()
                 weights.resume()
@@ -257,6 +258,19 @@ def _fresh(tensor: Tensor, *, requires_grad: bool, copy: bool) -> Tensor:
     """Return an alias without history, or a copy where the forward that takes it may write to it."""
     alias = tensor.detach().clone() if copy else tensor.detach()
     return alias.requires_grad_() if requires_grad else alias
+
+
+@contextmanager
+def _outside_of_vmap() -> Iterator[None]:
+    """Leave the vmap of a backward with `is_grads_batched`, which refuses random numbers. No rerun is batched."""
+    level = torch._C._vmapmode_increment_nesting()
+    for _ in range(level):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(level - 1):
+            torch._C._vmapmode_increment_nesting()
 
 
 def _no_hooks() -> saved_tensors_hooks:

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd import forward_ad
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
@@ -117,6 +118,8 @@ class Wrapped(ForwardWrapper):
         if not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
             if not self._double.told and in_checkpoint():
                 self._double.tell_inside(self._region)
+            return forward(*args, **kwargs)
+        if forward_ad._current_level >= 0:  # a second run has no tangents, and so saves other tensors
             return forward(*args, **kwargs)
         first = self._decision.first
         scope, calls = entry.scope, entry.calls

@@ -7,15 +7,22 @@ A tree is a tuple of a name and its parts, so that hypothesis can draw it and ma
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import graph
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from actstore import tag
 
@@ -60,6 +67,73 @@ class Cubed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, out = ctx.saved_tensors
         return grad * 3 * x.square() + 0 * out * grad
+
+
+class SetUp(torch.autograd.Function):
+    """Saves in `setup_context` an input and both outputs, of which one may get no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        middle = x.sin()
+        return middle.exp(), middle
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        x, out, middle = ctx.saved_tensors
+        parts = [grad * factor for grad, factor in ((first, out), (second, 1 + 0 * middle)) if grad is not None]
+        return sum(parts[1:], parts[0]) * x.cos() if parts else None
+
+
+class Once(torch.autograd.Function):
+    """Can be differentiated once only, and has an output that cannot be at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        best = x.argmax(-1)
+        ctx.mark_non_differentiable(best)
+        ctx.save_for_backward(x, best)
+        return x.cos(), best
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        x, best = ctx.saved_tensors
+        return -grad * x.sin() + 0 * best.unsqueeze(-1)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes to its input, and saves it afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return grad * 2 + 0 * out
+
+
+class Scribbling(torch.autograd.Function):
+    """Its backward writes to a tensor of its own that it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return slope.mul_(grad)
 
 
 class Attention(nn.Module):
@@ -152,6 +226,60 @@ class Tied(nn.Module):
         return self.last(self.inner(torch.tanh(self.first(x))))
 
 
+class Watched(nn.Module):
+    """Has a hook of each kind that sees gradients of its parameters and its output; `train` compares what they saw."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self._seen: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._handles: list[Any] = []
+        for weight in inner.parameters():
+            if weight.requires_grad:
+                weight.register_hook(self._see)
+                weight.register_post_accumulate_grad_hook(lambda weight: self._see(weight.grad))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * 1
+        if y.requires_grad:
+            y.register_hook(self._see)
+            y.retain_grad()
+            both = [tensor for tensor in (x, y) if tensor.requires_grad]
+            for mode in ("all", "any"):
+                self._handles.append(graph.register_multi_grad_hook(both, self._see_all, mode=mode))
+            if _current_graph_task_id() == -1:  # what runs again in backward gets no gradient
+                self._outputs.append(y)
+        return y
+
+    def _see(self, grad: Tensor | None) -> None:
+        if grad is not None and not is_legacy_batchedtensor(grad):
+            self._seen.append(grad.detach().clone())
+
+    def _see_all(self, grads: Any) -> None:
+        for grad in grads if isinstance(grads, list | tuple) else [grads]:
+            self._see(grad)
+
+    def gradients(self) -> list[Tensor]:
+        """What the hooks saw since the last call, each value once: a recomputed backward sees it again."""
+        for output in self._outputs:
+            if output.grad is not None:
+                self._seen.append(output.grad.detach())
+        for handle in self._handles:  # a hook on several tensors holds their nodes
+            handle.remove()
+        found = {(seen.dtype, seen.shape, repr(seen.flatten().tolist())): seen for seen in map(_dense, self._seen)}
+        self._seen, self._outputs, self._handles = [], [], []
+        return [found[key] for key in sorted(found, key=str)]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+class Subclass(torch.Tensor):
+    """A class of tensors that its operators keep."""
+
+
 def _filtered(x: Tensor) -> Tensor:
     """Through complex numbers, of which there are none of half precision on a CPU."""
     x = x.float() if x.dtype == torch.bfloat16 else x
@@ -188,6 +316,116 @@ def _gradient_scaled(inner: nn.Module, x: Tensor) -> Tensor:
     if y.requires_grad:
         y.register_hook(lambda grad: grad * 0.5)
     return y
+
+
+def _node_hooked(inner: nn.Module, x: Tensor) -> Tensor:
+    y = inner(x) * 1
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: tuple(g if g is None else g * 0.5 for g in grads))
+        y.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else g.sin() for g in grads))
+    return y
+
+
+def _view_written(x: Tensor) -> Tensor:
+    y = x * 1
+    y.select(-1, 0).mul_(2)
+    y.transpose(1, 2)[:, 2].add_(y.mean())
+    y[..., 1:].sigmoid_()
+    return y.exp() * y.narrow(1, 0, 1)
+
+
+def _overwritten(inner: nn.Module, x: Tensor) -> Tensor:
+    """What is saved changes, where that is allowed."""
+    y = inner(x) * 1
+    out = y * y.sigmoid()
+    if graph._allow_mutation_on_saved_tensors_enabled:
+        with torch.no_grad():
+            y.mul_(3)
+    return out + y.detach()
+
+
+def _spoiled(inner: nn.Module, x: Tensor) -> Tensor:
+    """What is saved changes, and more is saved afterwards."""
+    y = inner(x) * 1
+    out = y * y.sigmoid()
+    with torch.no_grad():
+        y.mul_(3)
+    return out.sin() + y.detach()
+
+
+def _differentiated(inner: nn.Module, x: Tensor) -> Tensor:
+    """With its own slope, as a penalty of gradients has it."""
+    if not torch.is_grad_enabled():
+        return inner(x)
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    y = inner(x)
+    (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True, allow_unused=True)
+    return y if slope is None else y + slope.sin()
+
+
+def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
+    """Reads what its node has saved, before backward does."""
+    y = inner(x).exp()
+    return y if y.grad_fn is None else y * y.grad_fn._saved_result.detach()
+
+
+def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        gate = inner(x.detach())
+    return x * gate.clone() + inner(x)
+
+
+def _with_own_hooks(inner: nn.Module, x: Tensor) -> Tensor:
+    with graph.saved_tensors_hooks(lambda tensor: [tensor.detach().clone()], lambda packed: packed[0]):
+        y = inner(x)
+    return y.sin()
+
+
+def _on_a_thread(inner: nn.Module, x: Tensor) -> Tensor:
+    grad = torch.is_grad_enabled()
+
+    def run() -> Tensor:
+        with torch.set_grad_enabled(grad):
+            return inner(x.float() if x.dtype == torch.bfloat16 else x)
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
+
+
+def _checkpoint_reentrant(inner: nn.Module, x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
+        return checkpoint(inner, x, use_reentrant=True)
+
+
+def _checkpoint_selective(inner: nn.Module, x: Tensor) -> Tensor:
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def _computed_weights(inner: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(inner, {name: p * 1.5 for name, p in inner.named_parameters()}, (x,))
+
+
+def _stepped_in_backward(inner: nn.Module) -> nn.Module:
+    """Each weight is updated as soon as its gradient is there."""
+
+    def step(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight.sub_(0.1 * weight.grad)
+        weight.grad = None
+
+    for weight in inner.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(step)
+    return Around(inner, lambda inner, x: inner(x))
+
+
+def _hooked_before(inner: nn.Module) -> nn.Module:
+    layer = nn.Sequential(inner, nn.Tanh())
+    layer.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+    return layer
 
 
 def _full_precision(inner: nn.Module, x: Tensor) -> Tensor:
@@ -243,7 +481,18 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: orthogonal(nn.Linear(WIDTH, WIDTH)),
     "bilinear": lambda: Around(nn.Bilinear(WIDTH, WIDTH, WIDTH), lambda inner, x: inner(x, x.cos())),
     "embedding": lambda: Around(nn.Embedding(WIDTH, WIDTH), lambda inner, x: x + inner(x.detach().argmax(-1))),
+    "sparse embedding": lambda: Around(
+        nn.Embedding(WIDTH, WIDTH, sparse=True), lambda inner, x: x + inner(x.detach().argmax(-1))
+    ),
     "function": lambda: Call(Cubed.apply),
+    "function of one output": lambda: Call(lambda x: SetUp.apply(x)[0]),
+    "function of two outputs": lambda: Call(lambda x: torch.add(*SetUp.apply(x))),
+    "function of no second order": lambda: Call(lambda x: Once.apply(x)[0]),
+    "function that writes": lambda: Call(lambda x: Doubled.apply(x * 1)),
+    "function that scribbles": lambda: Call(Scribbling.apply),
+    "written views": lambda: Call(_view_written),
+    "vmap": lambda: Call(torch.vmap(lambda row: row * row.tanh().cumsum(-1))),
+    "jvp": lambda: Call(lambda x: torch.func.jvp(torch.sin, (x,), (x.cos(),))[1]),
     "sorted": lambda: Call(lambda x: x.sort(-1).values * x.topk(1).values),
     "gathered": lambda: Call(lambda x: x.index_select(-1, torch.arange(WIDTH - 1, -1, -1))[:, [-1] * x.shape[1]]),
     "spectrum": lambda: Call(_filtered),
@@ -273,6 +522,21 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "detached": lambda inner: Around(inner, lambda inner, x: inner(x).detach() * x),
     "marked behind": lambda inner: Around(inner, lambda inner, x: tag(inner(x), "marked").sin() + x),
     "checkpoint": lambda inner: Around(inner, lambda inner, x: checkpoint(inner, x, use_reentrant=False)),
+    "checkpoint, reentrant": lambda inner: Around(inner, _checkpoint_reentrant),
+    "checkpoint, selective": lambda inner: Around(inner, _checkpoint_selective),
+    "watched": Watched,
+    "node hooked": lambda inner: Around(inner, _node_hooked),
+    "hooked before": _hooked_before,
+    "stepped in backward": _stepped_in_backward,
+    "overwritten": lambda inner: Around(inner, _overwritten),
+    "spoiled": lambda inner: Around(inner, _spoiled),
+    "differentiated": lambda inner: Around(inner, _differentiated),
+    "read early": lambda inner: Around(inner, _read_early),
+    "inference mode": lambda inner: Around(inner, _in_inference_mode),
+    "own hooks": lambda inner: Around(inner, _with_own_hooks),
+    "on a thread": lambda inner: Around(inner, _on_a_thread),
+    "computed weights": lambda inner: Around(inner, _computed_weights),
+    "subclass": lambda inner: Around(inner, lambda inner, x: inner(x.as_subclass(Subclass)).as_subclass(Tensor)),
 }
 
 

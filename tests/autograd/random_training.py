@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,35 +12,52 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu
 
 from actstore import ActivationStore, Disk, Host, Verify, Window
-from tests.autograd.random_models import WIDTH
+from tests.autograd.random_models import WIDTH, Watched
 
 STORED = ("keep", "raw", "raw @ disk", "raw @ host > disk", "expack", "zmask", "derive", "derive(raw @ disk)")
 RECOMPUTED = ("recompute", "recompute(raw)", "recompute(raw @ disk)", "recompute(expack)")
 CHAINS = ("recompute(segment=2)", "recompute(schedule=sqrt)", "recompute(schedule=revolve, slots=1)")
 INNER = ("@matmul", "@sdpa", "@activation", "@norm", "@conv", "@aten.*", "@aten.mul", "marked")
-WAYS = ("one", "inside", "two at once", "retained", "differentiated twice", "of some", "fixed input")
+
+LOSSY_CODECS = ("int8", "int8(round=stochastic)", "int4", "fp8", "e5m6", "nf4", "zmask(int8)")
+LOSSY = tuple(f"{codec}{tier}" for codec in LOSSY_CODECS for tier in ("", " @ host", " @ disk"))
+LOSSY_RECOMPUTED = tuple(f"recompute({decision})" for decision in LOSSY)
+
+INSIDE = "inside", "differentiated twice inside"  # ways whose backward runs in the context of the store
+BATCHED, DUAL, MUTATED = "batched", "forward over reverse", "mutation allowed"
+OTHER_HOOKS = "hooks outside"  # of the store; plain training has none
+WAYS = (
+    "one", *INSIDE, "two at once", "retained", "differentiated twice", "of some", "into some", "fixed input",
+    BATCHED, DUAL, MUTATED, "on threads", OTHER_HOOKS,
+)  # fmt: skip
+AROUND = {MUTATED: allow_mutation_on_saved_tensors, OTHER_HOOKS: save_on_cpu, DUAL: forward_ad.dual_level}
+CHANGED = "modified by an inplace operation"  # what autograd says of a saved tensor
 
 
 @st.composite
-def policies(draw: st.DrawFn, model: nn.Module) -> str:
+def policies(
+    draw: st.DrawFn, model: nn.Module, stored: tuple[str, ...] = STORED, recomputed: tuple[str, ...] = RECOMPUTED
+) -> str:
     """One rule for a sequence of modules, or some for modules that the model has, the inner ones first.
 
     A rule for a part of a recomputed module excepts it. Rules for operators and for a tag may come before all.
     """
     modules = dict(model.named_modules())
     rules: list[tuple[str, tuple[str, ...]]] = []
-    if draw(st.integers(0, 2)) == 0:
+    if recomputed is RECOMPUTED and draw(st.integers(0, 2)) == 0:
         chains = [name for name, module in modules.items() if name and isinstance(module, nn.Sequential)]
         rules.append((draw(st.sampled_from(chains)) + ".*", CHAINS))
     else:
         names = draw(st.lists(st.sampled_from(list(modules)[1:]), min_size=1, max_size=3, unique=True))
-        kinds = st.sampled_from([STORED, RECOMPUTED])
+        kinds = st.sampled_from([stored, recomputed])
         rules += [(name, draw(kinds)) for name in sorted(names, key=lambda name: -name.count("."))]
     for word in draw(st.lists(st.sampled_from(INNER), max_size=2, unique=True)):
-        rules.insert(0, (f"{draw(st.sampled_from(['*', *list(modules)[1:]]))}/{word}", STORED))
-    rules.append(("*", STORED))
+        rules.insert(0, (f"{draw(st.sampled_from(['*', *list(modules)[1:]]))}/{word}", stored))
+    rules.append(("*", stored))
     return "; ".join(f"{pattern} : {draw(st.sampled_from(decisions))}" for pattern, decisions in rules)
 
 
@@ -52,27 +71,27 @@ def arguments_of(drawn: dict[str, Any], folder: Path | None = None) -> dict[str,
     }
 
 
-def train(model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool) -> list[Any]:
+def train(
+    model: nn.Module,
+    store: ActivationStore | None,
+    way: str,
+    dtype: torch.dtype,
+    autocast: bool,
+    *,
+    around: Callable[[], Any] = nullcontext,
+) -> list[Any]:
     """Two steps; losses, gradients, parameters, buffers, and where the random numbers have got to."""
     torch.manual_seed(1)
     random.seed(1)
     found: list[Any] = []
     for _ in range(2):
-        inputs, losses = [], []
-        for _ in range(2 if way == "two at once" else 1):
-            x = torch.randn(2, 4, WIDTH, dtype=dtype, requires_grad=way != "fixed input")
-            with (
-                store or nullcontext(),
-                torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(),
-            ):
-                loss = model(x).float().square().mean()
-                if way == "inside" and loss.requires_grad:
-                    loss.backward()
-            inputs.append(x)
-            losses.append(loss)
-        found += [loss.detach() for loss in losses]
-        backward(way, losses, [*model.parameters(), *inputs])
-        found += [x.grad for x in inputs]
+        outer = nullcontext if way == OTHER_HOOKS and store is None else AROUND.get(way, nullcontext)
+        with outer(), around():
+            try:
+                found += step(model, store, way, dtype, autocast)
+            finally:
+                watched = [grad for part in model.modules() if isinstance(part, Watched) for grad in part.gradients()]
+        found += watched
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
@@ -81,21 +100,61 @@ def train(model: nn.Module, store: ActivationStore | None, way: str, dtype: torc
     return [*found, torch.get_rng_state(), torch.tensor(random.random())]
 
 
-def backward(way: str, losses: list[Tensor], tensors: list[Tensor]) -> None:
-    losses = [loss for loss in losses if loss.requires_grad and way != "inside"]
+def step(model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool) -> list[Any]:
+    """The losses, and the gradients of the inputs; those of the parameters are theirs afterwards."""
+    inputs: list[Tensor] = []
+    losses: list[Tensor] = []
+    found: list[Any] = []
+    run = on_a_thread if way == "on threads" else lambda work: work()
+
+    def forward() -> None:
+        x = torch.randn(2, 4, WIDTH, dtype=dtype, requires_grad=way != "fixed input")
+        given = forward_ad.make_dual(x, x.detach().cos()) if way == DUAL else x
+        with (
+            store or nullcontext(),
+            torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(),
+        ):
+            loss = model(given).float().square().mean()
+            if way in INSIDE:
+                found.extend(backward(way, [loss], [*model.parameters(), x]))
+        inputs.append(x)
+        losses.append(loss)
+
+    for _ in range(2 if way == "two at once" else 1):
+        run(forward)
+    if way not in INSIDE:
+        run(lambda: found.extend(backward(way, losses, [*model.parameters(), *inputs])))
+    return [*(loss.detach() for loss in losses), *found, *(x.grad for x in inputs)]
+
+
+def on_a_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(work).result()
+
+
+def backward(way: str, losses: list[Tensor], tensors: list[Tensor]) -> list[Any]:
+    """Give `tensors` their gradients. Returns what else came of it."""
     tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    for loss in reversed(losses):
+    found: list[Any] = []
+    for loss in reversed([loss for loss in losses if loss.requires_grad]):
         if way == "retained":
             loss.backward(retain_graph=True)
-        if way == "differentiated twice":
+        if way.startswith("differentiated twice"):
             grads = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
             loss = sum((g.square().sum() for g in grads if g is not None and g.requires_grad), torch.zeros(()))
             if not loss.requires_grad:
                 continue
-        if way == "of some":
-            for tensor, grad in zip(
-                tensors[::2], torch.autograd.grad(loss, tensors[::2], allow_unused=True), strict=True
-            ):
-                tensor.grad = grad
+        if way in ("of some", BATCHED, DUAL):
+            some = tensors[::2] if way == "of some" else tensors
+            ones = torch.tensor([1.0, -2.0, 0.5]) if way == BATCHED else None
+            grads = torch.autograd.grad(loss, some, ones, allow_unused=True, is_grads_batched=way == BATCHED)
+            for tensor, grad in zip(some, grads, strict=True):
+                if way == DUAL and grad is not None:
+                    grad, tangent = forward_ad.unpack_dual(grad)
+                    found.append(tangent)
+                tensor.grad = grad.sum(0) if way == BATCHED and grad is not None else grad
+        elif way == "into some":
+            loss.backward(inputs=tensors[::2])
         else:
             loss.backward()
+    return found

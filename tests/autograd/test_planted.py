@@ -1,5 +1,7 @@
 """Bugs that stores have had, planted one at a time: the checks of this folder must find each."""
 
+from weakref import WeakSet
+
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ from actstore.tiers import DiskTier
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import build
 from tests.autograd.test_fresh import PAIRS, VIEWS, base, check_comes_back, test_a_backward_that_scribbles_harms_nobody
+from tests.autograd.test_lifetime import test_retain_graph_keeps_and_repeats as check_reads
 from tests.autograd.test_mutation import test_chunks_with_versions_of_their_own_are_not_mixed_up
 from tests.autograd.test_mutation import test_the_verdict_is_that_of_plain_autograd as check_verdict
+from tests.autograd.test_sharing import test_a_write_through_data_after_a_backward as check_sharing
 from tests.transfer.test_loans import never_spoiled
 
 RAW = {"policy": "raw", "min_bytes": 0}
@@ -127,6 +131,41 @@ def one_wrong_bit(patch):
     patch.setattr(Stored, "get", flipped)
 
 
+def lost_offsets(patch):
+    """Views come back from the beginning of what is stored."""
+    rebuild = Stored._rebuild
+
+    def from_the_beginning(self, owner):
+        if (owner.region is None or owner.region.compact is None) and self.offset:
+            self.offset = 0 if owner.region is None else owner.region.start
+        return rebuild(self, owner)
+
+    patch.setattr(Stored, "_rebuild", from_the_beginning)
+
+
+def read_once(patch):
+    """A second read finds what others have written to the payload's memory."""
+    get, read = Stored.get, WeakSet()
+
+    def once(self):
+        tensor = get(self)
+        if self in read and tensor.is_floating_point():
+            tensor = torch.zeros_like(tensor)
+        read.add(self)
+        return tensor
+
+    patch.setattr(Stored, "get", once)
+
+
+def stale_payloads(patch):
+    """A payload serves a later save of the same storage, whatever was written to that in between."""
+
+    def find(self, owners, handle, tensor, codec):
+        return next((owner for weak in owners if (owner := weak()) is not None and owner.covers(handle)), None)
+
+    patch.setattr(Sharing, "find", find)
+
+
 def rrelu():
     x = torch.randn(50, requires_grad=True)
 
@@ -179,6 +218,9 @@ FOUND = {
     "forgotten_slots": (forgotten_slots, lambda: dropped_output("raw")),
     "never_spoiled": (never_spoiled, scribbled_on_lent_memory),
     "one_wrong_bit": (one_wrong_bit, equal_steps),
+    "lost_offsets": (lost_offsets, equal_steps),
+    "read_once": (read_once, lambda: check_reads("raw")),
+    "stale_payloads": (stale_payloads, lambda: check_sharing("raw")),
 }
 
 

@@ -29,6 +29,7 @@ from tests.autograd import test_mutation as mutation
 from tests.autograd import test_never_lossy as never_lossy
 from tests.autograd import test_rounding as rounding
 from tests.autograd import test_values as values
+from tests.recompute import test_changed_inside as changed
 from tests.recompute import test_checkpoint as checkpoints
 from tests.recompute import test_recompute as recomputed
 from tests.recompute import test_state as state
@@ -131,6 +132,10 @@ def no_look_at_reentrant_checkpoints(patch):
         patch.setattr(module, "in_reentrant", lambda: False)
 
 
+def no_verdict_on_second_runs(patch):
+    patch.setattr("actstore.recompute.counting.check_unchanged", nothing)
+
+
 def copies_of_parameters(patch):
     patch.setattr(torch.Tensor, "is_leaf", False)
 
@@ -229,6 +234,10 @@ SWITCHES = {
     "no_look_at_reentrant_checkpoints": (
         no_look_at_reentrant_checkpoints,
         lambda: checkpoints.test_what_a_reentrant_checkpoint_runs_again_is_no_part_of_the_forward("raw"),
+    ),
+    "no_verdict_on_second_runs": (
+        no_verdict_on_second_runs,
+        lambda: changed.test_it_is_refused_as_without_a_store("recompute(raw)"),
     ),
     "copies_of_parameters": (
         copies_of_parameters,

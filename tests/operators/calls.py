@@ -102,18 +102,21 @@ def _lazily(call: Call) -> Call:
 
 
 class ModuleCall(NamedTuple):
-    """A module and a call of it, which leaves its buffers as they were before."""
+    """A module, a call of it, which leaves its buffers as they were before, and what the database knows of it."""
 
     module: nn.Module
     call: Call
+    info: Any
 
 
-def module_calls(dtype: torch.dtype, limit: int | None, *, contiguous: bool = True) -> Iterator[ModuleCall]:
-    """The first `limit` calls of each module of the database, in training and in evaluation."""
+def module_calls(
+    dtype: torch.dtype, limit: int | None, *, contiguous: bool = True, only: Sequence[str] = ()
+) -> Iterator[ModuleCall]:
+    """The first `limit` calls of each module of the database, or of those named `only`, in training and evaluation."""
     from torch.testing._internal.common_modules import module_db
 
     for info in sorted(module_db, key=lambda info: info.name):
-        if dtype not in info.supported_dtypes("cpu"):
+        if dtype not in info.supported_dtypes("cpu") or (only and info.name.rpartition(".")[2] not in only):
             continue
         for training in (True, False):
             torch.manual_seed(0)
@@ -132,7 +135,7 @@ def module_calls(dtype: torch.dtype, limit: int | None, *, contiguous: bool = Tr
                 if not contiguous:
                     args, kwargs = tree_map(_spread, (args, kwargs))
                 mode = "training" if training else "evaluation"
-                yield ModuleCall(module, _called(f"{info.name}, sample {i}, {mode}", module, args, kwargs))
+                yield ModuleCall(module, _called(f"{info.name}, sample {i}, {mode}", module, args, kwargs), info)
 
 
 def _called(name: str, module: nn.Module, args: Any, kwargs: Any) -> Call:

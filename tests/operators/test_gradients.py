@@ -41,7 +41,7 @@ def test_modules(check):
 def test_modules_that_the_store_knows():
     """Each module has a store of its own, which finds its parameters and its buffers."""
     subjects = []
-    for module, call in module_calls(torch.float64, 1):
+    for module, call, _ in module_calls(torch.float64, 1):
         subject = Subject("raw", ActivationStore(module, "raw", min_bytes=0))
         assert compare([call], gradients, [subject]) == []
         subject.close()
