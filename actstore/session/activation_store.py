@@ -28,8 +28,9 @@ from actstore.autograd.unpack import turns, unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
+from actstore.compiled.backend import GraphBackend
 from actstore.devices import cpu_memory
-from actstore.errors import StateError
+from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
@@ -41,6 +42,7 @@ from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
+from actstore.session.graphs import graph_rules
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
 from actstore.session.process import Optimizers, ProcessMemory
@@ -293,6 +295,53 @@ class ActivationStore:
             return result
 
         return inside
+
+    def compile(self, model: Module | None = None, **options: Any) -> None:
+        """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
+
+        What a graph saves for backward leaves forward as payloads, and is decoded right before backward reads it. Enter
+        the store around forward as always: the report then tells of the tensors inside of the compiled regions.
+
+        Parameters
+        ----------
+        model : a module of the store's model; None for the store's model
+        options : as for `torch.compile`: fullgraph, dynamic, mode, options, and backend, which `backend` takes as
+            `inner`
+
+        Raises
+        ------
+        ConfigError : the module is not a part of the store's model, the store has none, or the policy is one that
+            chooses
+        """
+        part = self._model if model is None else model
+        if part is None:
+            raise ConfigError("model=None: the store has no model. Give the module to compile")
+        part.compile(backend=self._backend(part, options.pop("backend", "inductor")), **options)
+
+    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+        """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
+
+        It is for the whole model, or for a function around it. `compile` also takes a part of the model.
+
+        Parameters
+        ----------
+        inner : "inductor"; "aot_eager", which runs the graphs as they are; or a function that compiles a graph of ATen
+            operators
+
+        Raises
+        ------
+        ConfigError : `inner` is unknown, or the policy is one that chooses
+        """
+        return self._backend(self._model, inner)
+
+    def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
+        chooser = "" if self._controller is None else str(self._given_policy)
+        rules = graph_rules(self._fitted.policy, chooser, self._model, part, self._min_nbytes)
+        backend = GraphBackend(rules, inner)
+        if self._inside:
+            raise StateError("a module was compiled inside of the store's context. Compile it before the first step")
+        self._fitted.leave_to_graphs(rules.target)
+        return backend
 
     @property
     def model(self) -> Module | None:
