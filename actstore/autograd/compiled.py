@@ -19,12 +19,15 @@ from actstore.base.compiler import tell_compiler
 
 _lock = Lock()
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_GRAPHS = "actstore.compiled.region"
 
 
 def region_saves() -> bool:
     """Return whether the calling saved-tensor hook runs for a compiled region, which is one autograd function."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("actstore."):
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("actstore."):
+        if name == _GRAPHS:
+            return False  # an input of a region whose own tensors are known
         frame = frame.f_back
     return frame is not None and frame.f_code is _APPLY and frame.f_locals["cls"].__name__ == "CompiledFunction"
 

@@ -79,9 +79,7 @@ class Scope:
         self.recomputing = partial(store.observers.recomputing, forward)
         self._store = store
         self._forward = forward
-        self._policy = policy
-        self._asks_operators = asks_operators(policy)
-        tracker.returned = note_norm if derives(policy) else None
+        self.follow(policy, tracker.places)
         self._min_nbytes = min_nbytes
         self._allow_mutation = allow_mutation
         self._encoder = Encoder(store, forward, tracker)
@@ -89,8 +87,6 @@ class Scope:
         self._turned = False  # whether a backward has begun
         self._alone = store.alone
         self._looked = 0  # nodes that Python has inspected
-
-    # -- pack ---------------------------------------------------------------------------------------------------------
 
     def entry_hook(self) -> Callable[..., Handle | Reader]:
         """Return the pack hook of one entry of the store, with readers in a sampled step."""
@@ -296,9 +292,7 @@ class Scope:
         ):
             return None
         node: Any = tensor.grad_fn
-        if node is None:
-            return None
-        if node.name() != producer:
+        if node is None or node.name() != producer:
             return None
         self._looked += 1
         account.decision = target[3]
@@ -329,11 +323,8 @@ class Scope:
     def _producer(self, tensor: Tensor) -> str:
         """Return the name of the autograd node whose output `tensor` is; empty where it has no node."""
         node: Any = tensor.grad_fn
-        if node is None:
-            return ""
-        self._looked += 1
-        producer: str = node.name()
-        return producer
+        self._looked += node is not None
+        return "" if node is None else str(node.name())
 
     def _decide(
         self, tensor: Tensor, frame: Frame, account: Account, key: int, outer: Tensor | None
@@ -349,13 +340,11 @@ class Scope:
             return account, decided
         if tensor.is_nested:  # it has no single shape to ask for
             return account, None
-        site = account.site
+        site, looked = account.site, 0
         if self._asks_operators:
             known = tensor if outer is None else outer
             account.operator, looked = operator_of(known, MAX_NODES_INSPECTED - self._looked)
             site = replace(site, operator=account.operator)
-        else:
-            looked = 0
         target = target_of(self._policy(site, Spec.of(tensor)))
         self._looked += looked if target is None else max(looked - 1, 0)  # the first node is looked at again
         return account, target
@@ -407,16 +396,3 @@ class Scope:
                 handle.account.alive += nbytes
             self._store.remember(weak for stored in self.storages.stored.values() for weak in stored)
             self.storages.clear()
-
-    # -- counts and tags of other modules -----------------------------------------------------------------------------
-
-    def count(self, key: int, storage: UntypedStorage) -> int:
-        """Return the bytes of a storage that plain autograd would save, and that a recomputed region does not save.
-
-        They are 0 where the storage counted before, or is a parameter's. The caller books them.
-        """
-        return 0 if key in self.parameters else self.storages.count(key, storage)
-
-    def tag(self, tensor: Tensor, name: str) -> None:
-        """Name the storage of `tensor`, for the rules of tensors that are saved from now on."""
-        self.storages.tag(tensor, name)

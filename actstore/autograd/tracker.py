@@ -83,7 +83,7 @@ def target_of(decision: Decision) -> Target | Deriving | None:
 class ModuleSites:
     """Record of one module name: its accounts in the order of its saves, and their target."""
 
-    __slots__ = ("_ledger", "_small", "accounts", "hidden", "keep_below", "name", "target", "watched")
+    __slots__ = ("_small", "accounts", "hidden", "keep_below", "ledger", "name", "target", "watched")
 
     def __init__(
         self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int, *, watched: bool = False
@@ -94,26 +94,26 @@ class ModuleSites:
         self.accounts: list[Account] = []
         self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
         self.keep_below = keep_below  # bytes: smaller storages are kept, and accounted for in groups
-        self._ledger = ledger
+        self.ledger = ledger
         self._small: Account | None = None
 
     def account(self, index: int) -> Account:
         accounts = self.accounts
         while index >= len(accounts):
-            accounts.append(self._ledger.account(Site(self.name, len(accounts))))
+            accounts.append(self.ledger.account(Site(self.name, len(accounts))))
         return accounts[index]
 
     def book(self, saved: int, held: int, count: int) -> Finalizer:
         """Record a group of small tensors as saved, and as held until the returned finalizer dies; both in bytes."""
         if self._small is None:
-            self._small = self._ledger.account(Site(self.name, SMALL_INDEX))
+            self._small = self.ledger.account(Site(self.name, SMALL_INDEX))
         self._small.note = "" if self.target is None else "small"
         self._small.count += count
-        return self._ledger.hold(self._small, saved, 0, held)
+        return self.ledger.hold(self._small, saved, 0, held)
 
     def split(self, held: Finalizer, nbytes: int) -> Finalizer:
         """Return a finalizer of its own for `nbytes` of what `book` has recorded as held."""
-        return self._ledger.split(held, nbytes)
+        return self.ledger.split(held, nbytes)
 
 
 class Frame:

@@ -11,6 +11,7 @@ _PACKAGES = [
     "accuracy",
     "base",
     "codecs",
+    "compiled",
     "devices",
     "kernels",
     "model",
@@ -21,7 +22,23 @@ _PACKAGES = [
     "transfer",
 ]
 # Without `tracker`, whose hooks are compiled with a model: they do nothing then.
-_AUTOGRAD = ["census", "composite", "derived", "handles", "hooks", "protect", "readers", "regions"]
+_AUTOGRAD = [
+    "called",
+    "census",
+    "composite",
+    "deciders",
+    "derived",
+    "encoder",
+    "handles",
+    "hooks",
+    "protect",
+    "readers",
+    "regions",
+    "sharing",
+    "storages",
+    "unpack",
+    "verdict",
+]
 _OURS = [*_PACKAGES, *(f"autograd.{name}" for name in _AUTOGRAD)]
 _told = set[str]()
 

@@ -107,14 +107,14 @@ class CountSaved(Delegating):
 
     def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
         scope, weights, call = self._scope, self._weights, self._call
-        parameters, counted = scope.parameters, scope.storages.counted
+        parameters, counted, count = scope.parameters, scope.storages.counted, scope.storages.count
         buffers, sizes = weights.buffers, seen.nbytes
 
         def counting(tensor: Tensor) -> Any:
             for storage in _counted(tensor):
                 key = storage._cdata
-                if key not in counted:
-                    seen.fresh += scope.count(key, storage)
+                if key not in counted and key not in parameters:
+                    seen.fresh += count(key, storage)
                 if key in buffers:
                     weights.saved(key)
                 if key not in parameters:

@@ -13,15 +13,15 @@ import torch
 from torch.nn import Module
 
 from actstore.accuracy import Sampler
-from actstore.accuracy.bits.payloads import Choice
 from actstore.accuracy.influence.influence import Influence
 from actstore.autograd.hooks import Scope
 from actstore.autograd.tracker import Tracker
 from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
+from actstore.compiled.backend import GraphBackend
 from actstore.devices import cpu_memory
-from actstore.errors import StateError
+from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
@@ -29,15 +29,14 @@ from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
 from actstore.session.arguments import check_plan, listed, read_chooser, read_model, read_policy
-from actstore.session.by_size import rules_by_size
-from actstore.session.causes import request_of
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
+from actstore.session.figures import StoreFigures
 from actstore.session.fitted import Fitted
+from actstore.session.graphs import graph_rules
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
-from actstore.session.process import Optimizers, ProcessMemory
-from actstore.session.report import Report
+from actstore.session.process import Optimizers
 from actstore.session.retry import call_inside
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
@@ -46,7 +45,7 @@ from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +53,7 @@ R = TypeVar("R")
 MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
 
 
-class ActivationStore:
+class ActivationStore(StoreFigures):
     """The store of a model's activations, which decides for each of them where it waits for backward.
 
     Use it as a context manager around forward, again and again, or as a decorator of a function. Backward may run
@@ -266,94 +265,58 @@ class ActivationStore:
 
         return inside
 
-    @property
-    def model(self) -> Module | None:
-        """Model of the store; None for none."""
-        return self._model
+    def compile(self, model: Module | None = None, **options: Any) -> None:
+        """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
 
-    @property
-    def policy(self) -> Policy:
-        """Policy as a value."""
-        return self._fitted.policy
-
-    @property
-    def plan(self) -> Plan | Choice | None:
-        """Current result of `Auto` (a Plan) or `Bits` (a Choice); None while steps are measured."""
-        return self._given_plan if self._controller is None else self._controller.plan
-
-    def report(self) -> Report:
-        """Return the figures of the last forward, per site and in all, and the errors of the last sampled step.
-
-        Raises
-        ------
-        AccuracyError : a site lost more than ``SampleErrors(fail=)``, and no call has raised this yet
-        """
-        store = self._store
-        store.poll()
-        gradients = None if self._influence is None else self._influence.read()
-        circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
-        hidden = tuple(place.name for place in self._fitted.places.values() if place.hidden)
-        request = request_of(self._fitted.policy, self._controller, self.plan, hidden)
-        process = None
-        if circumstances.on_host:
-            optimizers = [] if self._optimizers is None else self._optimizers.find()
-            process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
-        return Report.of(self._ledger, circumstances, errors, gradients, request, process)
-
-    def rules_by_size(
-        self, larger_than: int | str, decision: Decision | str = "recompute", among: str = "@blocks"
-    ) -> Rules:
-        """Return rules for the modules that saved more than so many bytes in the last forward, and `keep` for the rest.
-
-        What a module saved includes what the modules inside of it saved, and does not depend on the policy of that
-        forward: it is `Report.saved_bytes`, where each storage counts once, for the module that saved it first.
+        What a graph saves for backward leaves forward as payloads, and is decoded right before backward reads it. Enter
+        the store around forward as always: the report then tells of the tensors inside of the compiled regions.
 
         Parameters
         ----------
-        larger_than : bytes, an int or text such as ``"64MiB"``
-        decision : what becomes of the larger modules, as a value or text
-        among : pattern of the modules to choose from; of modules inside each other that it matches, the outermost
+        model : a module of the store's model; None for the store's model
+        options : as for `torch.compile`: fullgraph, dynamic, mode, options, and backend, which `backend` takes as
+            `inner`
 
         Raises
         ------
-        StateError : no module has saved a tensor yet
-        PolicyError : `among` matches no module, names a tag, or the store has no model
-        ConfigError : `larger_than` or `decision` does not parse
+        ConfigError : the module is not a part of the store's model, the store has none, or the policy is one that
+            chooses
         """
-        return rules_by_size(self._ledger, self._model, larger_than, decision, among)
+        part = self._model if model is None else model
+        if part is None:
+            raise ConfigError("model=None: the store has no model. Give the module to compile.")
+        part.compile(backend=self._backend(part, options.pop("backend", "inductor")), **options)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of activations that are held on the compute device now."""
-        return self._ledger.held
+    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+        """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
 
-    def held_by_module(self) -> dict[str, int]:
-        """Return `held_bytes` by the name of the module that saved them; a region's memory while it runs again is not
-        among them."""
-        return self._ledger.held_by_module()
+        It is for the whole model, or for a function around it. `compile` also takes a part of the model.
+
+        Parameters
+        ----------
+        inner : "inductor"; "aot_eager", which runs the graphs as they are; or a function that compiles a graph of ATen
+            operators
+
+        Raises
+        ------
+        ConfigError : `inner` is unknown, or the policy is one that chooses
+        """
+        return self._backend(self._model, inner)
+
+    def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
+        chooser = "" if self._controller is None else str(self._given_policy)
+        rules = graph_rules(self._fitted.policy, chooser, self._model, part, self._min_nbytes)
+        backend = GraphBackend(rules, inner)
+        if self._inside:
+            raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
+        self._fitted.leave_to_graphs(rules.target)
+        return backend
 
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""
         self._sampler.ask()
         if self._influence is not None:
             self._influence.ask()
-
-    def plot(self) -> Figure:
-        """Draw where the bytes of each module waited at the end of the last forward: `report().plot()`."""
-        return self.report().plot()
-
-    @property
-    def trace(self) -> Trace:
-        """Trace of the events so far.
-
-        Raises
-        ------
-        StateError : the store was made without Trace()
-        """
-        trace = self._store.events()
-        if trace is None:
-            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()]).")
-        return trace
 
     def close(self) -> None:
         """Return all memory and files, and idle pages of CPU tensors.

@@ -248,8 +248,9 @@ def _compiled_region(f: StepFigures) -> str:
     if f.chooser:
         return f'{cause}; leave torch.compile out, or choose recomputation: "auto".'
     return (
-        f"{cause}; recompute the modules, which is exact, or write `unprotected {f.compiled_decision}`, where "
-        "statistics and masks of floats lose something, too."
+        f"{cause}; compile with `store.compile(model)`, which tells them apart; or recompute the modules, which is "
+        f"exact; or write `unprotected {f.compiled_decision}`, where statistics and masks of floats lose something, "
+        "too."
     )
 
 

@@ -152,7 +152,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
         tensor = run.tag(tensor, name)
     found = entries()
     if found:
-        found[-1].scope.tag(tensor, name)
+        found[-1].scope.storages.tag(tensor, name)
     return tensor
 
 

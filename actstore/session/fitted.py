@@ -88,6 +88,11 @@ class Fitted:
             places[module] = place
         self.places = places
 
+    def leave_to_graphs(self, name: str) -> None:
+        """Wrap no module in `name`, because compiled graphs recompute what the policy says."""
+        inside = f"{name}." if name else ""
+        self._wrapped = [each for each in self._wrapped if each.name != name and not each.name.startswith(inside)]
+
     def _place(self, name: str) -> ModuleSites:
         policy, keep_below = self.policy, self._min_nbytes
         if not isinstance(policy, Rules):

@@ -118,7 +118,9 @@ def test_a_peer_without_its_package_says_so(tiny: Workload, row: Row, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compile", "compile, budget 0.5", "recompute, compiled", "int8, compiled"])
+@pytest.mark.parametrize(
+    "name", ["compile", "compile, budget 0.5", "recompute, compiled", "int8, compiled", "int8 in the graph"]
+)
 def test_compiled_rows_train(tiny: Workload, name: str) -> None:
     torch._dynamo.reset()
     try:

@@ -106,8 +106,9 @@ BYTES = {
     "compiled and lossy": Case(
         {"kept_compiled": HALF, "compiled_decision": "int8"},
         "were kept: compiled regions save them without a graph, so that activations, which may be lossy, look like "
-        "statistics and masks, which may not; recompute the modules, which is exact, or write `unprotected int8`, "
-        "where statistics and masks of floats lose something, too.",
+        "statistics and masks, which may not; compile with `store.compile(model)`, which tells them apart; or "
+        "recompute the modules, which is exact; or write `unprotected int8`, where statistics and masks of floats lose "
+        "something, too.",
         [{"kept_compiled": 9 * MIB}, {"chooser": "bits"}],
     ),
     "compiled under bits": Case(

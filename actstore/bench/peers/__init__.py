@@ -25,6 +25,8 @@ def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
 
         if row.share:
             return ours.Planned(job, row.share)
+        if row.compiled == "graph":
+            return ours.CompiledGraph(job, row.policy, disk_path)
         if row.compiled:
             return ours.CompiledBlocks(job, row.policy, disk_path, row.compiled)
         return ours.Ours(job, row.policy, disk_path)

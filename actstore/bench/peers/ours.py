@@ -71,6 +71,14 @@ class Planned(Wrap):
             self.store.close()
 
 
+class CompiledGraph(Ours):
+    """ActivationStore with the policy in the graphs of the model, which is compiled whole."""
+
+    def __init__(self, job: Job, policy: str, disk_path: str | None) -> None:
+        super().__init__(job, policy, disk_path)
+        self.store.compile()
+
+
 class CompiledBlocks(Ours):
     """ActivationStore around compiled blocks, or their parts: a recomputed module is not compiled itself."""
 

@@ -27,7 +27,8 @@ class Row:
     package : a package that must be installed for it
     made_by : module and class in actstore.bench.peers; kind peer only
     share : budget of a plan, as a fraction of the bytes that plain autograd holds; kind ours only, 0 for no plan
-    compiled : compiled parts of the model: blocks | parts (of the blocks), or empty; kind ours only
+    compiled : compiled parts of the model: blocks | parts (of the blocks) | graph (the whole, with the policy in its
+        graphs), or empty; kind ours only
     needs_gpu : the row's behaviour without a GPU; empty where it needs none
     usual : whether it runs when the user chooses no rows
     limit_s : seconds that an answer may take
@@ -90,6 +91,7 @@ OURS = (
     replace(_AUTO, name="auto 25 %", share=0.25, usual=False),
     Row("recompute, compiled", "ours", "recompute", compiled="parts", usual=False, limit_s=COMPILE_LIMIT_S),
     Row("int8, compiled", "ours", "unprotected int8", compiled="blocks", usual=False, limit_s=COMPILE_LIMIT_S),
+    Row("int8 in the graph", "ours", "int8", compiled="graph", usual=False, limit_s=COMPILE_LIMIT_S),
 )
 ROWS = (PLAIN, *PEERS, *OURS)
 

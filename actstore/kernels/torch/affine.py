@@ -34,7 +34,7 @@ def kernels(
             values = storage_slice(src, start, count).to(torch.float32)
             values = torch.cat([values, values[-1:].expand(-count % group)]).view(-1, group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
-            found, scales[first:last], minima[first:last] = _encode(values, noise, bits, keep)
+            found, scales[first:last], minima[first:last] = quantize(values, noise, bits, keep)
             for plane, shift, width in planes:
                 packed = _pack(found.view(-1)[:count] >> shift, width)
                 plane[start * width // 8 :][: len(packed)] = packed
@@ -79,7 +79,7 @@ def _views(
     )
 
 
-def _encode(
+def quantize(
     groups: torch.Tensor, noise: torch.Tensor | None, bits: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""

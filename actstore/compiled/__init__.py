@@ -1,0 +1,1 @@
+"""Codecs and recomputation inside the graphs of `torch.compile`."""

@@ -1,0 +1,117 @@
+"""Back ends for `torch.compile` that compile a model with a store's policy in its graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from actstore.compiled.names import NodeNames
+from actstore.compiled.region import accounted
+from actstore.compiled.rules import GraphRules
+from actstore.errors import ConfigError
+
+Compiler = Callable[..., Any]
+INDUCTOR, EAGER = "inductor", "aot_eager"
+
+
+class GraphBackend:
+    """A back end for ``torch.compile(backend=)``: PyTorch's own, with a policy in the graphs.
+
+    Parameters
+    ----------
+    rules : the policy, for one compiled module
+    inner : ``"inductor"``; ``"aot_eager"``, which runs the graphs as they are; or a function that compiles a graph of
+        ATen operators, as `torch._dynamo.backends.common.aot_autograd` takes one
+
+    Raises
+    ------
+    ConfigError : `inner` is another name
+    """
+
+    def __init__(self, rules: GraphRules, inner: str | Compiler = INDUCTOR) -> None:
+        if inner not in (INDUCTOR, EAGER) and not callable(inner):
+            raise ConfigError(
+                f"inner={inner!r}: must be {INDUCTOR!r}, {EAGER!r}, or a function that compiles a graph of ATen "
+                f"operators. Use {INDUCTOR!r}."
+            )
+        self.__name__ = f"actstore_{inner if isinstance(inner, str) else getattr(inner, '__name__', 'graphs')}"
+        self._rules = rules
+        self._inner = inner
+
+    def __call__(self, graph: GraphModule, inputs: Any, *, mode: str | None = None, options: Any = None) -> Compiler:
+        reason = why_unsupported()
+        if reason:
+            warnings.warn(f"compiled without the store's policy: {reason}.", RuntimeWarning, stacklevel=2)
+            return self._compile(graph, inputs, mode, options, None, "")
+        from actstore.compiled.partition import Partitioner
+
+        names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
+        digest = self._rules.digest(names, graph.graph)
+        partitioner = Partitioner(self._rules, names, self._decompositions)
+        # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
+        with torch._functorch.config.patch(donated_buffer=False):
+            compiled = self._compile(graph, inputs, mode, options, partitioner, digest)
+        return accounted(compiled, self._rules.target, lambda: partitioner.table)
+
+    def reset(self) -> None:
+        """Forget what Inductor keeps of CUDA graphs, when the compiler is reset."""
+        if self._inner == INDUCTOR:
+            torch._TorchCompileInductorWrapper(None, None, None).reset()
+
+    def _compile(
+        self, graph: GraphModule, inputs: Any, mode: str | None, options: Any, partitioner: Any, digest: str
+    ) -> Compiler:
+        """Compile a graph as PyTorch does, with a partitioner of ours, or with PyTorch's for None."""
+        options = dict(options or {})
+        if self._inner == INDUCTOR:
+            if partitioner is not None:
+                from actstore.compiled.inductor import InductorPartitioner
+
+                options["custom_partitioner_fn"] = InductorPartitioner(partitioner, digest)
+            wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
+            compiled: Compiler = wrapper(graph, inputs)
+            return compiled
+        if mode or options:
+            raise ConfigError(f"mode={mode!r}, options={options!r}: are for {INDUCTOR!r}. Leave them out.")
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        compiler = aot_autograd(
+            fw_compiler=boxed_nop if self._inner == EAGER else self._inner,
+            partition_fn=partitioner or min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )
+        compiled = compiler(graph, inputs)
+        return compiled
+
+    def _decompositions(self) -> Any:
+        if self._inner != INDUCTOR:
+            return None
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+
+@cache
+def why_unsupported() -> str:
+    """Return the reason why this PyTorch cannot hold payloads in its graphs; empty where it can."""
+    try:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+        known = signature(min_cut_rematerialization_partition).parameters
+        if not {"num_fwd_outputs", "static_lifetime_input_indices"} <= known.keys():
+            return f"PyTorch {torch.__version__} calls partitioners in another way; actstore knows 2.10 to 2.13"
+        if not hasattr(config, "custom_partitioner_fn") or not hasattr(CustomPartitionerFn, "uuid"):
+            return f"PyTorch {torch.__version__} has no custom partitioners; actstore knows 2.10 to 2.13"
+    except ImportError as error:
+        return f"PyTorch {torch.__version__} has no partitioner of that name ({error}); actstore knows 2.10 to 2.13"
+    return ""

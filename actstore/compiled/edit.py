@@ -1,0 +1,253 @@
+"""Edits of partitioned graphs: payloads leave forward in place of tensors, and backward decodes each where it is read.
+
+A tensor is encoded after its last use in forward, so that the compiler does not compute its producer once more for the
+payload, and decoded before its first use in backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from actstore.codecs import Codec
+from actstore.compiled.formats.base import GraphCodec
+from actstore.compiled.formats.choose import graph_codec
+from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.graph import (
+    GETITEM,
+    VIEWS,
+    Boundary,
+    name_of,
+    outputs_of,
+    positions,
+    root_of,
+    views_between,
+)  # fmt: skip
+from actstore.compiled.rules import GraphRules
+from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, splice, trace
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table
+from actstore.compiled.treatment import BITS, SMALL, Treatment, Treatments
+
+
+@dataclass
+class NodeRow:
+    """A node that forward saves, with what it stands for: `saved` bytes, or `per_byte` of its own, as in a table."""
+
+    node: Node
+    treatment: Treatment
+    saved: int = 0
+    per_byte: int = 0
+
+
+class GraphPayload(NamedTuple):
+    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it."""
+
+    codec: GraphCodec
+    sections: list[Node]
+    reads: list[Node]
+    decoding: GraphModule
+
+
+class Editor:
+    """The edits of one region.
+
+    Parameters
+    ----------
+    num_outputs : outputs of the forward graph that the region returns
+    decompositions : of operators that the compiler behind takes apart
+    """
+
+    def __init__(
+        self,
+        forward: GraphModule,
+        backward: GraphModule,
+        boundary: Boundary,
+        num_outputs: int,
+        decompositions: Decompositions,
+    ) -> None:
+        self._forward = forward.graph
+        self._backward = backward.graph
+        self._modules = (forward, backward)
+        self._boundary = boundary
+        self._num_outputs = num_outputs
+        self._decompositions = decompositions
+        self._originals = set(forward.graph.nodes)
+        self._payloads: dict[tuple[Node, Codec], GraphPayload] = {}
+        self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
+
+    def apply(self, treatments: Treatments, rules: GraphRules) -> Table:
+        """Apply the treatments. Returns a row for each tensor that autograd saves through hooks, in its order."""
+        outputs = outputs_of(self._modules[0])
+        returned, rest = outputs[: self._num_outputs], outputs[self._num_outputs + len(self._boundary.tensors) :]
+        masks = [(node, owner, self._copy_to_forward(node)) for node, owner in treatments.masks.items()]
+        rows: list[NodeRow] = []
+        for node, owner, mask in masks:
+            rows += self._save_mask(node, owner, mask)
+        self._backward.eliminate_dead_code()  # of what the masks are computed from
+        for treatment in treatments.of:
+            rows += self._save(treatment, rows)
+        self._set_outputs([*returned, *(row.node for row in rows), *rest])
+        for module in self._modules:
+            module.graph.eliminate_dead_code()
+            module.graph.lint()
+            module.recompile()
+        return _table([row for row in rows if not row.node.meta.get(NO_CHECK)], rules)
+
+    # -- one tensor ---------------------------------------------------------------------------------------------------
+
+    def _save(self, treatment: Treatment, rows: list[NodeRow]) -> list[NodeRow]:
+        """Return the nodes that forward saves for one tensor."""
+        node, read = treatment.saved
+        if treatment.codec is None:
+            return [NodeRow(node, treatment)]
+        if not read.users:  # masks are all that backward needs of it
+            self._backward.erase_node(read)
+            own = [row for row in rows if row.treatment is treatment]
+            (own or rows)[0].saved += hinted_nbytes(treatment.saved.value)
+            return []
+        root = root_of(node)
+        views = views_between(root, node) if root.op == "call_function" else None
+        if views is None or graph_codec(treatment.codec, root.meta["val"])[0] is None:
+            root, views = node, []
+        found = self._payloads.get((root, treatment.codec))
+        made: list[NodeRow] = []
+        if found is None:
+            found = self._payloads[root, treatment.codec] = self._encode(root, treatment.codec, read)
+            made = [NodeRow(section, treatment) for section in found.sections]
+            static = all(isinstance(size, int) for size in root.meta["val"].shape)
+            made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
+            made[0].per_byte = found.codec.per_byte
+        self._decode(found, read, views)
+        return made
+
+    def _save_mask(self, node: Node, owner: Treatment, mask: Node) -> list[NodeRow]:
+        """Return the nodes that forward saves for a mask that backward would compute by `node`."""
+        first = self._boundary.tensors[0].read
+        if graph_codec(BITS, mask.meta["val"])[0] is None:
+            node.replace_all_uses_with(add_placeholder(self._backward, f"{node.name}_mask", mask, first))
+            self._backward.erase_node(node)
+            return [NodeRow(mask, owner)]
+        found = self._encode(mask, BITS, first)
+        self._decode(found, node, [])
+        return [NodeRow(section, owner) for section in found.sections]
+
+    def _encode(self, source: Node, codec: Codec, before: Node) -> GraphPayload:
+        """Encode a node of the forward graph; the backward graph gets placeholders before the node `before`."""
+        form, encoding, decoding = self._trace(codec, source.meta["val"])
+        sections = splice(self._forward, encoding, [source], self._after_uses(source))
+        reads = [
+            add_placeholder(self._backward, f"{source.name}_payload_{number}", section, before)
+            for number, section in enumerate(sections)
+        ]
+        return GraphPayload(form, sections, reads, decoding)
+
+    def _trace(self, codec: Codec, value: Tensor) -> tuple[GraphCodec, GraphModule, GraphModule]:
+        """Return the form of a codec for a tensor, and its traced functions; those of one shape are traced once."""
+        static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        key = (codec, tuple(value.shape), value.stride(), value.dtype, value.device) if static else None
+        if key is not None and key in self._traces:
+            return self._traces[key]
+        form, reason = graph_codec(codec, value)
+        assert form is not None, reason
+        # functions, because the tracer takes the self of a method for an argument
+        encoding = trace(lambda tensor: form.encode(tensor), [value], self._decompositions)  # noqa: PLW0108
+        values = [node.meta["val"] for node in tree_leaves(encoding.graph.output_node().args[0])]
+        found = form, encoding, trace(lambda *payload: form.decode(payload), values, self._decompositions)
+        if key is not None:
+            self._traces[key] = found
+        return found
+
+    def _decode(self, found: GraphPayload, read: Node, views: list[Node]) -> None:
+        """Put the decoded tensor in place of `read`, right before its first use."""
+        first = min(read.users, key=positions(self._backward.nodes).__getitem__)
+        (decoded,) = splice(self._backward, found.decoding, found.reads, first)
+        with self._backward.inserting_before(first):
+            for view in views:
+                decoded = self._backward.node_copy(view, {view.all_input_nodes[0]: decoded}.__getitem__)
+        read.replace_all_uses_with(decoded)
+        self._backward.erase_node(read)
+
+    # -- the graphs ---------------------------------------------------------------------------------------------------
+
+    def _after_uses(self, node: Node) -> Node:
+        """Return the node before which the payload of `node` is made: behind the last use of it and of its views."""
+        users, todo = {node}, [node]
+        while todo:
+            for user in todo.pop().users:
+                if user in self._originals and user.op != "output" and user not in users:
+                    users.add(user)
+                    if name_of(user) in VIEWS or name_of(user) == GETITEM:
+                        todo.append(user)
+        return behind(max(users, key=positions(self._forward.nodes).__getitem__))
+
+    def _copy_to_forward(self, node: Node) -> Node:
+        """Return the node of the forward graph that computes what `node` computes in backward from saved tensors."""
+        known = {saved.read: saved.node for saved in self._boundary.tensors} | self._boundary.symbols
+        by_name = {each.name: each for each in self._originals}
+        cone, todo = {node}, [node]
+        while todo:
+            for source in todo.pop().all_input_nodes:
+                if source not in cone and source not in known:
+                    cone.add(source)
+                    todo.append(source)
+        for each in sorted(cone, key=positions(self._backward.nodes).__getitem__):
+            same = by_name.get(each.name)
+            if same is not None and same.target is each.target:
+                known[each] = same
+                continue
+            position = positions(self._forward.nodes)
+            last = max((known[source] for source in each.all_input_nodes), key=position.__getitem__)
+            with self._forward.inserting_before(behind(last)):
+                known[each] = self._forward.node_copy(each, known.__getitem__)
+            self._originals.add(known[each])
+        return known[node]
+
+    def _set_outputs(self, outputs: list[Any]) -> None:
+        output = self._forward.output_node()
+        if "desc" in output.meta:
+            from torch._functorch._aot_autograd import descriptors
+
+            checked: Any = descriptors.SavedForBackwardsAOTOutput
+            unchecked: Any = getattr(descriptors, "SavedForBackwardsNoVcCheckAOTOutput", checked)
+            saved = outputs[self._num_outputs :]
+            output.meta["desc"] = [
+                *output.meta["desc"][: self._num_outputs],
+                *((unchecked if _is_unchecked(node) else checked)(number) for number, node in enumerate(saved)),
+            ]
+        output.args = (tuple(outputs),)
+        output.meta.pop("output_stack_traces", None)  # one for each output
+
+
+def _is_unchecked(node: Any) -> bool:
+    return isinstance(node, Node) and bool(node.meta.get(NO_CHECK))
+
+
+def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
+    """Return the rows of the report. Sites of one module are numbered in the order in which they are saved."""
+    # the hooks around the region count its inputs as sites of the compiled module
+    counts = Counter({rules.target: sum(row.treatment.kind == INPUT for row in rows)})
+    indices: dict[int, int] = {}
+    table = []
+    for row in rows:
+        treatment = row.treatment
+        if treatment.kind == INPUT and row.node is treatment.saved.node:
+            table.append(SavedRow(INPUT))
+            continue
+        if treatment.note == SMALL:
+            index = -1
+        elif id(treatment) in indices:
+            index = indices[id(treatment)]
+        else:
+            index = indices[id(treatment)] = counts[treatment.name]
+            counts[treatment.name] += 1
+        kind = KEPT if row.node is treatment.saved.node else PAYLOAD
+        name, where = rules.relative(treatment.name), treatment.where
+        table.append(
+            SavedRow(kind, name, index, where, treatment.note, treatment.exact, row.saved, row.per_byte)
+        )  # fmt: skip
+    return tuple(table)

@@ -1,0 +1,83 @@
+"""Tensors of a graph that must come back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch.fx import Node
+
+from actstore.autograd.protect import LOSSY_DTYPES, WITHOUT_GRADIENT
+from actstore.compiled.graph import GETITEM, SavedNode, name_of, origin_of, root_of
+
+# As `autograd/protect.py` has them by the names of autograd's nodes.
+_EXACT_RESULTS = frozenset(
+    {
+        "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "nll_loss_forward",
+        "nll_loss2d_forward", "_linalg_eigh", "_linalg_svd", "_ctc_loss", "var_mean", "var", "std", "std_mean",
+        "rrelu_with_noise", "rrelu_with_noise_functional", "rsqrt", "reciprocal", "linalg_qr", "linalg_lu_factor_ex",
+        "linalg_cholesky_ex",
+    }
+)  # fmt: skip
+# What backward computes again from a saved input of these: the error grows with the exponential.
+_AMPLIFYING = frozenset(
+    {
+        "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "exp", "exp2", "expm1",
+    }
+)  # fmt: skip
+# A product averages over errors. What follows it in backward reads it as in a recomputed module.
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "matmul", "linear", "_scaled_mm"})
+
+
+def exact_reason(saved: SavedNode, active: Set[Node] | None, tangents: Set[Node]) -> str:
+    """Return the reason why a saved tensor must not be encoded with a loss; empty where it may.
+
+    Parameters
+    ----------
+    active : nodes of the forward graph that depend on an input that requires a gradient; None where that is unknown
+    tangents : nodes of the backward graph that depend on a gradient
+    """
+    dtype, root = saved.value.dtype, root_of(saved.node)
+    if dtype not in LOSSY_DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} is never lossy"
+    if active is not None and saved.node not in active:
+        return WITHOUT_GRADIENT
+    if name_of(root) == GETITEM:
+        maker = root.all_input_nodes[0]
+        if root.args[1] != 0 or name_of(maker) in _EXACT_RESULTS:
+            return f"a statistic or a further output of {name_of(maker)}"
+    operator = _EXACT_RESULTS & {name_of(root), origin_of(root)}
+    if operator:
+        return f"output of {min(operator)}: its error is amplified"
+    reader = amplifier(saved.read, tangents)
+    return amplified(reader) if reader else ""
+
+
+def amplified(reader: str) -> str:
+    """Return the reason why a tensor that `reader` reads again must be exact."""
+    return f"backward computes {reader} from it again, which amplifies its error"
+
+
+def amplifier(read: Node, tangents: Set[Node]) -> str:
+    """Find an operator that backward computes again from a saved tensor, and that amplifies its error; empty for none.
+
+    tangents : nodes of the backward graph that depend on a gradient
+    """
+    todo, seen = [read], {read}
+    while todo:
+        for user in todo.pop().users:
+            if user in seen or user in tangents or user.op == "output" or name_of(user) in PRODUCTS:
+                continue
+            if origin_of(user) in _AMPLIFYING:
+                return origin_of(user)
+            seen.add(user)
+            todo.append(user)
+    return ""
+
+
+def depending(nodes: list[Node], sources: Set[Node]) -> set[Node]:
+    """Return the nodes that depend on `sources`, and these themselves. `nodes` are in the order of their graph."""
+    found = set(sources)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,29 @@
+"""bit1 in a graph: bools as bits. The bytes: csrc/bit1.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actstore.compiled.formats.base import GraphCodec
+from actstore.compiled.formats.groups import Grouping
+from actstore.compiled.formats.planes import BYTE, join_bits, split_bits
+
+
+class Bit1Graph(GraphCodec):
+    """Bools as bits, eight in a byte: eager's bytes."""
+
+    text = "bit1"
+    per_byte = BYTE
+
+    def __init__(self, grouping: Grouping) -> None:
+        self._grouping = grouping
+
+    def encode(self, tensor: Tensor) -> Sequence[Tensor]:
+        return (join_bits(self._grouping.rows(tensor).to(torch.uint8), 1),)
+
+    def decode(self, payload: Sequence[Tensor]) -> Tensor:
+        rows = split_bits(payload[0], 1)[..., : self._grouping.numel].to(torch.bool)
+        return self._grouping.restore(rows)

@@ -1,0 +1,148 @@
+"""The two graphs of a compiled region, and what the first saves for the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from actstore.errors import StateError
+
+VIEWS = frozenset(
+    {
+        "view", "permute", "t", "transpose", "unsqueeze", "squeeze", "select", "slice", "expand", "alias", "reshape",
+        "as_strided", "detach", "_unsafe_view", "_reshape_alias", "diagonal", "unfold", "narrow", "movedim",
+    }
+)  # fmt: skip
+_SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
+GETITEM = "getitem"
+_RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
+
+
+class SavedNode(NamedTuple):
+    """A tensor that the forward graph saves for the backward graph.
+
+    Attributes
+    ----------
+    node : in the forward graph
+    read : the placeholder in the backward graph that brings it
+    """
+
+    node: Node
+    read: Node
+
+    @property
+    def value(self) -> Tensor:
+        """Tensor without data: its shape, strides, dtype and device."""
+        value: Tensor = self.node.meta["val"]
+        return value
+
+
+class Boundary(NamedTuple):
+    """Tensors and sizes that pass from forward to backward.
+
+    Attributes
+    ----------
+    tensors : saved tensors, in the order of autograd
+    symbols : sizes, by their placeholder in the backward graph
+    """
+
+    tensors: list[SavedNode]
+    symbols: dict[Node, Node]
+
+
+def boundary_of(forward: GraphModule, backward: GraphModule, num_outputs: int) -> Boundary:
+    """Return the tensors and sizes that pass between two partitioned graphs.
+
+    Parameters
+    ----------
+    num_outputs : outputs of the forward graph that the region returns; the remaining ones are saved
+
+    Raises
+    ------
+    StateError : the graphs are not in the order that PyTorch 2.10 to 2.13 write
+    """
+    saved = outputs_of(forward)[num_outputs:]
+    symbols = [node for node in saved if isinstance(_value(node), SymInt | SymFloat | SymBool)]
+    tensors = [node for node in saved if isinstance(_value(node), Tensor)]
+    read = backward.graph.find_nodes(op="placeholder")
+    first = len(symbols)
+    in_order = [*symbols, *tensors]
+    names = [node.name for node in read[: len(in_order)]]
+    wanted = [other if other.startswith(_RANDOM) else node.name for node, other in zip(in_order, names, strict=False)]
+    if names != wanted or len(names) < len(in_order) or saved[: len(tensors)] != tensors:
+        raise StateError(
+            f"names={names}: the backward graph reads other tensors than {[node.name for node in in_order]}, which the "
+            "forward graph saves. Use a version of PyTorch that actstore knows: 2.10 to 2.13.",
+            found=names,
+        )
+    pairs = [SavedNode(node, other) for node, other in zip(tensors, read[first:], strict=False)]
+    return Boundary(pairs, dict(zip(read, symbols, strict=False)))
+
+
+def outputs_of(module: GraphModule) -> list[Any]:
+    """Return the outputs of a graph, nodes and constants."""
+    outputs: Any = module.graph.output_node().args[0]
+    return list(outputs)
+
+
+def name_of(node: Node) -> str:
+    """Return the operator of a node without its namespace and overload: ``"mm"``; empty for no operator."""
+    if node.op != "call_function":
+        return ""
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.name.partition("::")[2]
+    return getattr(target, "__name__", "")
+
+
+def origin_of(node: Node) -> str:
+    """Return the operator of the model that a node is a part of, where the compiler took that apart."""
+    original = node.meta.get("original_aten")
+    return original._schema.name.partition("::")[2] if isinstance(original, OpOverload) else name_of(node)
+
+
+def root_of(node: Node) -> Node:
+    """Return the node that owns the memory of a view."""
+    while True:
+        name = name_of(node)
+        if name in VIEWS:
+            node = node.all_input_nodes[0]
+        elif name == GETITEM and name_of(node.all_input_nodes[0]) in _SPLITS:
+            node = node.all_input_nodes[0].all_input_nodes[0]
+        else:
+            return node
+
+
+def views_between(root: Node, node: Node) -> list[Node] | None:
+    """Return the views that lead from a root to a node, where each keeps all elements and needs nothing else."""
+    views: list[Node] = []
+    while node is not root:
+        if len(node.all_input_nodes) != 1 or name_of(node) not in VIEWS or name_of(node) == "as_strided":
+            return None
+        views.append(node)
+        node = node.all_input_nodes[0]
+        if not _same_elements(node, views[-1]):
+            return None
+    return views[::-1]
+
+
+def positions(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Return the position of each node in its graph."""
+    return {node: index for index, node in enumerate(nodes)}
+
+
+def _same_elements(first: Node, second: Node) -> bool:
+    a, b = _value(first), _value(second)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a.numel() == b.numel()))
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else None

@@ -1,0 +1,87 @@
+"""The partitioner: PyTorch's own, then the edits of the policy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule, Node
+
+from actstore.compiled.edit import Editor
+from actstore.compiled.graph import boundary_of, outputs_of
+from actstore.compiled.names import NodeNames
+from actstore.compiled.recomputed import mark_recomputed
+from actstore.compiled.rules import GraphRules
+from actstore.compiled.splice import Decompositions
+from actstore.compiled.table import Table, attach, metadata_of_partition
+from actstore.compiled.treatment import treat
+from actstore.errors import StateError
+
+
+class Partitioner:
+    """The partitioner of one region.
+
+    Parameters
+    ----------
+    rules : the policy for the region
+    names : of its nodes
+    decompositions : returns those of the compiler behind
+
+    Attributes
+    ----------
+    table : what the region saves; None until it is partitioned
+    """
+
+    def __init__(self, rules: GraphRules, names: NodeNames, decompositions: Callable[[], Decompositions]) -> None:
+        self.table: Table | None = None
+        self._rules = rules
+        self._names = names
+        self._decompositions = decompositions
+
+    def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        metadata = metadata_of_partition()
+        mark_recomputed(joint, self._rules, self._names)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        num_outputs: int = options["num_fwd_outputs"]
+        try:
+            boundary = boundary_of(forward, backward, num_outputs)
+        except StateError as error:
+            warnings.warn(f"compiled as without a store: {error}", RuntimeWarning, stacklevel=2)
+            return forward, backward
+        if not boundary.tensors or not any(isinstance(node, Node) for node in outputs_of(backward)):
+            return forward, backward
+        treatments = treat(
+            forward,
+            backward,
+            boundary,
+            self._rules,
+            self._names,
+            num_outputs=num_outputs,
+            active=_active(forward, metadata),
+            static=_static(forward, options.get("static_lifetime_input_indices")),
+        )
+        editor = Editor(forward, backward, boundary, num_outputs, self._decompositions())
+        self.table = editor.apply(treatments, self._rules)
+        if metadata is not None:
+            attach(metadata, self.table)
+            metadata.bw_donated_idxs = []  # None would stand for unknown
+        return forward, backward
+
+
+def _active(forward: GraphModule, metadata: Any) -> set[Node] | None:
+    """Return the inputs of a graph that require a gradient; None where PyTorch does not tell."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    infos = getattr(metadata, "input_info", None)
+    if infos is None or len(infos) != len(inputs):
+        return None
+    tensors = zip(inputs, infos, strict=True)
+    return {node for node, info in tensors if info.requires_grad and isinstance(node.meta.get("val"), Tensor)}
+
+
+def _static(forward: GraphModule, indices: Sequence[int] | None) -> set[Node]:
+    """Return the inputs of a graph that are parameters and buffers."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    return {inputs[index] for index in indices or ()}

@@ -1,0 +1,96 @@
+"""A compiled region as it runs: the store that is entered accounts for what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from actstore.autograd.handles import Kept
+from actstore.autograd.tracker import Tracker, current
+from actstore.autograd.unpack import Handle, unpack
+from actstore.base.checkpoints import innermost_pack
+from actstore.base.spec import Site
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table, running_table
+
+_UNKNOWN = SavedRow(KEPT, note="kept: saved by a compiled region that tells nothing of its tensors")
+_HOOKS = "actstore."
+_RECOMPUTING = "actstore.recompute."  # their hooks drop what a region saves
+
+
+def accounted(call: Callable[..., Any], prefix: str, table: Callable[[], Table | None]) -> Callable[..., Any]:
+    """Return the compiled region `call` with the hooks that account for it in the store that is entered.
+
+    Parameters
+    ----------
+    prefix : name of the compiled module, for the names in the table
+    table : returns the table of a region that was partitioned in this process; None for one from a cache
+    """
+
+    def run(*args: Any) -> Any:
+        tracker, outer = current(), innermost_pack()
+        if tracker is None or not torch.is_grad_enabled() or not _is_a_stores(outer):
+            return call(*args)
+        with saved_tensors_hooks(_Packing(tracker, outer, prefix, table).pack, unpack):
+            return call(*args)
+
+    return run
+
+
+def _is_a_stores(pack: Any) -> bool:
+    """Return whether the innermost hooks are those of a store."""
+    module = getattr(pack, "__module__", "") or ""
+    return module.startswith(_HOOKS) and not module.startswith(_RECOMPUTING)
+
+
+class _Packing:
+    """The saves of one run of a region."""
+
+    def __init__(self, tracker: Tracker, outer: Any, prefix: str, table: Callable[[], Table | None]) -> None:
+        self._tracker = tracker
+        self._outer = outer
+        self._prefix = prefix
+        self._find = table
+        self._table: Table | None = None
+        self._number = 0
+
+    def pack(self, tensor: Tensor) -> Handle:
+        if self._number == 0:
+            self._table = self._find() or running_table() or ()
+        rows, number = self._table or (), self._number
+        self._number = number + 1
+        row = rows[number] if number < len(rows) else _UNKNOWN
+        if row.kind == INPUT:
+            handle: Handle = self._outer(tensor)
+            return handle
+        return self._keep(tensor, row)
+
+    def _keep(self, tensor: Tensor, row: SavedRow) -> Handle:
+        """Return the handle of a section of a payload, or of a tensor that the graph keeps."""
+        tracker = self._tracker
+        ledger = tracker.frame.place.ledger
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in tracker.storages.parameters:
+            return tensor.detach(), tensor._version, tracker.frame
+        name = ".".join(filter(None, (self._prefix, row.name)))
+        account = ledger.account(Site(name, row.number))
+        account.decision, account.note, account.exact = row.where, row.note, row.exact
+        if row.kind == PAYLOAD:
+            account.count += row.saved != 0
+            saved = row.per_byte * nbytes if row.saved < 0 else row.saved
+            return Kept(tensor, account, ledger.hold(account, saved, nbytes, nbytes))
+        account.count += 1
+        saved = tracker.saved_nbytes(key, storage)
+        weak = tracker.storages.kept.get(key)
+        first = weak() if weak is not None else None
+        if first is not None:
+            ledger.add(account, saved, 0, 0)
+            return Kept(tensor, account, first)
+        kept = Kept(tensor, account, ledger.hold(account, saved, 0, nbytes))
+        tracker.storages.kept[key] = ref(kept)
+        return kept

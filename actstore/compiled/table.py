@@ -1,0 +1,67 @@
+"""The table of what a compiled region saves, for the report. It travels with PyTorch's caches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from torch.autograd import Function
+
+INPUT, KEPT, PAYLOAD = "input", "kept", "payload"
+_ATTRIBUTE = "_actstore_table"
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class SavedRow(NamedTuple):
+    """One tensor that autograd saves for a compiled region.
+
+    Attributes
+    ----------
+    kind : an input of the region, a tensor that is kept, or a section of a payload
+    name, number : its site; the name is relative to the compiled module
+    where : the decision, as policy text
+    note : why the graph did not follow the decision; empty where it did
+    exact : whether the codec of the policy is lossy and `note` forbids it
+    saved : bytes of the tensor that a payload stands for, 0 for its further sections; -1 for a size of the run
+    per_byte : then so many bytes for each byte of this section
+    """
+
+    kind: str
+    name: str = ""
+    number: int = 0
+    where: str = ""
+    note: str = ""
+    exact: bool = False
+    saved: int = 0
+    per_byte: int = 0
+
+
+Table = tuple[SavedRow, ...]
+
+
+def attach(metadata: Any, table: Table) -> None:
+    """Put a table into the metadata of a region, with which PyTorch's caches keep it."""
+    metadata.__dict__[_ATTRIBUTE] = [tuple(row) for row in table]
+
+
+def metadata_of_partition() -> Any:
+    """Return the metadata of the region that is partitioned now; None where PyTorch does not show it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("fw_metadata")
+        if type(found).__name__ == "ViewAndMutationMeta":
+            return found
+        frame = frame.f_back
+    return None
+
+
+def running_table() -> Table | None:
+    """Return the table of the region that saves tensors now; None where it has none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            metadata = getattr(frame.f_locals["cls"], "metadata", None)
+            rows = getattr(metadata, "__dict__", {}).get(_ATTRIBUTE)
+            return None if rows is None else tuple(SavedRow(*row) for row in rows)
+        frame = frame.f_back
+    return None

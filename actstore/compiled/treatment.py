@@ -1,0 +1,253 @@
+"""The treatment of each tensor that a compiled region saves: which codec, or why none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch.fx import GraphModule, Node
+
+from actstore.autograd.protect import LOSSY_DTYPES
+from actstore.base.spec import Spec
+from actstore.codecs import Bit1, Codec
+from actstore.compiled.decisions import settle
+from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
+from actstore.compiled.formats.choose import KEPT_AS_IS, graph_codec, why_unavailable
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
+from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, outputs_of, root_of
+from actstore.compiled.names import NodeNames
+from actstore.compiled.rules import GraphRules
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD
+from actstore.policy import Encode, Keep, Offload, may_be_lossy
+from actstore.policy.decision import waits_as
+
+BITS = Bit1()
+OUTSIDE = "saved outside of the model: part of the loss"
+OUTPUT = "an output of the compiled region, which its caller may hold"
+SHARED = "its memory belongs to a tensor that is kept"
+NO_TIERS = "compiled graphs have no tiers"
+SMALL = "small"
+
+
+@dataclass
+class Treatment:
+    """The treatment of one saved tensor.
+
+    Attributes
+    ----------
+    kind : an input of the region, kept, or a payload
+    name : module of the site, with its name in the store's model
+    where : the decision, as policy text
+    note, exact : why the decision is not followed, as in a report
+    codec : of a payload
+    protected : whether a lossy codec skips what must stay exact
+    """
+
+    saved: SavedNode
+    kind: str
+    name: str = ""
+    where: str = ""
+    note: str = ""
+    exact: bool = False
+    codec: Codec | None = None
+    protected: bool = True
+
+    def keep(self, reason: str, *, exact: bool = False) -> None:
+        """Keep the tensor, for a reason."""
+        self.kind, self.codec, self.exact = KEPT, None, exact
+        self.note = reason if reason == SMALL else f"kept: {reason}"
+
+
+@dataclass(frozen=True)
+class Treatments:
+    """The treatments of all saved tensors, and the decisions that the forward graph takes over.
+
+    Attributes
+    ----------
+    masks : nodes of the backward graph that the forward graph computes, each with the tensor whose site accounts for it
+    """
+
+    of: list[Treatment]
+    masks: dict[Node, Treatment]
+
+
+def treat(
+    forward: GraphModule,
+    backward: GraphModule,
+    boundary: Boundary,
+    rules: GraphRules,
+    names: NodeNames,
+    *,
+    num_outputs: int,
+    active: Set[Node] | None,
+    static: Set[Node],
+) -> Treatments:
+    """Choose the treatment of each saved tensor.
+
+    Parameters
+    ----------
+    num_outputs : outputs of the forward graph that the region returns
+    active : inputs of the forward graph that require a gradient; None where that is unknown
+    static : those that are parameters and buffers
+    """
+    nodes = list(backward.graph.nodes)
+    known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
+    tangents = depending(nodes, {node for node in nodes if node not in known and _begins(node)})
+    differentiated = None if active is None else depending(list(forward.graph.nodes), active)
+    returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
+    indices = Counter[str]()
+    found = []
+    for saved in boundary.tensors:
+        treatment = _first(saved, returned, rules, names, indices)
+        if treatment.codec is not None:
+            _protect(treatment, differentiated, tangents)
+        found.append(treatment)
+    inputs = _lossy_inputs(found, rules, active, static, tangents)
+    _share(found)
+    masks = _decide(found, inputs, nodes, tangents)
+    while _share(found):  # fewer payloads have a loss: look again
+        masks = _decide(found, inputs, nodes, tangents)
+    return Treatments(found, masks)
+
+
+def _begins(node: Node) -> bool:
+    """Return whether a node brings what forward does not have: a gradient, a seed, a random number."""
+    tags = getattr(node.target, "tags", ())
+    return node.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags
+
+
+def _first(
+    saved: SavedNode, returned: Set[Node], rules: GraphRules, names: NodeNames, indices: Counter[str]
+) -> Treatment:
+    """Return the treatment by the policy, by size and by owner."""
+    root = root_of(saved.node)
+    if root.op == "placeholder":
+        return Treatment(saved, INPUT, names.base)
+    name = _module_of(saved, names)
+    treatment = Treatment(saved, KEPT, name or "")
+    value = saved.value
+    try:
+        nbytes = hinted_nbytes(value)
+        spec = Spec(tuple(map(hint, value.shape)), tuple(map(hint, value.stride())), value.dtype, value.device)
+    except ValueError:
+        treatment.keep("a size that only the run knows")
+        return treatment
+    decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec)
+    treatment.where = str(decision)
+    waits = waits_as(decision)
+    if ambiguous:
+        treatment.keep(ambiguous)
+    elif isinstance(waits, Keep):
+        return treatment
+    elif nbytes < rules.min_nbytes:
+        treatment.keep(SMALL)
+        return treatment
+    elif root in returned:
+        treatment.keep(OUTPUT)
+    elif isinstance(waits, Offload):
+        treatment.keep(NO_TIERS)
+    else:
+        _choose(treatment, waits, outside=name is None)
+    indices[treatment.name] += 1
+    return treatment
+
+
+def _choose(treatment: Treatment, waits: Encode, *, outside: bool) -> None:
+    """Choose the codec of the policy, or why it cannot be."""
+    value, codec = treatment.saved.value, waits.codec
+    if value.dtype is torch.bool:
+        codec = BITS
+    reason = why_unavailable(codec)
+    if reason:
+        treatment.keep(reason)
+        if reason == KEPT_AS_IS:
+            treatment.note = ""
+        return
+    if not codec.accepts(value.dtype):
+        treatment.keep(f"{codec.name} does not take {str(value.dtype).removeprefix('torch.')}", exact=True)
+        return
+    if outside and waits.protected and not codec.lossless:
+        treatment.keep(OUTSIDE, exact=True)
+        return
+    form, reason = graph_codec(codec, value)
+    if form is None or any(name_of(user) == "as_strided" for user in treatment.saved.read.users):
+        treatment.keep(reason or "backward reads it by its place in memory")
+        return
+    treatment.kind, treatment.codec, treatment.protected = PAYLOAD, codec, waits.protected
+
+
+def _protect(treatment: Treatment, differentiated: Set[Node] | None, tangents: Set[Node]) -> None:
+    """Keep a tensor that must come back exactly."""
+    assert treatment.codec is not None
+    if treatment.codec.lossless or not treatment.protected:
+        return
+    reason = exact_reason(treatment.saved, differentiated, tangents)
+    if reason:
+        treatment.keep(reason, exact=True)
+
+
+def _lossy_inputs(
+    found: list[Treatment], rules: GraphRules, active: Set[Node] | None, static: Set[Node], tangents: Set[Node]
+) -> dict[Node, Treatment]:
+    """Return the inputs that the hooks around the region may store with a loss, by what reads them.
+
+    Those whose error backward would amplify are kept.
+    """
+    lossy = {}
+    for each in found if may_be_lossy(rules.policy) else ():
+        root = root_of(each.saved.node)
+        if each.kind != INPUT or root in static or (active is not None and root not in active):
+            continue
+        if reader := amplifier(each.saved.read, tangents):
+            each.keep(amplified(reader), exact=True)
+        elif each.saved.value.dtype in LOSSY_DTYPES:
+            lossy[each.saved.read] = each
+    return lossy
+
+
+def _share(found: list[Treatment]) -> bool:
+    """Keep tensors whose memory is kept for another one: payloads would only add bytes. Returns whether it kept any."""
+    kept = {root_of(each.saved.node) for each in found if each.kind == KEPT}
+    shared = [each for each in found if each.kind == PAYLOAD and root_of(each.saved.node) in kept]
+    for each in shared:
+        each.keep(SHARED)
+    return bool(shared)
+
+
+def _decide(
+    found: list[Treatment], inputs: dict[Node, Treatment], nodes: list[Node], tangents: Set[Node]
+) -> dict[Node, Treatment]:
+    """Choose the means for the decisions of backward. Returns the masks that forward computes."""
+    lossy = {each.saved.read: each for each in found if each.codec is not None and not each.codec.lossless}
+    lossy |= {read: each for read, each in inputs.items() if each.kind == INPUT}
+    can_sign = {read: each.codec is not None and each.codec.keeping_signs is not None for read, each in lossy.items()}
+    means = settle(nodes, can_sign, tangents)
+    for read, operator in means.exact.items():
+        lossy[read].keep(f"backward decides by it in {operator}", exact=True)
+    signed = {root_of(lossy[read].saved.node) for read in means.signed}
+    for each in lossy.values():  # all views of one root share its payload
+        if each.codec is not None and root_of(each.saved.node) in signed:
+            each.codec = each.codec.keeping_signs
+    return {node: lossy[min(sources, key=nodes.index)] for node, sources in means.masks.items()}
+
+
+def _module_of(saved: SavedNode, names: NodeNames) -> str | None:
+    """Return the module that reads a saved tensor first, as a store names sites; None for one outside of the model."""
+    readers = [user for user in _readers(saved.read) if names.has_module(user)]
+    if readers:
+        return names.of(min(readers, key=lambda user: user.meta.get("seq_nr", inf)))
+    if names.has_outside and any(True for _ in _readers(saved.read)):
+        return None
+    return names.of(saved.node)
+
+
+def _readers(read: Node) -> Iterator[Node]:
+    """Yield the operators that read a tensor, through its views."""
+    for user in read.users:
+        if name_of(user) in VIEWS or name_of(user) == GETITEM:
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user

@@ -1,0 +1,126 @@
+"""Small models to compile, each with a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actstore import ActivationStore, SampleErrors
+
+WIDTH = 64
+
+
+class GeluBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GeluBlock() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ReluNet(nn.Module):
+    """ReLU on the output of a linear layer, and on that of a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.norm, self.head = nn.BatchNorm1d(2 * WIDTH), nn.Linear(2 * WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.head(torch.relu(self.norm(self.second(x))))
+
+
+class AttentionNet(nn.Module):
+    """Attention written out, so that softmax and its scores stand in the graph, and a loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        seen = torch.softmax(q @ k.transpose(1, 2) / WIDTH**0.5, -1) @ v
+        logits = self.head(x + self.drop(self.proj(seen)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), torch.arange(logits[..., 0].numel()) % 16)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.layers(image).mean((2, 3)))
+
+
+BATCHES = {
+    Mlp: lambda: torch.randn(32, WIDTH),
+    ReluNet: lambda: torch.randn(64, WIDTH),
+    AttentionNet: lambda: torch.randn(2, 32, WIDTH),
+    Convolutions: lambda: torch.randn(8, 3, 16, 16),
+}
+
+
+def make(kind: Callable[..., nn.Module], *arguments: Any) -> tuple[nn.Module, Tensor]:
+    """A model and its batch, equal in each call."""
+    torch.manual_seed(0)
+    return kind(*arguments), BATCHES[kind]()
+
+
+def gradients(model: nn.Module, x: Tensor, store: ActivationStore | None = None) -> dict[str, Tensor]:
+    """The gradients of a step, by name."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    if store is None:
+        loss = model(x).float().square().mean()
+    else:
+        with store:
+            loss = model(x).float().square().mean()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compiled(
+    kind: Callable[..., nn.Module], policy: Any = "int8", *arguments: Any, backend: str = "aot_eager", **options: Any
+) -> tuple[nn.Module, Tensor, ActivationStore]:
+    """A model that is compiled with a policy, its batch and its store."""
+    model, x = make(kind, *arguments)
+    store = ActivationStore(model, policy, observe=[SampleErrors(every=0)], min_bytes=0)  # samples are held, too
+    store.compile(backend=backend, **options)
+    return model, x, store
+
+
+def plain(kind: Callable[..., nn.Module], *arguments: Any, backend: str = "aot_eager") -> dict[str, Tensor]:
+    """The gradients of the same model compiled without a store."""
+    model, x = make(kind, *arguments)
+    model.compile(backend=backend)
+    return gradients(model, x)
+
+
+def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The relative error of all gradients together."""
+    assert list(found) == list(wanted)
+    wrong = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    return (wrong / sum(float(grad.double().square().sum()) for grad in wanted.values())) ** 0.5

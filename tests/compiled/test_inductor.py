@@ -1,0 +1,99 @@
+"""Inductor: values, bytes, and its caches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from actstore import ActivationStore
+from tests.autograd.checks import check_drained, check_same
+from tests.compiled.models import AttentionNet, Convolutions, Mlp, ReluNet, compiled, error, gradients, make, plain
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler about itself
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [Mlp, ReluNet, AttentionNet, Convolutions])
+def test_int8_and_keep(kind: type[nn.Module]) -> None:
+    wanted = plain(kind, backend="inductor")
+    model, x, store = compiled(kind, "keep", backend="inductor")
+    check_same(gradients(model, x, store), wanted)
+    assert store.report().held_bytes == store.report().saved_bytes > 0
+    torch._dynamo.reset()
+    model, x, store = compiled(kind, "int8", backend="inductor")
+    for _ in range(2):
+        assert 0 < error(gradients(model, x, store), wanted) < 0.02
+        check_drained(store)
+    report = store.report()
+    assert report.stored_bytes > 0
+    assert report.held_bytes < 0.55 * report.saved_bytes
+
+
+def figures(store: ActivationStore) -> list[Any]:
+    report = store.report()
+    return [(s.site, s.decision, s.note, s.saved_bytes, s.stored_bytes, s.held_bytes) for s in report.sites]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_equal_policies_share_cached_code_and_other_policies_do_not(dynamic: bool) -> None:
+    def run(policy: str) -> tuple[list[Any], dict[str, torch.Tensor], int]:
+        torch._dynamo.reset()
+        counters.clear()
+        model, x, store = compiled(Mlp, policy, backend="inductor", dynamic=dynamic)
+        grads = gradients(model, x, store)
+        return figures(store), grads, counters["aot_autograd"]["autograd_cache_hit"]
+
+    first, grads, hits = run("int8")
+    assert hits == 0
+    again, same, hits = run("int8")
+    assert hits == 1
+    assert again == first
+    check_same(same, grads)
+    _, _, hits = run("blocks.0 : int8; * : keep")
+    assert hits == 0
+
+
+def test_blocks_with_equal_rules_share_cached_code_under_their_own_names() -> None:
+    model, x = make(Mlp)
+    store = ActivationStore(model, "blocks.2 : int4; * : int8", min_bytes=0)
+    for block in model.blocks:
+        store.compile(block)
+    gradients(model, x, store)
+    stored = {site.site.partition("[")[0]: site.decision for site in store.report().sites if site.stored_bytes}
+    for name, decision in [("blocks.0", "int8"), ("blocks.1", "int8"), ("blocks.2", "int4")]:
+        assert {found for site, found in stored.items() if site.startswith(name)} == {decision}
+
+
+def test_recompute() -> None:
+    wanted = plain(Mlp, backend="inductor")
+    model, x, store = compiled(Mlp, "blocks.* : recompute", backend="inductor")
+    assert error(gradients(model, x, store), wanted) < 1e-6
+    less = store.report().saved_bytes
+    torch._dynamo.reset()
+    model, x, store = compiled(Mlp, "keep", backend="inductor")
+    gradients(model, x, store)
+    assert less < store.report().saved_bytes
+
+
+def test_backward_runs_twice() -> None:
+    model, x, store = compiled(Mlp, "int8", backend="inductor")
+    wanted = gradients(model, x, store)
+    model.zero_grad()
+    with store:
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    check_same({name: p.grad.clone() for name, p in model.named_parameters()}, wanted)

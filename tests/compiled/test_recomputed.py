@@ -1,0 +1,89 @@
+"""Recomputation by rule inside of compiled graphs."""
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore
+from actstore.errors import ConfigError, StateError
+from tests.autograd.checks import check_drained, check_same
+from tests.compiled.models import AttentionNet, Mlp, compiled, error, gradients, make, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+
+
+def saved_bytes(kind: type[nn.Module], policy: str) -> int:
+    model, x, store = compiled(kind, policy)
+    gradients(model, x, store)
+    return store.report().saved_bytes
+
+
+@pytest.mark.parametrize("policy", ["blocks.* : recompute", "recompute", "blocks.1 : recompute; * : keep"])
+def test_gradients_are_those_of_the_plain_graphs(policy: str) -> None:
+    model, x, store = compiled(Mlp, policy)
+    for _ in range(2):
+        check_same(gradients(model, x, store), plain(Mlp))
+        check_drained(store)
+
+
+def test_less_is_saved_and_less_still_of_more_modules() -> None:
+    keep = saved_bytes(Mlp, "keep")
+    one = saved_bytes(Mlp, "blocks.1 : recompute; * : keep")
+    most = saved_bytes(Mlp, "blocks.* : recompute")
+    assert most < one < keep
+    assert most < 0.4 * keep
+
+
+def test_a_part_does_not_run_again() -> None:
+    part = saved_bytes(Mlp, "blocks.*.up : keep; blocks.* : recompute")
+    assert saved_bytes(Mlp, "blocks.* : recompute") < part < saved_bytes(Mlp, "keep")
+    model, x, store = compiled(Mlp, "blocks.*.up : keep; blocks.* : recompute")
+    check_same(gradients(model, x, store), plain(Mlp))
+
+
+def test_dropout_draws_the_same_numbers_again() -> None:
+    model, x = make(AttentionNet, 0.5)
+    store = ActivationStore(nn.Sequential(model), "0 : recompute", min_bytes=0)
+    store.compile(backend="aot_eager")
+    found = gradients(store.model, x, store)
+    wanted, x = make(AttentionNet, 0.5)
+    wanted = nn.Sequential(wanted)
+    wanted.compile(backend="aot_eager")
+    check_same(found, gradients(wanted, x))
+
+
+def test_inputs_of_regions_may_be_payloads() -> None:
+    wanted = plain(Mlp)
+    model, x, store = compiled(Mlp, "blocks.* : recompute(int8); * : int8")
+    assert 0 < error(gradients(model, x, store), wanted) < 0.02
+    report = store.report()
+    assert report.held_bytes < 0.75 * report.saved_bytes
+    assert report.held_bytes < 0.2 * saved_bytes(Mlp, "keep")
+
+
+def test_blocks_that_are_compiled_one_by_one() -> None:
+    model, x = make(Mlp)
+    store = ActivationStore(model, "blocks.1 : recompute; * : keep", min_bytes=0)
+    for block in model.blocks:
+        store.compile(block, backend="aot_eager")
+    found = gradients(model, x, store)
+    torch._dynamo.reset()
+    other, x = make(Mlp)
+    for block in other.blocks:
+        block.compile(backend="aot_eager")
+    check_same(found, gradients(other, x))
+    sites = store.report().sites
+    first, second = (
+        sum(site.saved_bytes for site in sites if site.site.startswith(name)) for name in ("blocks.0", "blocks.1")
+    )
+    assert second < 0.5 * first
+
+
+def test_what_graphs_cannot_recompute_is_refused() -> None:
+    model, _ = make(Mlp)
+    for decision in ("recompute(segment=2)", "recompute(schedule=sqrt)", "recompute(first=1)"):
+        with pytest.raises(ConfigError, match="segment, schedule and first are not for compiled graphs"):
+            ActivationStore(model, f"blocks.* : {decision}").compile(backend="aot_eager")
+    store = ActivationStore(model, "blocks.* : recompute", min_bytes=0)
+    with store, pytest.raises(StateError, match="Compile it before the first step"):
+        store.compile(backend="aot_eager")
