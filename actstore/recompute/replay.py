@@ -127,6 +127,16 @@ class RegionCall:
                 run.mode = mode
             return forward(*args, **kwargs)
 
+    def ended(self, packs: int) -> None:
+        """Note the end of the first run, which has saved `packs` tensors."""
+        self.generators.ended()
+        self.weights.ended()
+        self.attributes.ended()
+        if self.decisions is not None:
+            self.decisions.ended()
+        for part in () if self.parts is None else self.parts.calls:
+            part.ended(packs, replays=self.chain is not None)
+
     def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """Prepare a rerun on equal inputs. Returns its function, the storages of inputs booked as held, and its mode.
 

@@ -160,14 +160,9 @@ class Wrapped(ForwardWrapper):
         finally:
             call.given = None
             tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack
-        call.generators.ended()
-        call.weights.ended()
-        call.attributes.ended()
+        call.ended(saved.packs)
         if call.decisions is not None:
-            call.decisions.ended()
             calls.offers.add(call.decisions)
-        for part in () if call.parts is None else call.parts.calls:
-            part.ended(saved.packs, replays=call.chain is not None)
         if call.chain is not None:
             call.saved_nbytes = saved.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -209,13 +204,7 @@ class Wrapped(ForwardWrapper):
             places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
-                    if _is_cache(leaf.__class__):
-                        raise StateError(
-                            f"{call.region} is given a {type(leaf).__name__}: its second run would append to that once "
-                            "more, and what is in it keeps the graph of each step alive. Turn caches off in training: "
-                            "model.config.use_cache = False, or model(..., use_cache=False).",
-                            module=self.name,
-                        )
+                    self._refuse_cache(leaf)
                     continue
                 first = places.setdefault(id(leaf), i)
                 if first != i:
@@ -258,6 +247,15 @@ class Wrapped(ForwardWrapper):
     def _repeats(self) -> bool:
         """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
         return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
+
+    def _refuse_cache(self, leaf: Any) -> None:
+        if _is_cache(leaf.__class__):
+            raise StateError(
+                f"{self._region} is given a {type(leaf).__name__}: its second run would append to that once more, and "
+                "what is in it keeps the graph of each step alive. Turn caches off in training: "
+                "model.config.use_cache = False, or model(..., use_cache=False).",
+                module=self.name,
+            )
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""
