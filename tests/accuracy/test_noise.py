@@ -136,6 +136,20 @@ def test_sparse_gradients_are_left_out():
     assert noise.read() == (0.0, None)
 
 
+def test_batched_gradients_are_left_out():
+    _, x, _ = linear()
+    model, vectors = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 16, 4)
+    weights = list(model.parameters())
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=1)])
+    expected = torch.autograd.grad(model(x[0]), weights, vectors, is_grads_batched=True)
+    with store:
+        y = model(x[0])
+    found = torch.autograd.grad(y, weights, vectors, is_grads_batched=True)
+    for mine, plain in zip(found, expected, strict=True):
+        assert (mine - plain).norm() < 0.02 * plain.norm()
+    assert store.report().lossy
+
+
 def test_a_step_that_is_looked_at_is_compared_with_the_one_before_and_then_with_the_one_after():
     model, x, c = linear()
     half, turns = [], [Minibatch(Ledger())]

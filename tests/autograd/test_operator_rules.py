@@ -205,7 +205,7 @@ def test_without_a_model():
 
 
 def test_the_class_as_a_module_says_how_to_write_it():
-    with pytest.raises(PolicyError, match=r"'@sdpa' is a class of operators: write '\*/@sdpa'"):
+    with pytest.raises(PolicyError, match=r"'@sdpa' is a class of operators. Write '\*/@sdpa'"):
         ActivationStore(Model(), "@sdpa : keep")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn import Module
 
 from actstore.accuracy.influence.node_error import book, norm
@@ -178,6 +179,8 @@ def odd(gradient: Tensor) -> str:
         kind = f"a {type(gradient).__name__}"
     elif gradient.is_nested:
         kind = "nested"
+    elif is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):  # of is_grads_batched, or of vmap
+        kind = "batched"
     elif gradient.layout is not torch.strided:
         kind = str(gradient.layout).removeprefix("torch.")
     elif not gradient.is_floating_point():
