@@ -8,11 +8,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.autograd.handles import Kept
 from actstore.autograd.tracker import Tracker, current
-from actstore.autograd.unpack import Handle, unpack
+from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.spec import Site
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table, running_table
@@ -35,6 +36,7 @@ def accounted(call: Callable[..., Any], prefix: str, table: Callable[[], Table |
         tracker, outer = current(), innermost_pack()
         if tracker is None or not torch.is_grad_enabled() or not _is_a_stores(outer):
             return call(*args)
+        _, unpack = _top_saved_tensors_default_hooks(False)
         with saved_tensors_hooks(_Packing(tracker, outer, prefix, table).pack, unpack):
             return call(*args)
 

@@ -33,7 +33,8 @@ def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: 
     Raises
     ------
     ConfigError : the step does not fit one of the forms, or computes no gradient, or `store` is not an ActivationStore
-    StateError : a store is active here, or the step did not enter the store that it was given
+    StateError : a store is active here, the step did not enter the store that it was given, or it runs graphs that
+        ``store.compile()`` made
 
     Notes
     -----
@@ -69,6 +70,12 @@ def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: 
 
         run(Recorder(kept, plain=True))  # the first step of a process allocates more than later ones
         plain = run(Recorder(kept, plain=True))
+        seen, counted = sum(tensor.saved_bytes for tensor in plain.saved), kept.report().saved_bytes
+        if seen != counted:
+            raise StateError(
+                f"hooks see {seen} of {counted} bytes that the step saves: the rest is in graphs that store.compile() made. "
+                "Inspect the model before it is compiled."
+            )
         run(Recorder(store, plain=False))  # the store learns the order of backward's reads
         stored = run(Recorder(store, plain=False))
         return Inspection(

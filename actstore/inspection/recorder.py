@@ -144,12 +144,13 @@ class Recorder:
         self._own_ns += inner - began + perf_counter_ns() - own
         return packed
 
-    def _unpack(self, packed: InspectedHandle) -> Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
+        """Return the tensor of a handle; those of payloads in compiled graphs are the store's own."""
         began = perf_counter_ns()
         self.ran_backward = True
         self._note_change(began)
         self._own_ns += perf_counter_ns() - began
-        return unpack(packed.handle)
+        return unpack(packed.handle if isinstance(packed, InspectedHandle) else packed)
 
     def _let_go(self, number: int, key: int | None) -> None:
         """Note that autograd has let a saved tensor go, and its storage with the last one."""

@@ -139,6 +139,21 @@ def test_recomputed_layers_are_seen_as_plain_saves_them():
     assert found.store.peak.held_bytes < found.plain.peak.held_bytes
 
 
+def test_a_model_that_the_store_compiled_is_refused():
+    model, x = make(1)
+    store = ActivationStore(model, "int8", min_bytes=0)
+    store.compile(backend="aot_eager")
+    with pytest.raises(StateError, match=r"in graphs that store.compile\(\) made"):
+        inspect_step(lambda: model(x).square().mean(), store)
+
+
+def test_a_compiled_model():
+    model, x = make(1)
+    model.compile(backend="aot_eager")
+    found = inspect_step(lambda: model(x).square().mean(), ActivationStore(model, min_bytes=0))
+    assert found.saved_bytes == found.report.saved_bytes > 0
+
+
 def test_errors_pass_and_leave_no_hooks():
     model, x = make()
 
