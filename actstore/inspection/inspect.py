@@ -73,8 +73,8 @@ def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: 
         seen, counted = sum(tensor.saved_bytes for tensor in plain.saved), kept.report().saved_bytes
         if seen != counted:
             raise StateError(
-                f"hooks see {seen} of {counted} bytes that the step saves: the rest is in graphs that store.compile() made. "
-                "Inspect the model before it is compiled."
+                f"hooks see {seen} of {counted} bytes that the step saves: the rest is in graphs that "
+                "store.compile() made. Inspect the model before it is compiled."
             )
         run(Recorder(store, plain=False))  # the store learns the order of backward's reads
         stored = run(Recorder(store, plain=False))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -122,7 +121,7 @@ class Weights:
                     continue
                 tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
                 self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
-            elif hooked or isinstance(module, _SpectralNorm):
+            elif hooked:
                 self._estimates.append((buffers, _copies(buffers)))
                 continue
             else:

@@ -17,6 +17,7 @@ from actstore.autograd.handles import Kept, is_exact
 from actstore.base.ledger import Account
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
+from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.surroundings import Surroundings
 from actstore.model.switches import Switches
@@ -60,13 +61,34 @@ class RegionCall:
     ----------
     decisions : decisions of the first run, if later runs repeat them
     parts : calls of the parts and operators that do not run again; None under a policy without such rules
+    is_over : whether the first run has ended
     unsettled : whether the last operator that saves tensors may still write to one of them when it has saved it
     """
 
     __slots__ = (
-        "__weakref__", "account", "attributes", "chain", "decisions", "form", "forward", "generators", "given", "made",
-        "number", "parts", "region", "rest", "same", "saved_nbytes", "sources", "surroundings", "switches", "unpack",
-        "unsettled", "weights",
+        "__weakref__",
+        "account",
+        "attributes",
+        "chain",
+        "decisions",
+        "form",
+        "forward",
+        "generators",
+        "given",
+        "is_over",
+        "made",
+        "number",
+        "parts",
+        "region",
+        "rest",
+        "same",
+        "saved_nbytes",
+        "sources",
+        "surroundings",
+        "switches",
+        "unpack",
+        "unsettled",
+        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +118,7 @@ class RegionCall:
         self.switches = switches
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
+        self.is_over = False
         self.chain: CallChain | None = None  # None unless its decision replays inputs
         self.number = 0  # in its chain
         self.made: dict[int, ref[Carry]] = {}  # leaves of its output that later calls take
@@ -129,6 +152,7 @@ class RegionCall:
 
     def ended(self, packs: int) -> None:
         """Note the end of the first run, which has saved `packs` tensors."""
+        self.is_over = True
         self.generators.ended()
         self.weights.ended()
         self.attributes.ended()
@@ -156,6 +180,11 @@ class RegionCall:
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
         """Prepare a rerun as `again` does, with `values` as its carries."""
+        if self.parts is not None and not self.is_over:
+            raise StateError(
+                f"a tensor that {self.region} has saved was read before its forward ended, and what does not run again "
+                "is not complete then. Read it after the forward, or leave the rules for parts, operators and tags out."
+            )
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
         asked = self.decisions is not None or self.parts is not None  # whether anything asks which inputs are exact
         for i, (carry, handle, requires_grad, gate) in self.sources.items():

@@ -24,7 +24,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from actstore import ActivationStore
 from actstore.autograd import handles, unpack
-from actstore.errors import MutationError, PolicyError
+from actstore.errors import MutationError, PolicyError, StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.weights import Weights
 from actstore.recompute import replay
@@ -113,12 +113,15 @@ def train_unless_refused(
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
-    Where changes are allowed, it may refuse those of what is kept.
+    Where changes are allowed, it may refuse those of what is kept. It refuses to run a region again whose forward has
+    not ended, where parts of it are not to run again.
     """
     try:
         return train(model, store, way, dtype, autocast)
     except RuntimeError as error:
-        if not (refused or way == MUTATED) or not (isinstance(error, MutationError) or CHANGED in str(error)):
+        changed = isinstance(error, MutationError) or CHANGED in str(error)
+        early = isinstance(error, StateError) and "was read before its forward ended" in str(error)
+        if not early and not (changed and (refused or way == MUTATED)):
             raise
         counts["refused"] += 1
         return None

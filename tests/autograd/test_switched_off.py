@@ -13,6 +13,7 @@ from actstore.base.ledger import Claim, Ledger
 from actstore.base.spec import Spec
 from actstore.errors import ActstoreError
 from actstore.model.generators import GeneratorStates
+from actstore.model.weights import Weights
 from actstore.recompute import replay
 from actstore.recompute import wrapped as recompute
 from actstore.recompute.counting import CountSaved
@@ -69,7 +70,7 @@ def no_resume(patch):
 
 
 def a_new_estimate(patch):
-    patch.setattr("actstore.model.weights._SpectralNorm", type(None))
+    patch.setattr(Weights, "_watch", nothing)
 
 
 def no_names_in_errors(patch):

@@ -547,3 +547,23 @@ def test_a_shared_part():
     for block in model.blocks:
         block.part = part
     compare(model, "blocks.0.part/@conv : raw; blocks.* : recompute")
+
+
+class ReadEarly(nn.Module):
+    """Reads in forward what its own operator has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = F.dropout(self.linear(x), 0.2).exp()
+        return y * y.grad_fn._saved_result.detach()
+
+
+@pytest.mark.parametrize("rule", ["blocks.*/@matmul : keep", "blocks.*.linear : keep"])
+def test_a_region_that_is_read_before_its_forward_has_ended_is_refused(rule):
+    compare(Stack(ReadEarly), "blocks.* : recompute")
+    model = Stack(ReadEarly)
+    with pytest.raises(StateError, match="was read before its forward ended"):
+        step(model, make(model, f"{rule}; blocks.* : recompute"))
