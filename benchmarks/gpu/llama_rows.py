@@ -54,6 +54,7 @@ ROWS = (
     Row("derive", "ours", "derive"),
     Row("derive(raw @ host)", "ours", "derive(raw @ host)"),
     Row("recompute", "ours", "recompute"),
+    Row("attention kept", "ours", "@attention : keep; @blocks : recompute"),
     Row("raw @ host", "ours", "raw @ host"),
     Row("int8", "ours", "int8", exact=False),
     Row("int8 @ host", "ours", "int8 @ host", exact=False),
