@@ -129,7 +129,7 @@ class PredictedStep:
             if self._closed:
                 return
             if torch.is_grad_enabled():
-                self._refuse(readers, "its backward is itself differentiated.")
+                self._leave_out(readers, "its backward is itself differentiated")
             elif number not in self.seen:
                 self._measure(number, readers, outgoing, incoming)
         except Exception as error:  # an observer must not end the user's backward
@@ -161,7 +161,7 @@ class PredictedStep:
         seen.outgoing = {k: put(norm(g)) for k, g in enumerate(outgoing) if g is not None and point.edges[k]}
         why = self._why_not(number, point, readers)
         if why or not seen.incoming:
-            self._refuse(readers, why or UNREACHED)
+            self._leave_out(readers, why or UNREACHED)
             return
         for reader in readers:
             reader.shown = reader.captured
@@ -175,7 +175,7 @@ class PredictedStep:
                 only = its[0] if len(readers) == 1 else None
                 self._local(node, point, seen, only, readers, its, account, outgoing, incoming)
         except torch.OutOfMemoryError:
-            self._refuse(readers, "no memory to run its reader once more.")
+            self._leave_out(readers, "no memory to run its reader once more")
 
     def _why_not(self, number: int, point: GraphNode, readers: list[Reader]) -> str:
         """Return the reason why a node must not run again, nor its saved tensors be read again; empty without one."""
@@ -229,13 +229,13 @@ class PredictedStep:
         """
         relative = self._relative(account)
         if relative is None:
-            self._refuse(readers, "its error was not measured.")
+            self._leave_out(readers, "its error was not measured")
             return
         grad, last = incoming[0], len(point.edges) - 1
         linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
         part = linear or self._part(node, point, every, readers, account, outgoing, incoming)
         if part is False:
-            self._refuse(readers, "no room to run its reader once more.")
+            self._leave_out(readers, "no room to run its reader once more")
             return
         for level in (None, *self.levels):
             size = relative if level is None else relative.new_full((), level)
@@ -324,7 +324,7 @@ class PredictedStep:
         self._ledger.touch_peak(account, nbytes + sum(tensor.nbytes for tensor in read), "sampling")
         return True
 
-    def _refuse(self, readers: list[Reader], reason: str) -> None:
+    def _leave_out(self, readers: list[Reader], reason: str) -> None:
         for reader in readers:
             if (account := reader.lossy) is not None:
                 self.reasons[account] = self.reasons.get(account) or reason
