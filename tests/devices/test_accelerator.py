@@ -170,7 +170,7 @@ def test_an_arena_of_registered_pages(cudart, monkeypatch):
     first = arena.take(3 * PAGE)
     assert list(cudart.registered.values()) == [4 * PAGE]
     cudart.code = 2
-    with pytest.warns(RuntimeWarning, match="pageable"):
+    with pytest.warns(RuntimeWarning, match="Pageable"):
         second = arena.take(3 * PAGE)
     for taken in (first, second):
         arena.free(taken)
