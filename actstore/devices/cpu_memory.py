@@ -222,7 +222,7 @@ def _loaded() -> tuple[Any, str]:
         try:
             library = ctypes.CDLL(str(_compiled()))
         except (KernelUnavailable, OSError) as error:
-            return None, str(error)
+            return None, str(error).removesuffix(".")
         for name in ("allocated", "max_allocated", "idle", "asked"):
             getattr(library, f"actstore_{name}").restype = ctypes.c_size_t
         for name in ("set_least", "trim", "add"):
