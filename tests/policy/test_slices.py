@@ -138,11 +138,11 @@ def test_the_blocks_of_an_encoder_and_a_decoder_count_on():
         ("@blocks[0 : 2] : int8", r"'@blocks\[0 : 2\]': the brackets must hold .* without blanks"),
         ("@blocks[a] : int8", r"'@blocks\[a\]': the brackets must hold"),
         ("@blocks[0]x : int8", r"'@blocks\[0\]x' is an unknown alias"),
-        ("@block[0] : int8", "'@block' is an unknown alias; did you mean '@blocks'"),
+        ("@block[0] : int8", "'@block' is an unknown alias. Did you mean '@blocks'"),
         ("model.layers.[3-1] : int8", r"'\[3-1\]': a range must count up"),
         (f"model.layers.[0-{MOST + 1}] : int8", rf"'\[0-{MOST + 1}\]': a range must count up, to {MOST} at most"),
         ("@blocks : keep; @blocks[0] : int8", r"rule 'model\.layers\.0 : int8' can never apply"),
-        ("model.layers.[4-9] : int8", r"'model\.layers\.\[4-9\]' matches no module of the model; did you mean "
+        ("model.layers.[4-9] : int8", r"'model\.layers\.\[4-9\]' matches no module of the model. Did you mean "
          r"'model\.layers\.0' or 'model\.layers\.3'\?"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(StateError, match="no module has saved a tensor in the store yet"):
         store.rules_by_size("1MiB")
     store = trained(net, "keep")
-    with pytest.raises(ConfigError, match="larger_than='much' does not parse"):
+    with pytest.raises(ConfigError, match="larger_than='much': must be a number of bytes"):
         store.rules_by_size("much")
     with pytest.raises(PolicyError, match="'blocks' matches no module"):
         store.rules_by_size(0, among="blocks")
