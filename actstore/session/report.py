@@ -119,7 +119,7 @@ class Report:
                 error=None if errors is None else errors.get(account),
             )
             for account in ledger.accounts()
-            if account.count or account.saved or account.held or account.away
+            if account.count or account.saved or account.held_at_exit or account.held or account.away
         )
         return cls(
             saved_bytes=sum(site.saved_bytes for site in sites),
