@@ -132,7 +132,7 @@ class Recorder:
                 None,
             )
         )
-        inner = perf_counter_ns()
+        self._own_ns += perf_counter_ns() - began
         packed = InspectedHandle(self._pack_inner(tensor))
         own = perf_counter_ns()
         if new and storage is not None:
@@ -141,7 +141,7 @@ class Recorder:
         self._tensors[key] += counts
         finalize(packed, self._let_go, number, key if counts else None).atexit = False
         self._note_change(own)
-        self._own_ns += inner - began + perf_counter_ns() - own
+        self._own_ns += perf_counter_ns() - own
         return packed
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -150,7 +150,7 @@ def test_lossy_measures_bias_and_variance(tmp_path: Path, capsys: pytest.Capture
 
 def test_each_site_is_for_lossy_policies(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("scripted.py", "--each-site") == 2
-    assert "give --lossy, too" in capsys.readouterr().err
+    assert "Give --lossy, too" in capsys.readouterr().err
 
 
 def test_arguments_are_those_of_the_script() -> None:

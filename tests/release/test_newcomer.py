@@ -79,7 +79,7 @@ def test_the_first_lines_of_readme_run_and_print_the_report(bare, metadata):
     script.write_text(MODEL + first_code(metadata.get_payload()) + PLANNED)
     said = bare.run(script)
     assert re.search(r"^blocks\.0\.attn .* int8$", said, re.MULTILINE), said
-    assert re.search(r"^blocks\.1\.mlp\S* .* int8$", said, re.MULTILINE)
+    assert re.search(r"^blocks\.0-1\.mlp\S* x2 .* int8$", said, re.MULTILINE)
     held = float(re.search(r"held at the end of forward: ([\d.]+)% of what plain autograd holds", said)[1])
     assert 5 < held < 40
     assert f"int8 runs on cpu as PyTorch operations: {NUMBA}" in said
@@ -156,7 +156,7 @@ def test_an_installed_package_offers_its_codec_and_its_tier(bare):
         said = bare.run(script)
     finally:
         call(*pip, "uninstall", "--yes", "example-codec", cwd=bare.folder)
-    assert re.search(r"^blocks\.0\.mlp\.1 .* bf16 @ shelf$", said, re.MULTILINE), said
+    assert re.search(r"^blocks\.0-1\.mlp\.1 x2 .* bf16 @ shelf$", said, re.MULTILINE), said
     assert "no codec is called 'bf16'" in bare.run(script, fails=True)
 
 

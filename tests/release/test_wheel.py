@@ -52,7 +52,9 @@ def test_the_wheel_holds_the_package_and_the_sources_of_the_kernels(built):
     names = zipfile.ZipFile(wheel).namelist()
     files = {name for name in names if not name.startswith("actstore-")}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "actstore").rglob("*.py")}
-    assert files == modules | {"actstore/py.typed"} | {f"actstore/_csrc/{name}" for name in SOURCES}
+    assert files == modules | {"actstore/py.typed", "actstore/inspection/page.html"} | {
+        f"actstore/_csrc/{name}" for name in SOURCES
+    }
     assert f"actstore-{__version__}.dist-info/licenses/LICENSE" in names
 
 
