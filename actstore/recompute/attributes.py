@@ -123,16 +123,16 @@ class AttributeStates:
                 entries = vars(module).copy()
                 self._before.append((module, entries, _containers(entries)))
         self._changes: list[AttributeChange] = []
-        self._contents: list[tuple[Any, Any]] = []
+        self._contents: list[tuple[dict[str, Any], str, Any]] = []  # not the containers: these may hold the output
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop what it has not changed."""
-        contents: dict[int, tuple[Any, Any]] = {}
+        contents: dict[int, tuple[dict[str, Any], str, Any]] = {}
         for module, before, containers in self._before:
             self._changes += _changes(module, before)
             for name, value, was in containers:
                 if not _same_content(value, was):
-                    contents[id(value)] = value, _waiting(f"{type(module).__name__}.{name}", was)
+                    contents[id(value)] = vars(module), name, _waiting(f"{type(module).__name__}.{name}", was)
         self._contents = list(contents.values())
         self._before = []
 
@@ -143,16 +143,22 @@ class AttributeStates:
     @contextmanager
     def _rewound(self) -> Iterator[None]:
         values = [(entries, name, entries.get(name, _ABSENT)) for entries, name, _, _ in self._changes]
-        contents = [(value, copy(value)) for value, _ in self._contents]
+        contents: list[tuple[Any, Any]] = []
         try:
             for entries, name, was, version in self._changes:
                 is_other = isinstance(was, Tensor) and was._version != version
                 _put(entries, name, _hidden_by_forward(name) if is_other else was)
-            for value, content in self._contents:
-                _fill(value, content)
+            for entries, name, was in self._contents:
+                value = entries.get(name, _ABSENT)
+                if type(value) is type(was):
+                    contents.append((value, copy(value)))
+                    _fill(value, was)
+                else:  # the user has put another object there
+                    values.append((entries, name, value))
+                    _put(entries, name, copy(was))
             yield
         finally:
-            for value, content in contents:
+            for value, content in reversed(contents):
                 _fill(value, content)
             for entries, name, now in values:
                 _put(entries, name, now)

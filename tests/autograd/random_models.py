@@ -245,11 +245,11 @@ class Watched(nn.Module):
         if y.requires_grad:
             y.register_hook(self._see)
             y.retain_grad()
-            both = [tensor for tensor in (x, y) if tensor.requires_grad]
-            for mode in ("all", "any"):
-                self._handles.append(graph.register_multi_grad_hook(both, self._see_all, mode=mode))
             if _current_graph_task_id() == -1:  # what runs again in backward gets no gradient
                 self._outputs.append(y)
+                both = [tensor for tensor in (x, y) if tensor.requires_grad]
+                for mode in ("all", "any"):  # such a hook holds nodes until it is removed
+                    self._handles.append(graph.register_multi_grad_hook(both, self._see_all, mode=mode))
         return y
 
     def _see(self, grad: Tensor | None) -> None:
