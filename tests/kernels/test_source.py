@@ -47,7 +47,7 @@ def test_a_wheel_comes_first(csrc):
 
 
 def test_missing_sources(csrc):
-    with pytest.raises(KernelUnavailable, match="reinstall actstore"):
+    with pytest.raises(KernelUnavailable, match="Reinstall actstore"):
         source.folder()
 
 

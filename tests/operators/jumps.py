@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from actstore import ActivationStore
-from actstore.session import activation_store
+from actstore.session import entries
 from tests.operators.calls import Call, sampled
 
 POINTS = 8  # of the way that are looked at first
@@ -180,7 +180,7 @@ def ones(outputs: Sequence[Tensor]) -> list[Tensor]:
 def through(store: ActivationStore, call: Call) -> tuple[Tensor, list[Tensor]]:
     """The gradients under a store, and what they have read."""
     given: list[Tensor] = []
-    unpack: Any = activation_store.unpack
+    unpack: Any = entries.unpack
 
     def noting(handle: Any) -> Tensor:
         tensor: Tensor = unpack(handle)
@@ -188,7 +188,7 @@ def through(store: ActivationStore, call: Call) -> tuple[Tensor, list[Tensor]]:
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_store, "unpack", noting)
+        patch.setattr(entries, "unpack", noting)
         with store:
             outputs = call.outputs(call.inputs)
         return flat(grad(outputs, call.inputs, ones(outputs), allow_unused=True)), given
