@@ -65,7 +65,7 @@ with store:
 loss.backward()
 print(store.report())
 """
-NUMBA = "numba is not installed; pip install 'actstore[cpu]'"
+NUMBA = "numba is not installed. Run pip install 'actstore[cpu]'."
 SCIPY = "no bound: scipy is not installed (pip install 'actstore[plan]')"
 
 
