@@ -10,19 +10,14 @@ import typer
 
 from actstore import ActivationStore, inspect_step
 from actstore.bench.files import check_plot, check_writable
+from actstore.cli.options import Arguments, Script
 from actstore.inspection.result import MAX_ROWS, GroupBy
 from actstore.rerun.target import load, users_code
 
 
 def inspect(
-    script: Annotated[
-        str,
-        typer.Argument(help="path.py:make_step or my_module:make_step; it returns (model, step).", metavar="SCRIPT"),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the script, in sys.argv; options after --.", metavar="[ARGS]"),
-    ] = None,
+    script: Script,
+    arguments: Arguments = None,
     policy: Annotated[str, typer.Option(help="Policy of the store, as in ActivationStore(model, POLICY).")] = "keep",
     by: Annotated[GroupBy, typer.Option(help="Rows of the table: line, operator or module.")] = "line",
     all_rows: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,

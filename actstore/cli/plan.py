@@ -9,7 +9,7 @@ import typer
 
 from actstore import Auto, Plan, make_plan
 from actstore.bench.files import check_plot, check_writable
-from actstore.cli.options import tiers_of
+from actstore.cli.options import Arguments, tiers_of
 from actstore.errors import ConfigError
 from actstore.rerun.target import load, users_code
 from actstore.results import Profile
@@ -26,10 +26,7 @@ def plan(
             metavar="SCRIPT",
         ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the script, in sys.argv; options after --.", metavar="[ARGS]"),
-    ] = None,
+    arguments: Arguments = None,
     budget: Annotated[
         str, typer.Option(help="Most bytes of activations on the compute device, such as 20GiB.", show_default=False)
     ] = ...,  # type: ignore[assignment]  # required, and after arguments that are not

@@ -11,7 +11,7 @@ import typer
 
 from actstore import ActivationStore, check_gradients, measure_gradient_error
 from actstore.bench.files import check_writable
-from actstore.cli.options import tiers_of
+from actstore.cli.options import Arguments, Script, tiers_of
 from actstore.errors import ConfigError
 from actstore.rerun.target import load, users_code
 
@@ -19,14 +19,8 @@ EXIT_CODES = {"equal": 0, "within tolerance": 0, "different": 1, "no verdict": 2
 
 
 def verify(
-    script: Annotated[
-        str,
-        typer.Argument(help="path.py:make_step or my_module:make_step; it returns (model, step).", metavar="SCRIPT"),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the script, in sys.argv; options after --.", metavar="[ARGS]"),
-    ] = None,
+    script: Script,
+    arguments: Arguments = None,
     policy: Annotated[
         str, typer.Option(help="Policy of the store, as in ActivationStore(model, POLICY).")
     ] = "raw @ host",
