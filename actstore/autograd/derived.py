@@ -20,6 +20,7 @@ from torch.nn import GroupNorm, LayerNorm, Module, RMSNorm
 from actstore.autograd.handles import Kept, Stored, check_version
 from actstore.autograd.readers import Reader
 from actstore.autograd.tracker import SMALL_INDEX, Frame
+from actstore.base import cpu_threads
 from actstore.base.ledger import Account, Ledger
 from actstore.base.spec import Site, Spec
 from actstore.errors import ActstoreError, StateError
@@ -300,7 +301,7 @@ class Derived:
         self.ledger = ledger
         self.function, self.inputs, self.deep = recipe
         self.working = working  # called when the operator starts; returns a function to call at its end
-        self.threads = torch.get_num_threads()  # the rounding at the ends of each thread's share depends on it
+        self.threads = cpu_threads.number()  # the rounding at the ends of each thread's share depends on it
         self.made = root.shape, root.stride()
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         self.version = tensor._version
@@ -326,9 +327,8 @@ class Derived:
                     stack.enter_context(torch.no_grad())
                 if torch._C._is_any_autocast_enabled():
                     stack.enter_context(torch._C._DisableAutocast())
-                if torch.get_num_threads() != self.threads:
-                    stack.callback(torch.set_num_threads, torch.get_num_threads())
-                    torch.set_num_threads(self.threads)
+                if cpu_threads.number() != self.threads:
+                    stack.enter_context(cpu_threads.using(self.threads))
                 made = self.function(*inputs)
         except ActstoreError as error:
             error.add_context(f"while making {self.account.site} ({self.spec}) again")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
+from actstore.base import cpu_threads
 from actstore.errors import StateError
 
 _torch_c: Any = torch._C
@@ -33,17 +34,20 @@ class Switches:
     from each other, and one that is set back to a value no longer does.
     """
 
-    __slots__ = ("_precisions", "_states")
+    __slots__ = ("_precisions", "_states", "_threads")
 
     def __init__(self) -> None:
-        self._states, self._precisions = _states(), _precisions()
+        self._states, self._precisions, self._threads = _states(), _precisions(), cpu_threads.number()
 
     @classmethod
     def now(cls, last: Switches | None) -> Switches:
         """Return the settings of now: `last`, if they are the same."""
         now = cls()
-        same = last is not None and now._states == last._states and now._precisions == last._precisions
-        return last if last is not None and same else now
+        return last if last is not None and now._same(last) else now
+
+    def _same(self, other: Switches) -> bool:
+        same = self._states == other._states and self._threads == other._threads
+        return same and self._precisions == other._precisions
 
     def again(self) -> AbstractContextManager[None]:
         """Return a context with these settings; those of now come back afterwards.
@@ -52,31 +56,28 @@ class Switches:
         ------
         StateError : the precision of float32 products is another one
         """
-        states, precisions = _states(), _precisions()
-        if precisions != self._precisions:
+        now = Switches()
+        if now._precisions != self._precisions:
             place, was, found = next(
-                each for each in zip(_PRECISIONS, self._precisions, precisions, strict=True) if each[1] != each[2]
+                each for each in zip(_PRECISIONS, self._precisions, now._precisions, strict=True) if each[1] != each[2]
             )
             raise StateError(
                 f"the precision of float32 products changed between forward and backward: {'.'.join(place)} was "
                 f"{was!r} and is {found!r}, so that a recomputed module would compute other values. Set it before the "
                 "first forward, and leave it until the last backward."
             )
-        if states == self._states:
-            return _NOTHING
-        others = [each for each in zip(_SWITCHES, self._states, states, strict=True) if each[1] != each[2]]
-        return _switched(others)
+        return _NOTHING if now._same(self) else self._placed(now)
 
-
-@contextmanager
-def _switched(others: list[tuple[Switch, Any, Any]]) -> Iterator[None]:
-    try:
-        for switch, was, _ in others:
-            switch.set(was)
-        yield
-    finally:
-        for switch, _, now in others:
-            switch.set(now)
+    @contextmanager
+    def _placed(self, now: Switches) -> Iterator[None]:
+        with ExitStack() as stack:
+            if now._threads != self._threads:
+                stack.enter_context(cpu_threads.using(self._threads))
+            for switch, was, found in zip(_SWITCHES, self._states, now._states, strict=True):
+                if was != found:
+                    stack.callback(switch.set, found)
+                    switch.set(was)
+            yield
 
 
 def _states() -> tuple[Any, ...]:
@@ -113,7 +114,6 @@ _WITH_CUDA = (
     ("deterministic cuDNN", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
 )
 _SWITCHES = (
-    Switch("threads", torch.get_num_threads, torch.set_num_threads),
     Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Switch(
         "deterministic algorithms",

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 
-import torch
-
+from actstore.base import cpu_threads
 from actstore.base.job import Job, finish
 from actstore.devices.workers import Threads
 from actstore.errors import StateError
@@ -32,9 +31,9 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
 
     Notes
     -----
-    Thread-safe, also after a fork. One range per thread of `torch.get_num_threads()`, the last on the calling thread.
+    Thread-safe, also after a fork. One range per CPU thread of the calling thread, the last on the calling thread.
     """
-    parts = min(torch.get_num_threads(), units)
+    parts = min(cpu_threads.number(), units)
     edges = [units * part // parts for part in range(parts + 1)]
     jobs = [Job(run, *args, first, last) for first, last in pairwise(edges[:-1])]
     try:
@@ -63,7 +62,7 @@ def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -
     ----------
     work : address of a C function ``void(Ranges *)``, which takes ranges until all are taken (`language.team`)
     """
-    threads = torch.get_num_threads()
+    threads = cpu_threads.number()
     if _openmp is None or threads == 1:
         return False
     step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less

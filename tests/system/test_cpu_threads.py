@@ -1,0 +1,51 @@
+"""Nothing gives a thread another number of CPU threads than plain training gives it."""
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore
+from actstore.base import cpu_threads
+from tests.autograd.models import WIDTH
+from tests.autograd.random_training import on_a_thread
+
+OPENMP = 3  # threads of a new thread, until it runs a parallel operator
+
+pytestmark = pytest.mark.skipif(cpu_threads.number is torch.get_num_threads, reason="torch's OpenMP is not found")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["keep", "raw", "derive", "zmask", "recompute", "recompute(segment=2)"])
+def test_a_new_thread_keeps_the_number_of_openmp(policy):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Tanh()) for _ in range(3)))
+    store = ActivationStore(model, f"[0-9] : {policy}", min_bytes=0)
+    numbers, losses = [], []
+
+    def forward():
+        cpu_threads._set_number(OPENMP)
+        with store:
+            losses.append(model(torch.randn(4, WIDTH)).sum())
+        numbers.append(cpu_threads.number())
+
+    def backward():
+        cpu_threads._set_number(OPENMP)
+        losses[0].backward()
+        numbers.append(cpu_threads.number())
+        numbers.append(torch.get_num_threads())
+
+    on_a_thread(forward)
+    on_a_thread(backward)
+    assert numbers == [OPENMP, OPENMP, 1]
+
+
+def test_another_number_for_a_while():
+    def run():
+        cpu_threads._set_number(OPENMP)
+        with cpu_threads.using(2):
+            inside.append((cpu_threads.number(), torch.get_num_threads()))
+        inside.append(cpu_threads.number())
+
+    inside, before = [], torch.get_num_threads()
+    on_a_thread(run)
+    on_a_thread(lambda: inside.append(torch.get_num_threads()))
+    assert inside == [(2, 2), OPENMP, before]
