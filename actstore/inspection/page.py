@@ -14,8 +14,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#b87a00", "#2f8fc4", "#7a
 _TEXT_COLUMNS = (1, 2, 3, 4, 5, 6, 9)  # of a tensor's row: each text is in the file once
 
 
-def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline]) -> str:
-    """Return the text of the file."""
+def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline], notes: Sequence[str]) -> str:
+    """Return the text of the file; `notes` are lines below the timelines."""
     bands = bands_of(timelines)
     labels = labels_of(timelines, bands)
     rows: list[list[Any]] = [
@@ -32,6 +32,7 @@ def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline]) -> s
             row[column] = numbers[row[column]]
     values = {
         "bands": labels,
+        "notes": notes,
         "timelines": [_timeline(line, bands, labels) for line in timelines],
         "texts": {column: list(numbers) for column, numbers in texts.items()},
         "tensors": rows,

@@ -58,9 +58,14 @@ class Timeline:
         return max(self.points, key=lambda point: point.held_bytes)
 
     @property
+    def ms(self) -> float:
+        """Duration of the step."""
+        return self.points[-1].ms
+
+    @property
     def backward_ms(self) -> float:
         """The time at which backward began; that of the last moment where none did."""
-        return next((point.ms for point in self.points if point.backward), self.points[-1].ms)
+        return next((point.ms for point in self.points if point.backward), self.ms)
 
 
 def layer_of(module: str) -> str:
