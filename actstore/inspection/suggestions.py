@@ -1,4 +1,4 @@
-"""Remedies that lower the peak of a step: policies with a predicted peak and time, and others that are not a store's."""
+"""Remedies that lower the peak of a step: policies with a predicted peak and time, and those that no store has."""
 
 from __future__ import annotations
 
