@@ -1,4 +1,4 @@
-"""Each saved tensor of models that others wrote has the line that Python's traceback has; later steps record nothing."""
+"""Lines of an inspection are those of a traceback, on models of Transformers; later steps record nothing."""
 
 import os
 import sys
