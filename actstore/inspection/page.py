@@ -8,16 +8,23 @@ from importlib.resources import files
 from typing import Any
 
 from actstore.inspection.saved import InspectedTensor
-from actstore.inspection.timeline import REST, Timeline, bands_of, labels_of
+from actstore.inspection.timeline import REST, Timeline, bands_of, decisions_of, labels_of
+from actstore.session.rows import SiteReport
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#b87a00", "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
 _TEXT_COLUMNS = (1, 2, 3, 4, 5, 6, 9)  # of a tensor's row: each text is in the file once
 
 
-def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline], notes: Sequence[str]) -> str:
-    """Return the text of the file; `notes` are lines below the timelines."""
+def page(
+    tensors: Sequence[InspectedTensor],
+    timelines: Sequence[Timeline],
+    sites: Sequence[SiteReport],
+    notes: Sequence[str],
+) -> str:
+    """Return the text of the file; the last timeline is the store's, with its sites; `notes` stand below them."""
     bands = bands_of(timelines)
     labels = labels_of(timelines, bands)
+    found = decisions_of(bands, sites)
     rows: list[list[Any]] = [
         [
             tensor.saved_bytes, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.operator,
@@ -33,6 +40,7 @@ def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline], note
     values = {
         "bands": labels,
         "notes": notes,
+        "decisions": [found.get(label, "") for label in labels],
         "timelines": [_timeline(line, bands, labels) for line in timelines],
         "texts": {column: list(numbers) for column, numbers in texts.items()},
         "tensors": rows,

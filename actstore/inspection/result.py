@@ -123,11 +123,11 @@ class Inspection:
         """
         from actstore.inspection.picture import picture
 
-        return picture(self.plain, self.store)
+        return picture(self.plain, self.store, self.report.sites)
 
     def to_html(self) -> str:
         """Return the text of one HTML file, without other resources: both steps to hover and zoom, and all tensors."""
-        return page(self.tensors, (self.plain, self.store), [str(self.beside), *self._remedies()])
+        return page(self.tensors, (self.plain, self.store), self.report.sites, [str(self.beside), *self._remedies()])
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks."""
