@@ -216,5 +216,5 @@ def test_the_picture_shows_both_steps():
     assert lower.get_title(loc="left").startswith("layers.0 : keep; * : int8: at most")
     assert any("layers.0" in text.get_text() for text in upper.get_legend().get_texts())
     texts = [text.get_text() for text in lower.get_legend().get_texts()]
-    assert texts[0] == "layers.0: keep"
-    assert "layers.1: int8" in texts
+    assert texts[0] == "layers.0-1: keep, int8"
+    assert texts[1] == "layers.2-3: int8"
