@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from actstore.autograd.handles import Stored
 from actstore.autograd.tracker import Frame
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.note import Note
 from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
@@ -250,7 +251,7 @@ class Keeping(ResultMode):
         if frame.index > index:
             what = made.call.operator
             what = what if what.startswith("tag ") else f"result of {what}"
-            frame.place.account(index).note = f"{what}, which recomputations read"
+            frame.place.account(index).note = Note(f"{what}, which recomputations read")
         return handle
 
     def _leave_alone(self, tensors: Iterable[Tensor]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from actstore.base.ledger import Account, Ledger
+from actstore.base.note import Note
 from actstore.base.units import format_nbytes
 from actstore.devices import Device
 from actstore.errors import CapacityError
@@ -100,7 +101,7 @@ class TierSet:
             if run is None:
                 run = runs[self] = self.engine.begin()
             if when_full != "wait" and not self.engine.admits(run, tier, nbytes):
-                account.note = f"window of {name} full"
+                account.note = Note(f"window of {name} full", full=(name,))
                 if when_full == "keep":
                     return self.reserve("device", nbytes), None
                 if name != tiers[-1]:
