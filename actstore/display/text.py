@@ -14,6 +14,12 @@ def percent(fraction: float, form: str = ".1f") -> str:
     return f"{100 * fraction:{form}} %"
 
 
+def short(value: object) -> str:
+    """Return the `repr` of a value, at most 40 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def wrapped(text: str, indent: str = "") -> list[str]:
     """Return lines of at most WIDTH characters that keep a number and its unit together.
 

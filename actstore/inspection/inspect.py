@@ -10,6 +10,7 @@ from actstore.errors import ConfigError, StateError
 from actstore.inspection.recorder import Recorder
 from actstore.inspection.result import Inspection
 from actstore.inspection.timeline import Timeline
+from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import ActivationStore
@@ -81,11 +82,6 @@ def inspect_step(step: Callable[..., Any], store: ActivationStore, *, stateful: 
         return Inspection(
             tensors=tuple(plain.saved),
             plain=Timeline("plain PyTorch", tuple(plain.points)),
-            store=Timeline(_text(store), tuple(stored.points)),
+            store=Timeline(policy_text(store.policy).replace("\n", "; "), tuple(stored.points)),
             report=store.report(),
         )
-
-
-def _text(store: ActivationStore) -> str:
-    policy: Any = store.policy
-    return str(getattr(policy, "__name__", policy)).removeprefix("* : ").replace("\n", "; ")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from actstore.base.units import format_nbytes
 from actstore.display import pictures as look
 from actstore.display.bars import scale
+from actstore.display.colors import SERIES
 from actstore.inspection.timeline import Timeline, bands_of, holders, labels_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def picture(plain: Timeline, store: Timeline) -> Figure:
     upper, lower = figure.subplots(2, sharey=True)
     bands = bands_of([plain, store])
     labels = labels_of([plain, store], bands)
-    colors = {label: look.SERIES[at % len(look.SERIES)] for at, label in enumerate(labels)}
+    colors = {label: SERIES[at % len(SERIES)] for at, label in enumerate(labels)}
     nbytes, unit = scale(max(plain.peak.held_bytes, store.peak.held_bytes))
     for axes, line in ((upper, plain), (lower, store)):
         _draw(axes, line, bands, colors, nbytes)
