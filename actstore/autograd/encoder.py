@@ -89,8 +89,7 @@ class Encoder:
         if owner is None:
             return False
         handle.owner = owner
-        if owner.berth is not None:
-            owner.berth.readers += 1
+        owner.add_reader()
         self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
         return True
 

@@ -199,7 +199,7 @@ class Traffic:
         if parcel is None:
             return
         if parcel.loan is loan:
-            if loan.spoiled() and not parcel.gone():
+            if loan.is_changed() and not parcel.gone():
                 self.renounce(loan)
                 return
             parcel.loan = None

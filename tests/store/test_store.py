@@ -16,7 +16,8 @@ from actstore.errors import CapacityError, PayloadError, StateError, TransferErr
 from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.tiers import DeviceTier
+from actstore.tiers import DeviceTier, Slot
+from actstore.transfer import Berth
 from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed
 from tests.tiers.conftest import disk_folder
@@ -59,16 +60,16 @@ def put(store, tensor, *tiers, codec=None, site=0, saved=0):
 
 
 def tier_of(entry):
-    if entry is None or entry.memory is not None:
+    if entry is None or isinstance(entry.room, torch.Tensor):
         return entry and "device"
-    return (entry.slot or entry.berth.parcel).tier.name
+    return (entry.room if isinstance(entry.room, Slot) else entry.room.parcel).tier.name
 
 
 def land(store, *entries):
     """Wait until payloads have left the device."""
     for entry in entries:
-        if entry.berth is not None:
-            entry.berth.parcel.motion.wait_on(None)
+        if isinstance(entry.room, Berth):
+            entry.room.parcel.motion.wait_on(None)
     store.poll()
 
 
@@ -130,7 +131,7 @@ def test_the_books(make, tier):
     store = make()
     tensor = torch.randn(4096)
     entry = put(store, tensor, tier, codec=Int8(), saved=tensor.nbytes)
-    stored = entry.berth.nbytes if entry.memory is None else entry.memory.nbytes
+    stored = entry.room.nbytes
     land(store, entry)
     assert totals(store) == (tensor.nbytes, stored, *((0, stored) if tier == "disk" else (stored, 0)))
     assert store.ledger.peak == stored
@@ -235,7 +236,7 @@ def put_in_vain(store, tensor, saved=0):
     """A put to disk whose write fails, and is seen to fail."""
     entry = put(store, tensor, "disk", saved=saved)
     with suppress(TransferError):
-        entry.berth.parcel.motion.wait_on(None)
+        entry.room.parcel.motion.wait_on(None)
     store.poll()
     return entry
 
@@ -295,7 +296,7 @@ def test_altered_bytes_on_disk(make):
     store = make()
     entry = put(store, torch.randn(1000), "disk")
     land(store, entry)
-    place = entry.berth.parcel.slot.place
+    place = entry.room.parcel.slot.place
     fd = os.open(f"/proc/self/fd/{place.file._fd}", os.O_WRONLY)  # without O_DIRECT, which takes whole pages
     os.pwrite(fd, b"\xff" * 10, place.start)
     os.close(fd)
