@@ -18,6 +18,7 @@ from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import DeviceTier, Slot
 from actstore.transfer import Berth
+from actstore.transfer.parcel import ParcelState
 from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed
 from tests.tiers.conftest import disk_folder
@@ -381,3 +382,28 @@ def test_a_step_returns_what_the_last_one_did_not_need(make):
     assert step(10) == 40_000
     step(2)
     assert step(2) == 8000
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_fetched_payload_stays_until_its_last_reader(make, readers):
+    store, tensor = make(), torch.randn(2**16)
+    entry = put(store, tensor, "disk")
+    for _ in range(readers - 1):
+        entry.add_reader()
+    land(store, entry)
+    for reader in range(readers):
+        back = torch.empty_like(tensor)
+        store.get(entry, back)
+        assert torch.equal(back, tensor)
+        assert (entry.room.parcel.state is ParcelState.RESIDENT) == (reader == readers - 1)
+    assert entry.account.misses == 1
+
+
+def test_a_payload_beside_the_engine_has_any_number_of_readers(make):
+    store, tensor = make(), torch.randn(100)
+    entry = put(store, tensor, "device")
+    entry.add_reader()
+    for _ in range(3):
+        back = torch.empty_like(tensor)
+        store.get(entry, back)
+        assert torch.equal(back, tensor)
