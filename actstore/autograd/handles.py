@@ -129,13 +129,13 @@ class Stored(Payload):
     def _read(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """Return the payload as a dense tensor with memory of its own."""
         room = self.room
-        memory = self.store.borrow(self, self.witness.dtype) if type(room) is Berth else None
-        if memory is not None:
-            return memory.as_strided(shape, stride)
-        if type(room) is not Tensor or _len_torch_dispatch_stack():
-            tensor = self.witness.new_empty_strided(shape, stride)
-        else:  # in a pool, which is in host memory
+        if isinstance(room, Tensor) and not _len_torch_dispatch_stack():  # in a pool, which is in host memory
             tensor = _empty_strided_cpu(shape, stride, self.witness.dtype)
+        else:
+            memory = self.store.borrow(self, self.witness.dtype) if isinstance(room, Berth) else None
+            if memory is not None:
+                return memory.as_strided(shape, stride)
+            tensor = self.witness.new_empty_strided(shape, stride)
         self.store.get(self, tensor)
         return tensor
 

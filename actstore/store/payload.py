@@ -53,7 +53,7 @@ class Payload:
 
     def add_reader(self) -> None:
         """Count one more saved tensor that this payload serves."""
-        if type(self.room) is Berth:
+        if isinstance(self.room, Berth):
             self.room.add_reader()
 
     def free(self) -> None:

@@ -154,7 +154,7 @@ class Store:
         StateError : the store was closed
         """
         room = entry.room
-        if type(room) is torch.Tensor:
+        if isinstance(room, torch.Tensor):
             entry.bound.decode(room, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
