@@ -5,6 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.autograd import Function
+
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the nodes of leaves
+APPLY_CODE = Function.apply.__code__  # saves the tensors of a user's Function, which may have written to them
 
 # Operators whose result is the memory of their argument in another shape.
 VIEWS = frozenset(

@@ -10,10 +10,10 @@ from math import inf
 import torch
 from torch.fx import GraphModule, Node
 
-from actstore.autograd.protect import LOSSY_DTYPES
 from actstore.base.note import SMALL
 from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
 from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
 from actstore.compiled.formats.choose import KEPT_AS_IS, graph_codec, why_unavailable

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
 WIDTH = 118
+TABLE_WIDTH = 100  # columns of tables when stdout is not a terminal
 UNIT = re.compile(r"(?<=\d) (?=%|ms|B|[KMGT]iB)")  # the space before a unit
 
 
