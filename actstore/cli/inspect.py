@@ -20,6 +20,7 @@ def inspect(
     arguments: Arguments = None,
     policy: Annotated[str, typer.Option(help="Policy of the store, as in ActivationStore(model, POLICY).")] = "keep",
     by: Annotated[GroupBy, typer.Option(help="Rows of the table: line, operator or module.")] = "line",
+    try_policies: Annotated[bool, typer.Option("--try", help="Run each suggested policy, and measure it.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory through the step into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to hover and zoom into this file.")] = None,
@@ -35,7 +36,7 @@ def inspect(
     with users_code(script, "the step was inspected"):
         target = load(script, arguments or [])
         with closing(ActivationStore(target.model, policy)) as store:
-            found = inspect_step(target.step, store, stateful=target.others)
+            found = inspect_step(target.step, store, stateful=target.others, try_policies=try_policies)
     typer.echo(found.text(by, None if all_rows else MAX_ROWS))
     if plot is not None:
         found.plot().savefig(plot)

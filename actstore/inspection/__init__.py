@@ -1,8 +1,18 @@
 """Inspection of one training step: what autograd saves, from which line, and the memory at each moment."""
 
+from actstore.inspection.beside import BesideActivations
 from actstore.inspection.inspect import inspect_step
 from actstore.inspection.result import Inspection
 from actstore.inspection.saved import InspectedTensor
+from actstore.inspection.suggestions import Suggestion
 from actstore.inspection.timeline import MemoryPoint, Timeline
 
-__all__ = ["InspectedTensor", "Inspection", "MemoryPoint", "Timeline", "inspect_step"]
+__all__ = [
+    "BesideActivations",
+    "InspectedTensor",
+    "Inspection",
+    "MemoryPoint",
+    "Suggestion",
+    "Timeline",
+    "inspect_step",
+]

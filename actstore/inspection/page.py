@@ -9,15 +9,22 @@ from typing import Any
 
 from actstore.display.colors import SERIES
 from actstore.inspection.saved import InspectedTensor
-from actstore.inspection.timeline import REST, Timeline, bands_of, labels_of
+from actstore.inspection.timeline import REST, Timeline, bands_of, decisions_of, labels_of
+from actstore.session.rows import SiteReport
 
 _TEXT_COLUMNS = (1, 2, 3, 4, 5, 6, 9)  # of a tensor's row: each text is in the file once
 
 
-def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline]) -> str:
-    """Return the text of the file."""
+def page(
+    tensors: Sequence[InspectedTensor],
+    timelines: Sequence[Timeline],
+    sites: Sequence[SiteReport],
+    notes: Sequence[str],
+) -> str:
+    """Return the text of the file; the last timeline is the store's, with its sites; `notes` stand below them."""
     bands = bands_of(timelines)
     labels = labels_of(timelines, bands)
+    found = decisions_of(bands, sites)
     rows: list[list[Any]] = [
         [
             tensor.saved_bytes, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.operator,
@@ -32,6 +39,8 @@ def page(tensors: Sequence[InspectedTensor], timelines: Sequence[Timeline]) -> s
             row[column] = numbers[row[column]]
     values = {
         "bands": labels,
+        "notes": notes,
+        "decisions": [found.get(label, "") for label in labels],
         "timelines": [_timeline(line, bands, labels) for line in timelines],
         "texts": {column: list(numbers) for column, numbers in texts.items()},
         "tensors": rows,

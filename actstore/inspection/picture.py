@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actstore.base.units import format_nbytes
 from actstore.display import pictures as look
 from actstore.display.bars import scale
 from actstore.display.colors import SERIES
-from actstore.inspection.timeline import Timeline, bands_of, holders, labels_of
+from actstore.inspection.timeline import Timeline, bands_of, decisions_of, holders, labels_of
+from actstore.session.rows import SiteReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,19 +19,23 @@ if TYPE_CHECKING:
 PANEL_HEIGHT = 3.2  # inches
 
 
-def picture(plain: Timeline, store: Timeline) -> Figure:
-    """Draw both timelines, one below the other, with the same scales of bytes and the same colours of layers."""
+def picture(plain: Timeline, store: Timeline, sites: Sequence[SiteReport]) -> Figure:
+    """Draw both timelines, one below the other, with the same scales of bytes and the same colours of layers.
+
+    The legend of the lower one has the decisions on each band, from the sites of the store's report.
+    """
     figure = look.figure(2 * PANEL_HEIGHT)
     upper, lower = figure.subplots(2, sharey=True)
     bands = bands_of([plain, store])
     labels = labels_of([plain, store], bands)
     colors = {label: SERIES[at % len(SERIES)] for at, label in enumerate(labels)}
     nbytes, unit = scale(max(plain.peak.held_bytes, store.peak.held_bytes))
-    for axes, line in ((upper, plain), (lower, store)):
+    decisions = decisions_of(bands, sites)
+    for axes, line, names in ((upper, plain, {}), (lower, store, decisions)):
         _draw(axes, line, bands, colors, nbytes)
         axes.set_ylabel(f"activations, {unit}")
+        look.legend(axes, [f"{label}: {names[label]}" if label in names else label for label in labels])
     lower.set_xlabel("ms of the step")
-    look.legend(upper)
     return figure
 
 

@@ -43,6 +43,7 @@ class Recorder:
     ----------
     points : the memory at each moment
     saved : the tensors that went through the hooks, in order
+    device : where the model is
     entered, ran_backward : whether the step has entered the context, and computed a gradient
 
     Parameters
@@ -59,12 +60,13 @@ class Recorder:
         self._weights = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
         self._leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
         self._watches: list[RemovableHandle] = []
-        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self.device = tensors[0].device if tensors else torch.device("cpu")
         self._modules = Counter[str]()  # bytes that plain autograd holds
         self._storages: dict[int, tuple[str, int]] = {}  # those that autograd holds: the module, and the bytes
         self._tensors = Counter[int]()  # that autograd holds, by storage
         self._began, self._own_ns = perf_counter_ns(), 0
         self._most = self._last = 0
+        self._gradients: dict[int, int] = {}  # bytes, by weight
         self.entered = self.ran_backward = False
 
     def __enter__(self) -> Recorder:
@@ -87,6 +89,11 @@ class Recorder:
         self._store.__exit__(kind, error, trace)
         self.note()
 
+    @property
+    def gradients_bytes(self) -> int:
+        """Bytes of the gradients that the weights got."""
+        return sum(self._gradients.values())
+
     def end(self) -> None:
         """Note the memory at the end of the step, and remove the hooks of the weights."""
         self.note()
@@ -99,9 +106,10 @@ class Recorder:
         self._add_point(begin)
         self._own_ns += perf_counter_ns() - begin
 
-    def _note_gradient(self, _: Tensor) -> None:
+    def _note_gradient(self, leaf: Tensor) -> None:
         """Note the memory when a weight gets its gradient."""
         began = perf_counter_ns()
+        self._gradients[id(leaf)] = 0 if leaf.grad is None else leaf.grad.nbytes
         self.ran_backward = True
         self._note_change(began)
         self._own_ns += perf_counter_ns() - began
@@ -172,7 +180,7 @@ class Recorder:
         modules = dict(self._modules) if self._plain else self._store.held_by_module()
         self._last = sum(modules.values())
         self._most = max(self._most, self._last)
-        allocated = cpu_memory.memory_allocated() if self._device.type == "cpu" else _allocated(self._device)
+        allocated = cpu_memory.memory_allocated() if self.device.type == "cpu" else _allocated(self.device)
         self.points.append(MemoryPoint(self._ms(now_ns), self.ran_backward, modules, allocated))
 
     def _ms(self, now_ns: int) -> float:

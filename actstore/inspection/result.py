@@ -12,8 +12,10 @@ from actstore.base.units import format_nbytes
 from actstore.display.naming import joined, layer_pattern
 from actstore.display.text import columns, percent
 from actstore.errors import ConfigError
+from actstore.inspection.beside import BesideActivations
 from actstore.inspection.page import page
 from actstore.inspection.saved import InspectedTensor
+from actstore.inspection.suggestions import Suggestion
 from actstore.inspection.timeline import Timeline, holders
 from actstore.session.report import Report
 
@@ -33,12 +35,16 @@ class Inspection:
     ----------
     tensors : all that autograd saves in the plain step, weights included, in the order of forward
     plain, store : memory through the plain step, and through the step with the store
+    beside : bytes of weights, gradients and optimizers at the end of the plain step
+    suggestions : at most three remedies, with their predicted peak and time
     report : the store's report after its step
     """
 
     tensors: tuple[InspectedTensor, ...]
     plain: Timeline
     store: Timeline
+    beside: BesideActivations
+    suggestions: tuple[Suggestion, ...]
     report: Report
 
     @property
@@ -87,12 +93,13 @@ class Inspection:
         return format_nbytes(nbytes), percent(nbytes / (self.saved_bytes or 1), ".0f"), str(len(tensors))
 
     def __str__(self) -> str:
-        """Return the table by lines, the peaks of both steps, and the store's advice."""
+        """Return the table by lines, the peaks of both steps, the store's advice, and what would lower the peak."""
         return self.text()
 
     def text(self, by: GroupBy = "line", most: int | None = MAX_ROWS) -> str:
         """Return the same with another `table`."""
-        return "\n".join([self.table(by, most), "", *self._peaks(), *self.report.advice])
+        remedies = [f"\n{line}" if at == 0 else f"  {line}" for at, line in enumerate(self._remedies())]
+        return "\n".join([self.table(by, most), "", *self._peaks(), str(self.beside), *self.report.advice, *remedies])
 
     def _peaks(self) -> Iterable[str]:
         for timeline in (self.plain, self.store):
@@ -104,6 +111,9 @@ class Inspection:
                 f"the step, in {when}: {largest or 'nothing'}"
             )
 
+    def _remedies(self) -> list[str]:
+        return ["To lower the plain peak:", *map(str, self.suggestions)] if self.suggestions else []
+
     def plot(self) -> Figure:
         """Draw the memory through both steps, one band for each group of layers.
 
@@ -113,11 +123,11 @@ class Inspection:
         """
         from actstore.inspection.picture import picture
 
-        return picture(self.plain, self.store)
+        return picture(self.plain, self.store, self.report.sites)
 
     def to_html(self) -> str:
         """Return the text of one HTML file, without other resources: both steps to hover and zoom, and all tensors."""
-        return page(self.tensors, (self.plain, self.store))
+        return page(self.tensors, (self.plain, self.store), self.report.sites, [str(self.beside), *self._remedies()])
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from actstore.base.spec import Site
 from actstore.display.naming import joined, layer_pattern
+from actstore.session.rows import SiteReport
 
 MAX_BANDS = 8  # of layers, and one of the rest
 MIN_SHARE = 0.01  # of the bytes at the peaks, of a band of its own
 REST = "the rest"
+OUTSIDE = str(Site("", 0)).split("[")[0]
 _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")  # a name up to its first index
 
 
@@ -58,9 +61,14 @@ class Timeline:
         return max(self.points, key=lambda point: point.held_bytes)
 
     @property
+    def ms(self) -> float:
+        """Duration of the step."""
+        return self.points[-1].ms
+
+    @property
     def backward_ms(self) -> float:
         """The time at which backward began; that of the last moment where none did."""
-        return next((point.ms for point in self.points if point.backward), self.points[-1].ms)
+        return next((point.ms for point in self.points if point.backward), self.ms)
 
 
 def layer_of(module: str) -> str:
@@ -104,6 +112,16 @@ def holders(line: Timeline, most: int = 3) -> list[tuple[str, int]]:
     for module, nbytes in line.peak.modules.items():
         found[bands[module]] += nbytes
     return found.most_common(most)
+
+
+def decisions_of(bands: Mapping[str, str], sites: Iterable[SiteReport]) -> dict[str, str]:
+    """Return for each band the decisions on its tensors, that on most bytes first."""
+    found: dict[str, Counter[str]] = {}
+    for site in sites:
+        name = site.site.split("[")[0]
+        if (band := bands.get("" if name == OUTSIDE else name)) is not None:
+            found.setdefault(band, Counter())[site.decision or "keep"] += site.saved_bytes
+    return {band: ", ".join(text for text, _ in decisions.most_common()) for band, decisions in found.items()}
 
 
 def labels_of(timelines: Sequence[Timeline], bands: Mapping[str, str]) -> list[str]:

@@ -3,13 +3,14 @@
 from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
 from actstore.accuracy.bits.payloads import Choice
 from actstore.check import Difference, GradientCheck, GradientDeviation
-from actstore.inspection import InspectedTensor, Inspection, MemoryPoint, Timeline
+from actstore.inspection import BesideActivations, InspectedTensor, Inspection, MemoryPoint, Suggestion, Timeline
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
 from actstore.session.process import ProcessMemory
 from actstore.session.rows import ModuleReport, SiteReport
 
 __all__ = [
+    "BesideActivations",
     "Choice",
     "Difference",
     "Encoded",
@@ -25,5 +26,6 @@ __all__ = [
     "Profile",
     "SiteEffect",
     "SiteReport",
+    "Suggestion",
     "Timeline",
 ]

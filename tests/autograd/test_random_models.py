@@ -162,7 +162,7 @@ ARGUMENTS = {
 }
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(**ARGUMENTS)
 def test_all_that_training_leaves_is_that_of_plain_training(**arguments: Any) -> None:
     check(**arguments)

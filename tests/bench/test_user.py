@@ -77,7 +77,7 @@ def no_weights():
     return nn.Sequential(nn.GELU()), lambda: None
 """
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,12 @@ def test_every_lossless_row_makes_the_steps_of_plain(function: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "policy"), [("make_step", "raw @ disk"), ("trains", "recompute"), ("takes_the_store", "raw @ disk")]
+    ("function", "policy"),
+    [
+        pytest.param("make_step", "raw @ disk", marks=pytest.mark.slow),
+        ("trains", "recompute"),
+        ("takes_the_store", "raw @ disk"),
+    ],
 )
 def test_gradients_are_those_of_plain_though_the_step_forgets_them(function: str, policy: str) -> None:
     found = Trainer(work(function), Row(policy, "ours", policy), None).check()

@@ -31,9 +31,10 @@ LEARNED = {
     "vit": 0.9,
 }  # of the first loss, which is ln(10) for digits; text is slow at first
 FAST = ("gpt", "resnet", "lstm")  # models of the quick run; `make test-slow` has all
+USUAL_AND_SLOW = [model if model in FAST else pytest.param(model, marks=pytest.mark.slow) for model in MODELS]
 LOSSLESS = ("keep", "raw @ host", "recompute", "raw @ disk")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
 
 
 def tiny(model: str) -> Workload:
@@ -65,7 +66,7 @@ def test_learns(model: str) -> None:
 
 
 @pytest.mark.parametrize("policy", LOSSLESS)
-@pytest.mark.parametrize("model", [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
+@pytest.mark.parametrize("model", USUAL_AND_SLOW)
 def test_lossless_rows_have_plain_gradients_and_state(model: str, policy: str) -> None:
     found = Trainer(tiny(model), Row(policy, "ours", policy), None).check()
     assert found["bit_equal"]
@@ -83,7 +84,7 @@ def test_state_that_a_recomputation_changes_twice_is_seen() -> None:
     assert found["state_error"] > 0.01
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", USUAL_AND_SLOW)
 def test_the_policies_of_a_model_name_its_parts(model: str) -> None:
     for policy in MODELS[model].policies:
         found = Trainer(tiny(model), Row(policy, "ours", policy), None).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ from actstore import ActivationStore, Auto, Plan, check_gradients
 from actstore.display import html
 from actstore.errors import StateError
 from actstore.results import GradientCheck
+from docs import notebook as tutorial
 from tests.plan.profiles import MIB, profile
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +165,7 @@ import sys
 sys.modules["matplotlib"] = None
 import torch, actstore
 from actstore.session.planning import replan
+from docs import notebook as tutorial
 from tests.plan.profiles import MIB, profile
 model = torch.nn.Linear(8, 8)
 store = actstore.ActivationStore(model, "int8", min_bytes=0)
@@ -177,3 +180,13 @@ for draws in (store, replan(profile(4), actstore.Auto(600 * MIB))):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("pip install 'actstore[bench]'") == 2, done.stderr
+
+
+def test_the_notebook_is_that_of_the_tutorial():
+    assert tutorial.NOTEBOOK.read_text(encoding="utf-8") == tutorial.notebook(tutorial.PAGE.read_text(encoding="utf-8"))
+    cells = json.loads(tutorial.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert not any("```" in text for text in code)
+    for text in code:
+        compile(text, "cell", "exec")

@@ -210,8 +210,11 @@ def test_json_has_all():
 
 def test_the_picture_shows_both_steps():
     pytest.importorskip("matplotlib")
-    figure = inspected("int8", layers=6).plot()
+    figure = inspected("layers.0 : keep; * : int8", layers=6).plot()
     upper, lower = figure.axes
     assert upper.get_title(loc="left").startswith("plain PyTorch: at most")
-    assert lower.get_title(loc="left").startswith("int8: at most")
+    assert lower.get_title(loc="left").startswith("layers.0 : keep; * : int8: at most")
     assert any("layers.0" in text.get_text() for text in upper.get_legend().get_texts())
+    texts = [text.get_text() for text in lower.get_legend().get_texts()]
+    assert texts[0] == "layers.0-1: keep, int8"
+    assert texts[1] == "layers.2-3: int8"

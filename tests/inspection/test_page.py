@@ -38,7 +38,7 @@ def test_the_page_is_one_file_and_its_text_is_escaped():
     assert not re.search(r"(src|href)=|https?://|__[A-Z]+__", text)
     evil = InspectedTensor("</script><b>", "op", "", (1,), "float32", "dense", 4, "", 0, "", 0.0, None)
     line = Timeline("p", (MemoryPoint(0.0, False, {"</script><b>": 4}, None),))
-    made = page([evil], (line, line))
+    made = page([evil], (line, line), [], ["</script><b>"])
     assert "</script><b>" not in made
     assert made.count("</script>") == 2
 
@@ -46,7 +46,7 @@ def test_the_page_is_one_file_and_its_text_is_escaped():
 def test_a_page_of_10_000_tensors_is_small():
     found = inspected("int8", layers=2)
     many = tuple(found.tensors[i % len(found.tensors)] for i in range(10_000))
-    assert len(page(many, (found.plain, found.store))) < 5_000_000
+    assert len(page(many, (found.plain, found.store), [], [])) < 5_000_000
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")

@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from tests.oracles.samples import EVERY_DTYPE
+
 FACTORY = """
     import numpy as np
     from actstore.kernels.cpu.language import get, kernel, put, u8_at
@@ -41,16 +43,16 @@ def test_each_kernel_of_a_factory_has_an_index_of_its_own(tmp_path):
 
 
 EVERYTHING = """
+    import sys
     import torch
     from actstore.codecs.dispatch import KernelCodec
     from actstore.kernels.cpu import language
     from tests.oracles import find
-    from tests.oracles.samples import EVERY_DTYPE
 
     made, compiled = [], language._compiled
     language._compiled = lambda run: made.append(compiled(run)) or made[-1]
     for codec in find.variants():
-        for dtype in (getattr(torch, name) for name in EVERY_DTYPE):
+        for dtype in (getattr(torch, name) for name in sys.argv[1:]):
             if isinstance(codec, KernelCodec) and codec.accepts(dtype):
                 codec.kernels("cpu", dtype, torch.device("cpu"))
     print(len(made), *{kernel.py_func.__qualname__ for kernel in made if sum(kernel.stats.cache_misses.values())})
@@ -58,11 +60,12 @@ EVERYTHING = """
 
 
 @pytest.mark.timeout(900)
-def test_a_second_process_compiles_nothing():
+@pytest.mark.parametrize("dtypes", [("float32", "int32"), pytest.param(EVERY_DTYPE, marks=pytest.mark.slow)])
+def test_a_second_process_compiles_nothing(dtypes):
     """A kernel whose factory closed over a compiled function would never be found on disk."""
     for _ in ("what no test has compiled yet", "read from the cache"):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(EVERYTHING)],
+            [sys.executable, "-c", textwrap.dedent(EVERYTHING), *dtypes],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,

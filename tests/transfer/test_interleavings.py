@@ -9,6 +9,7 @@ from tests.transfer.programs import Options, check, small_memory
 
 PROGRAMS = 20_000
 CHUNK = 400
+USUAL = 20  # chunks; `make test-slow` runs the others
 CHUNKS = [range(first, first + CHUNK) for first in range(0, PROGRAMS, CHUNK)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:the system refused:RuntimeWarning")  # some programs have it refused
@@ -28,7 +29,10 @@ def test_twenty_thousand_programs_are_run():
     assert len({seed for chunk in CHUNKS for seed in chunk}) >= 20_000
 
 
-@pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"from {seeds[0]}")
+USUAL_AND_SLOW = [*CHUNKS[:USUAL], *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in CHUNKS[USUAL:])]
+
+
+@pytest.mark.parametrize("seeds", USUAL_AND_SLOW, ids=lambda seeds: f"from {seeds[0]}")
 def test_programs(seeds, disk_folder):
     run = 0
     for seed in seeds:

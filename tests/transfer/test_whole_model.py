@@ -81,7 +81,7 @@ def test_two_graphs_at_once(seed):
 
 @pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     forest=st.lists(random_models.trees(), min_size=1, max_size=6),
     data=st.data(),

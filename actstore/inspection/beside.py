@@ -1,0 +1,58 @@
+"""Bytes of a step beside activations: weights, gradients, and the states of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from actstore.base.units import format_nbytes
+from actstore.rerun.optimizers import leaves_of, live_optimizers
+
+
+@dataclass(frozen=True)
+class BesideActivations:
+    """Bytes of what a step needs beside activations.
+
+    Attributes
+    ----------
+    weights_bytes : of parameters and buffers
+    gradients_bytes : of the gradients that the step gives to parameters
+    optimizer_bytes : of the states of optimizers that have one of the parameters
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @classmethod
+    def of(cls, model: Module | None, gradients_bytes: int) -> BesideActivations:
+        """Count those of a model now, after a step that gave its parameters gradients of so many bytes."""
+        if model is None:
+            return cls(0, 0, 0)
+        parameters = list(model.parameters())
+        leaves = {id(leaf) for leaf in parameters}
+        states = [
+            optimizer.state.values()
+            for optimizer in live_optimizers()
+            if any(id(leaf) in leaves for leaf in leaves_of(optimizer))
+        ]
+        return cls(
+            _nbytes([*parameters, *model.buffers()]),
+            gradients_bytes,
+            _nbytes(value for value in tree_leaves([list(each) for each in states]) if isinstance(value, Tensor)),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"beside activations: weights {format_nbytes(self.weights_bytes)}, gradients "
+            f"{format_nbytes(self.gradients_bytes)}, optimizer {format_nbytes(self.optimizer_bytes)}"
+        )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the elements; weights that are one tensor come once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
