@@ -32,12 +32,8 @@ class Attempt:
         modules = list(model.modules())
         own = (parameter for module in modules for parameter in module._parameters.values())
         self._parameters = list(dict.fromkeys(parameter for parameter in own if parameter is not None))
-        self._generators = GeneratorStates(modules)
-        device = next((p.device for p in self._parameters if p.device.type != "cpu"), None)
-        self._states: list[tuple[Any, Tensor]] = [(torch.default_generator, torch.get_rng_state())]
-        if device is not None and device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index or 0]
-            self._states.append((generator, generator.get_state()))
+        devices = {parameter.device for parameter in self._parameters}
+        self._generators = GeneratorStates(modules, [each for each in devices if each.type not in ("cpu", "meta")])
         tensors = [*self._parameters, *(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))]
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         grads = [(p, p.grad) for p in self._parameters]
@@ -72,7 +68,5 @@ class Attempt:
         with torch.no_grad():
             for buffer, before in self._norms:
                 buffer.copy_(before)
-        for generator, state in self._states:
-            generator.set_state(state)
         self._generators.rewind()
         return ""

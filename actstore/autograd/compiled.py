@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
 
-from torch.autograd import Function
 from torch.nn import Module
 
 from actstore.autograd.tracker import after_call, before_call
 from actstore.base.compiler import tell_compiler
+from actstore.base.operators import APPLY_CODE
 
 _lock = Lock()
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _GRAPHS = "actstore.compiled.region"
 
 
@@ -29,7 +28,7 @@ def region_saves() -> bool:
         if name == _GRAPHS:
             return False  # an input of a region whose own tensors are known
         frame = frame.f_back
-    return frame is not None and frame.f_code is _APPLY and frame.f_locals["cls"].__name__ == "CompiledFunction"
+    return frame is not None and frame.f_code is APPLY_CODE and frame.f_locals["cls"].__name__ == "CompiledFunction"
 
 
 class NamedCall:

@@ -308,8 +308,8 @@ class Derived:
         self.witness = witness = tensor.detach()
         witness.data = empty  # keeps the version counter, dtype and device, without the memory
         for handle in self.inputs:
-            if isinstance(handle, Stored) and (berth := (handle.owner or handle).berth) is not None:
-                berth.readers += 1
+            if isinstance(handle, Stored):
+                (handle.owner or handle).add_reader()
 
     @property
     def spec(self) -> Spec:

@@ -16,6 +16,7 @@ from actstore.autograd.regions import is_whole, region_of
 from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import Precedent
 from actstore.base.ledger import Account
+from actstore.base.note import Note
 from actstore.base.spec import describe
 from actstore.codecs import Codec
 from actstore.errors import ActstoreError
@@ -88,8 +89,7 @@ class Encoder:
         if owner is None:
             return False
         handle.owner = owner
-        if owner.berth is not None:
-            owner.berth.readers += 1
+        owner.add_reader()
         self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
         return True
 
@@ -131,7 +131,7 @@ class Encoder:
                 handle.alias = handle.snapshot = None
                 has_stored = True
             else:
-                handle.account.note = f"kept: {no_room(tiers)}"
+                handle.account.note = Note.no_room(tiers)
         return has_stored
 
 
@@ -144,11 +144,6 @@ def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, em
         handle.account.precedent = Precedent(
             target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
         )
-
-
-def no_room(tiers: tuple[str, ...]) -> str:
-    """Return the reason for a tensor that found no room."""
-    return f"no room in {' > '.join(tiers)}"
 
 
 def name_in(error: ActstoreError, account: Account, tensor: Tensor) -> None:

@@ -29,10 +29,11 @@ from actstore.base.layout import layout_of
 from actstore.base.ledger import Account
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site, Spec, describe
-from actstore.base.storage import free_weak, hold_weak, revive, whole_of
+from actstore.base.storage import FleetingTensor
 from actstore.errors import ActstoreError, MutationError
 from actstore.store.comparison import PayloadComparison
 from actstore.store.payload import Payload
+from actstore.transfer import Berth
 
 Small = tuple[Tensor, int, Frame]
 
@@ -80,7 +81,7 @@ class Stored(Payload):
         any_version: bool,
     ) -> None:
         self.account = account
-        self.memory = self.slot = self.berth = self.last = None
+        self.room = self.last = None
         self.shape = shape
         self.stride = stride
         self.offset = 0
@@ -127,13 +128,14 @@ class Stored(Payload):
 
     def _read(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """Return the payload as a dense tensor with memory of its own."""
-        memory = None if self.berth is None else self.store.borrow(self, self.witness.dtype)
-        if memory is not None:
-            return memory.as_strided(shape, stride)
-        if self.memory is None or _len_torch_dispatch_stack():
-            tensor = self.witness.new_empty_strided(shape, stride)
-        else:  # in a pool, which is in host memory
+        room = self.room
+        if isinstance(room, Tensor) and not _len_torch_dispatch_stack():  # in a pool, which is in host memory
             tensor = _empty_strided_cpu(shape, stride, self.witness.dtype)
+        else:
+            memory = self.store.borrow(self, self.witness.dtype) if isinstance(room, Berth) else None
+            if memory is not None:
+                return memory.as_strided(shape, stride)
+            tensor = self.witness.new_empty_strided(shape, stride)
         self.store.get(self, tensor)
         return tensor
 
@@ -192,29 +194,22 @@ class Stored(Payload):
         return base
 
 
-class _Fresh:
+class _Fresh(FleetingTensor):
     """A decoded copy, reusable while its memory lives, its version is the same and its stream is current."""
 
-    __slots__ = ("key", "last", "served", "stream", "version", "witness")
+    __slots__ = ("served", "stream")
 
     def __init__(self, base: Tensor, handle: Stored, stream: Any) -> None:
-        self.key = hold_weak(base.untyped_storage())
-        self.last = Finalizer(free_weak, self.key)
-        self.witness = base.detach()
-        self.witness.data = base.new_empty(0)
-        self.version = base._version
+        super().__init__(base)
         self.stream = stream
         self.served = {id(handle)}
 
     def take(self, handle: Stored, stream: Any) -> Tensor | None:
-        if id(handle) in self.served or stream != self.stream or self.witness._version != self.version:
+        if id(handle) in self.served or stream != self.stream or self.is_changed():
             return None
-        storage = revive(self.key)
-        if storage is None:
-            return None
-        self.served.add(id(handle))
-        base = self.witness.detach()  # shares the version counter, so that every view sees a change
-        base.data = whole_of(storage, self.witness.dtype)
+        base = self.again()
+        if base is not None:
+            self.served.add(id(handle))
         return base
 
 

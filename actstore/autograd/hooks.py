@@ -22,7 +22,7 @@ from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
 from actstore.autograd.derived import Derived, find_recipe, is_plain, note_norm
-from actstore.autograd.encoder import Encoder, SavedTensor, name_in, no_room, set_precedent
+from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.originals import return_originals
 from actstore.autograd.producers import operator_of
@@ -33,6 +33,7 @@ from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_IN
 from actstore.autograd.unpack import COMPILER, Handle, turns, unpack
 from actstore.autograd.verdict import Facts, judge, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
+from actstore.base.note import FOLLOWED, Note
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import hold_weak
 from actstore.errors import ActstoreError
@@ -123,7 +124,8 @@ class Scope:
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-                frame.place.account(frame.index).note = f"kept: a {tensor.layout} tensor has no storage of its own"
+                reason = f"a {tensor.layout} tensor has no storage of its own"
+                frame.place.account(frame.index).note = Note(reason, kept=True)
                 return tensor.detach(), tensor._version, frame
             key = storage._cdata
             if key in parameters:
@@ -174,9 +176,9 @@ class Scope:
         """Return whether a saved tensor may change before backward."""
         return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
-    def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, reason: str = "") -> Kept:
-        if reason:
-            account.note = f"kept: {reason}"
+    def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, note: Note = FOLLOWED) -> Kept:
+        if note:
+            account.note = note
         weak = self.storages.kept.get(key)
         first = weak() if weak is not None else None
         saved = self.tracker.saved_nbytes(key, storage)
@@ -222,7 +224,7 @@ class Scope:
         if not reason and self._looked == MAX_NODES_INSPECTED:
             reason = f"one of more than {MAX_NODES_INSPECTED} in one forward"
         if reason:
-            return self._keep(tensor, account, key, storage, reason)
+            return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         known = tensor if outer is None else outer
         exact = frame.exact or (COMPUTED if key in self.storages.computed else "")
         excluded = "" if self._alone is None else self._excluded(account, key)
@@ -233,17 +235,17 @@ class Scope:
             reason = COMPILED
         if verdict.codec is None:
             account.exact = verdict.exact
-            return self._keep(tensor, account, key, storage, reason)
+            return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         codec = verdict.codec
         if reason:
-            account.note = f"{codec.name}: {reason}" if verdict.exact else reason
+            account.note = Note(f"{codec.name}: {reason}" if verdict.exact else reason)
         if self.storages.is_kept(key):
             return self._keep(tensor, account, key, storage)
         allow, empty = self.allows_mutation(), self._encoder.empty_like(tensor)
         if outer is None:
             handle = Stored(tensor, account, tuple(tensor.shape), tensor.stride(), empty, allow)
         elif allow and not outer.requires_grad:
-            return self._keep(tensor, account, key, storage, "may change before backward")
+            return self._keep(tensor, account, key, storage, Note("may change before backward", kept=True))
         else:
             handle = StoredPart(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
             handle.belong_to(outer)
@@ -254,7 +256,7 @@ class Scope:
         if facts.producer or known.requires_grad:
             route = self._encoder.encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:
-                return self._keep(tensor, account, key, storage, no_room(tiers))
+                return self._keep(tensor, account, key, storage, Note.no_room(tiers))
             if self._sharing.over:
                 self._go_on()
             if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
@@ -301,7 +303,7 @@ class Scope:
         weak = self._store.put(handle, tensor, route, saved, self._forward)
         if weak is None:
             storages.uncount(key, saved)
-            return self._keep(tensor, account, key, storage, no_room(target[1]))
+            return self._keep(tensor, account, key, storage, Note.no_room(target[1]))
         storages.stored[key] = [weak]
         if self._sharing.over:
             self._go_on()

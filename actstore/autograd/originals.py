@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Parameter
 
 from actstore.autograd.deciders import caller
 from actstore.autograd.unpack import unpack
+from actstore.base.operators import APPLY_CODE
 
-_APPLY = Function.apply.__code__  # the code that saves for a user's Function
 _C_FUNCTION: Any = torch._C._FunctionBase
 
 
 def return_originals() -> None:
     """Let the Function that saves a tensor now, if a Function does, return the Parameters that it saves themselves."""
     frame = caller()
-    if frame is not None and frame.f_code is _APPLY:
+    if frame is not None and frame.f_code is APPLY_CODE:
         node: Any = frame.f_locals["cls"]._backward_cls
         if "saved_tensors" not in vars(node):
             node.saved_tensors = property(_saved_tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from actstore.base.storage import storages_of
+from actstore.codecs.base import LOSSY_DTYPES
 
 # Producers whose output error is amplified: by exp, by a division of small differences, or because it is the loss.
 # Measured on a character GPT: norm statistics are 0.14 % of the saved bytes and up to 86 % of the gradient error when
@@ -44,8 +45,6 @@ WITHOUT_GRADIENT = "requires no gradient: a statistic, a mask or an index"
 COMPUTED = "a weight that is computed from parameters"  # a reason why the tensors that a call saves must be exact
 # The same for a compiled region, whose saved tensors have no graph of their own.
 COMPILED = "saved by a compiled region, which does not tell activations from statistics and masks"
-
-LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:

@@ -23,15 +23,14 @@ from weakref import ref
 
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch.autograd import Function
 
 from actstore.autograd.handles import Stored
 from actstore.autograd.regions import source_at
+from actstore.base.operators import APPLY_CODE
 from actstore.codecs import Codec
 from actstore.store.comparison import compare
 from actstore.store.store import Store
 
-_APPLY = Function.apply.__code__  # the code that saves for a user's Function, which may have written meanwhile
 _MAX_FRAMES = 8  # from the hook to the caller of autograd
 _NO_NODE = -1  # as a sequence number
 
@@ -91,7 +90,7 @@ class Sharing:
 def _in_function() -> bool:
     frame: FrameType | None = _getframe(1)
     for _ in range(_MAX_FRAMES):
-        if frame is None or frame.f_code is _APPLY:
+        if frame is None or frame.f_code is APPLY_CODE:
             return frame is not None
         frame = frame.f_back
     return False

@@ -26,6 +26,7 @@ from actstore.autograd.storages import Storages
 from actstore.base.checkpoints import in_checkpoint, in_reentrant
 from actstore.base.compiler import tell_compiler
 from actstore.base.ledger import Account, Ledger
+from actstore.base.note import SMALL, Note
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.codecs import Codec, Raw
@@ -107,7 +108,7 @@ class ModuleSites:
         """Record a group of small tensors as saved, and as held until the returned finalizer dies; both in bytes."""
         if self._small is None:
             self._small = self.ledger.account(Site(self.name, SMALL_INDEX))
-        self._small.note = "" if self.target is None else "small"
+        self._small.note = Note("" if self.target is None else SMALL)
         self._small.count += count
         return self.ledger.hold(self._small, saved, 0, held)
 

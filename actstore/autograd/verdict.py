@@ -13,6 +13,7 @@ from actstore.autograd.deciders import keep_decisions
 from actstore.autograd.protect import TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy
 from actstore.base.layout import layout_of
+from actstore.base.note import SMALL
 from actstore.codecs import Bit1, Codec, Raw
 
 RAW = Raw()
@@ -69,7 +70,7 @@ def why_unfit(tensor: Tensor, nbytes: int, min_nbytes: int) -> str:
     """Return the reason why a tensor that is only a part of its storage of `nbytes` is kept; empty where it is not."""
     if not _fits(tensor, nbytes):
         return "its storage has been resized and holds less"
-    return "small" if tensor.nbytes < min_nbytes and nbytes <= MAX_STORAGE_RATIO * tensor.nbytes else ""
+    return SMALL if tensor.nbytes < min_nbytes and nbytes <= MAX_STORAGE_RATIO * tensor.nbytes else ""
 
 
 def judge(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from actstore.base.budget import DeviceBudget
+from actstore.base.note import FOLLOWED
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 
@@ -115,7 +116,7 @@ class Account:
         self.exact = False  # kept because its values must come back exactly, and its codec is lossy
         self.decision: object = None  # of the policy
         self.operator = ""  # that made the last tensor, where the policy asks for it
-        self.note = ""  # why the store did not follow the decision; empty where it did
+        self.note = FOLLOWED  # why the store did not follow the decision; empty where it did
         self.route: Any = None  # the store's cache of the last tensor's tier and codec,
         self.precedent: Any = None  # and the hooks' cache of what that tensor was
 
@@ -340,7 +341,7 @@ class Ledger:
                 account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
                 account.misses = account.alive = account.room_ns = 0
                 account.exact = False
-                account.note, account.decision = "", None
+                account.note, account.decision = FOLLOWED, None
             self.compiled.clear()
             self.reserve, self._transient = self._transient, 0
             self.peak = self._held

@@ -5,16 +5,23 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.autograd import Function
 
-# Operators whose result has the values of their argument, in another shape, memory or dtype.
-PASSING = frozenset(
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the nodes of leaves
+APPLY_CODE = Function.apply.__code__  # saves the tensors of a user's Function, which may have written to them
+
+# Operators whose result is the memory of their argument in another shape.
+VIEWS = frozenset(
     {
-        "_conj", "_neg_view", "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "detach",
-        "diagonal", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
-        "transpose", "unbind", "unfold", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view",
-        "view_as_complex", "view_as_real",
+        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select",
+        "slice", "squeeze", "t", "transpose", "unfold", "unsqueeze", "view",
     }
 )  # fmt: skip
+# Operators whose result has the values of their argument, in another shape, memory or dtype.
+PASSING = VIEWS | {
+    "_conj", "_neg_view", "_to_copy", "clone", "lift_fresh", "split", "split_with_sizes", "unbind", "unsafe_split",
+    "unsafe_split_with_sizes", "view_as_complex", "view_as_real",
+}  # fmt: skip
 
 
 @cache

@@ -14,6 +14,8 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from actstore.base.reaper import Finalizer
+
 _untyped: Any = UntypedStorage  # torch's annotations miss these methods
 _PLAIN: frozenset[type] = frozenset({Tensor, Parameter})  # no wrappers, as their subclasses may be
 _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
@@ -38,6 +40,38 @@ def storages_of(tensor: Tensor) -> Sequence[UntypedStorage]:
         return (tensor.untyped_storage(),)
     except (NotImplementedError, RuntimeError):
         return ()
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """Return an alias that has the tensor's version counter, dtype and device, and none of its memory."""
+    alias = tensor.detach()
+    alias.data = tensor.new_empty(0)
+    return alias
+
+
+class FleetingTensor:
+    """A dense tensor that can be made again for as long as its memory lives, which this object does not hold."""
+
+    __slots__ = ("_key", "_last", "_version", "_witness")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._key = hold_weak(tensor.untyped_storage())
+        self._last = Finalizer(free_weak, self._key)
+        self._witness = without_memory(tensor)
+        self._version = tensor._version
+
+    def again(self) -> Tensor | None:
+        """Return another tensor over all of the memory, with the same version counter; None where it is gone."""
+        storage = revive(self._key)
+        if storage is None:
+            return None
+        tensor = self._witness.detach()
+        tensor.data = whole_of(storage, self._witness.dtype)
+        return tensor
+
+    def is_changed(self) -> bool:
+        """Return whether the memory has been written to."""
+        return self._witness._version != self._version
 
 
 def whole_of(storage: UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

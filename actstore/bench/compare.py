@@ -14,9 +14,9 @@ from rich.text import Text
 from actstore.bench.comparison import Change, changes, differences, only, packages
 from actstore.bench.result import Result
 from actstore.bench.table import MIB
+from actstore.display.text import TABLE_WIDTH
 from actstore.errors import ConfigError
 
-TABLE_WIDTH = 100  # columns of the table when stdout is not a terminal
 _MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit is given
 
 

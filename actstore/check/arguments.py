@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -32,8 +31,3 @@ def read_leaves(
     require_initialized(store.model)
     named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
     return named, {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
-
-
-def policy_text(store: ActivationStore) -> str:
-    policy: Any = store.policy
-    return str(getattr(policy, "__name__", policy)).removeprefix("* : ")

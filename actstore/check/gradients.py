@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from actstore.check.arguments import policy_text, read_leaves
+from actstore.check.arguments import read_leaves
 from actstore.check.result import Difference, GradientCheck, TensorComparison, Verdict
 from actstore.check.run import Outcome, Runner, rows
 from actstore.check.watch import Key, first_difference
 from actstore.errors import ConfigError
+from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState
 from actstore.rerun.values import compare
 from actstore.session.activation_store import ActivationStore
@@ -168,7 +169,7 @@ class _RunComparison:
         return GradientCheck(
             verdict,
             self.first(),
-            policy_text(store),
+            policy_text(store.policy),
             tolerance,
             None if plain is None or found is None else (plain, found),
             self.parameters,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.check.arguments import policy_text, read_leaves
+from actstore.check.arguments import read_leaves
 from actstore.check.lossy_result import GradientDeviation, SiteDeviation, WeightDeviation
 from actstore.check.run import Copies, Runner
 from actstore.errors import ConfigError, StateError
+from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState
 from actstore.session.activation_store import ActivationStore
 
@@ -81,7 +82,7 @@ def measure_gradient_error(
         sites = _sites(runner, store, exact, predicted, draws) if each_site else ()
     norm = _norm(exact)
     return GradientDeviation(
-        policy_text(store),
+        policy_text(store.policy),
         draws,
         norm,
         repeated,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
-
-PRINTED_ROWS = 24
+from actstore.check.result import PRINTED_ROWS
 
 
 @dataclass(frozen=True)

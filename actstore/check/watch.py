@@ -19,9 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from actstore.autograd.tracker import GlobalHook
+from actstore.base.operators import ACCUMULATE_GRAD
 from actstore.rerun.values import copies, digest
-
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Key(NamedTuple):

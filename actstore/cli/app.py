@@ -31,6 +31,7 @@ from actstore.cli.inspect import inspect
 from actstore.cli.plan import plan
 from actstore.cli.show import show
 from actstore.cli.verify import verify
+from actstore.display.text import TABLE_WIDTH
 from actstore.errors import ActstoreError, ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -53,7 +54,6 @@ app.command()(verify)
 app.command()(plan)
 app.command()(inspect)
 app.command()(doctor)
-TABLE_WIDTH = 100  # columns of the table when stdout is not a terminal
 _DEFAULTS = Workload()
 
 

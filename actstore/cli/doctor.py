@@ -12,8 +12,7 @@ from rich.console import Console
 from actstore.bench.files import check_writable
 from actstore.cli.machine.machine import machine
 from actstore.cli.machine.table import render
-
-TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
+from actstore.display.text import TABLE_WIDTH
 
 
 def doctor(

@@ -17,13 +17,13 @@ from actstore.base.units import format_nbytes
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
 from actstore.bench.result import Result
+from actstore.display.text import TABLE_WIDTH
 from actstore.errors import ConfigError
 from actstore.results import Profile
 from actstore.trace import Lane, Summary, Trace
 from actstore.trace.ndjson import is_trace
 from actstore.trace.summary import format_percent
 
-TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
 LISTED_STEPS = 12  # the last steps, in the table of steps
 _LANE_COLUMNS = ("\nevents", "\nbytes", "busy\nms", "busy\n%", "\nGB/s", "beside\ncompute", "in stalls\nms")
 _STEP_COLUMNS = ("ms", "compute ms", "stall ms", "stalls", "hidden", "offloaded", "fetched", "kept")

@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
+from actstore.codecs.int8 import ROUNDINGS
 from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256)
-ROUNDINGS = ("nearest", "stochastic", "dither")
 UNBIASED = ROUNDINGS[1:]
 
 
@@ -42,7 +42,7 @@ class AffineCodec(SignedCodec):
         require_choice(self, "signs", SIGNS)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _options(self) -> dict[str, Any]:
         return {"bits": self.bits, "group": self.group, "round": self.round, "keep": self.signs == "keep"}

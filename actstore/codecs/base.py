@@ -12,6 +12,8 @@ import torch
 from actstore.base.spec import Spec
 from actstore.errors import ChainError
 
+LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})  # those that lossy codecs take
+
 
 @dataclass(frozen=True)
 class Exact:

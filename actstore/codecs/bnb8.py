@@ -8,13 +8,11 @@ from typing import ClassVar
 import torch
 
 from actstore.base.spec import Spec
-from actstore.codecs.base import Codec, Exact
+from actstore.codecs.base import LOSSY_DTYPES, Codec, Exact
 from actstore.codecs.checks import check_buffers, check_dtype
 from actstore.errors import PayloadError, SpecError
 from actstore.kernels.base import payload_pointer, round_up, storage_slice
 from actstore.kernels.torch import bnb8
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Bnb8(Codec):
     reproducible: ClassVar[bool] = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def size(self, spec: Spec) -> Exact:
         check_dtype(self, spec.dtype)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.int8 import DTYPES
 from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.kernels.base import round_up
 
@@ -42,7 +42,7 @@ class E5m6(SignedCodec):
         return {"keep": self.signs == "keep"}
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return round_up(numel) + (numel + 1) // 2

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.int8 import DTYPES, GROUPS
+from actstore.codecs.int8 import GROUPS
 from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 
 
@@ -57,7 +58,7 @@ class Fp8(SignedCodec):
         require_choice(self, "signs", SIGNS)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _options(self) -> dict[str, Any]:
         return {"group": self.group, "scale": self.scale, "round": self.round, "keep": self.signs == "keep"}

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from actstore.codecs.affine import Int4
-from actstore.codecs.base import Codec, require_leaf
+from actstore.codecs.base import LOSSY_DTYPES, Codec, require_leaf
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ChainError
 from actstore.kernels.hadamard128 import ROTATION_NUMEL
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Hadamard128(KernelCodec):
         return self.inner
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _options(self) -> dict[str, Any]:
         return {"inner": self.inner}

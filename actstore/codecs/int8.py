@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 
 from actstore.base.layout import layout_of
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
 from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.affine import sections
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 GROUPS = (32, 64, 128, 256, 512, 1024)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 
@@ -92,7 +92,7 @@ class Int8(SignedCodec):
             )
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         if self.affine:

@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 
 from actstore.base.spec import Spec
-from actstore.codecs.base import Codec, Exact
+from actstore.codecs.base import LOSSY_DTYPES, Codec, Exact
 from actstore.codecs.bit1 import Bit1
 from actstore.codecs.checks import check_buffers, check_dtype
-from actstore.codecs.int8 import DTYPES
 from actstore.errors import PayloadError, SpecError
 from actstore.kernels.base import storage_slice
 
@@ -63,7 +62,7 @@ class Levels(Codec):
         return replace(self, bits=bits) if bits else None
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def size(self, spec: Spec) -> Exact:
         check_dtype(self, spec.dtype)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
+from actstore.codecs.affine import GROUPS
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.int8 import DTYPES
 from actstore.codecs.signs import SIGNS, SignedCodec, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.base import round_up
 
-GROUPS = (32, 64, 128, 256)
 BNB_GROUP = 64
 
 
@@ -61,7 +61,7 @@ class Nf4(SignedCodec):
             )
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES
+        return dtype in LOSSY_DTYPES
 
     def _options(self) -> dict[str, Any]:
         return {"group": self.group, "layout": self.layout, "keep": self.signs == "keep"}

@@ -7,9 +7,8 @@ from fractions import Fraction
 
 import torch
 
-from actstore.codecs.base import Codec
+from actstore.codecs.base import LOSSY_DTYPES, Codec
 from actstore.codecs.checks import require_choice
-from actstore.codecs.int8 import DTYPES
 from actstore.codecs.raw import Raw
 from actstore.codecs.sparse import SparseCodec
 from actstore.errors import ConfigError
@@ -63,4 +62,4 @@ class Nm(SparseCodec):
         return Largest(self.m, Fraction(1), self.n)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES and self.inner.accepts(dtype)
+        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import torch
 
-from actstore.codecs.base import Codec
-from actstore.codecs.int8 import DTYPES
+from actstore.codecs.base import LOSSY_DTYPES, Codec
 from actstore.codecs.raw import Raw
 from actstore.codecs.sparse import SparseCodec
 from actstore.errors import ConfigError
@@ -61,4 +60,4 @@ class Topk(SparseCodec):
         return Largest(TILE, Fraction(str(self.fraction)), TILE)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES and self.inner.accepts(dtype)
+        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from actstore.base.note import SMALL
 from actstore.codecs import Codec
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
@@ -31,7 +32,7 @@ from actstore.compiled.graph import (
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, splice, trace
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table
-from actstore.compiled.treatment import BITS, SMALL, Treatment, Treatments
+from actstore.compiled.treatment import BITS, Treatment, Treatments
 
 
 @dataclass

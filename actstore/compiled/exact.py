@@ -6,7 +6,8 @@ from collections.abc import Set
 
 from torch.fx import Node
 
-from actstore.autograd.protect import LOSSY_DTYPES, WITHOUT_GRADIENT
+from actstore.autograd.protect import WITHOUT_GRADIENT
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.graph import GETITEM, SavedNode, name_of, origin_of, root_of
 
 # As `autograd/protect.py` has them by the names of autograd's nodes.

@@ -9,14 +9,10 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from actstore.base import operators
 from actstore.errors import StateError
 
-VIEWS = frozenset(
-    {
-        "view", "permute", "t", "transpose", "unsqueeze", "squeeze", "select", "slice", "expand", "alias", "reshape",
-        "as_strided", "detach", "_unsafe_view", "_reshape_alias", "diagonal", "unfold", "narrow", "movedim",
-    }
-)  # fmt: skip
+VIEWS = operators.VIEWS | {"reshape", "narrow", "movedim"}  # Inductor's passes make operators of other operators, too
 _SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
 GETITEM = "getitem"
 _RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers

@@ -12,13 +12,14 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.autograd.handles import Kept
-from actstore.autograd.tracker import Tracker, current
+from actstore.autograd.tracker import SMALL_INDEX, Tracker, current
 from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.note import Note
 from actstore.base.spec import Site
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table, running_table
 
-_UNKNOWN = SavedRow(KEPT, note="kept: saved by a compiled region that tells nothing of its tensors")
+_UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
 _HOOKS = "actstore."
 _RECOMPUTING = "actstore.recompute."  # their hooks drop what a region saves
 
@@ -81,7 +82,8 @@ class _Packing:
             return tensor.detach(), tensor._version, tracker.frame
         name = ".".join(filter(None, (self._prefix, row.name)))
         account = ledger.account(Site(name, row.number))
-        account.decision, account.note, account.exact = row.where, row.note, row.exact
+        account.decision, account.exact = row.where, row.exact
+        account.note = Note(row.note, kept=row.number != SMALL_INDEX)
         if row.kind == PAYLOAD:
             account.count += row.saved != 0
             saved = row.per_byte * nbytes if row.saved < 0 else row.saved

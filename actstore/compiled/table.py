@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from torch.autograd import Function
+from actstore.base.operators import APPLY_CODE
 
 INPUT, KEPT, PAYLOAD = "input", "kept", "payload"
 _ATTRIBUTE = "_actstore_table"
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class SavedRow(NamedTuple):
@@ -59,7 +58,7 @@ def running_table() -> Table | None:
     """Return the table of the region that saves tensors now; None where it has none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is APPLY_CODE:
             metadata = getattr(frame.f_locals["cls"], "metadata", None)
             rows = getattr(metadata, "__dict__", {}).get(_ATTRIBUTE)
             return None if rows is None else tuple(SavedRow(*row) for row in rows)

@@ -10,9 +10,10 @@ from math import inf
 import torch
 from torch.fx import GraphModule, Node
 
-from actstore.autograd.protect import LOSSY_DTYPES
+from actstore.base.note import SMALL
 from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec
+from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
 from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
 from actstore.compiled.formats.choose import KEPT_AS_IS, graph_codec, why_unavailable
@@ -29,7 +30,6 @@ OUTSIDE = "saved outside of the model: part of the loss"
 OUTPUT = "an output of the compiled region, which its caller may hold"
 SHARED = "its memory belongs to a tensor that is kept"
 NO_TIERS = "compiled graphs have no tiers"
-SMALL = "small"
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Treatment:
     def keep(self, reason: str, *, exact: bool = False) -> None:
         """Keep the tensor, for a reason."""
         self.kind, self.codec, self.exact = KEPT, None, exact
-        self.note = reason if reason == SMALL else f"kept: {reason}"
+        self.note = reason
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,10 @@ class Accelerator(Device):
             return None
 
     def unpin(self, memory: torch.Tensor) -> None:
+        # The pages are unmapped with the last tensor that lies in them; other pinned memory is torch's to return.
         pages = self._pages.pop(memory.data_ptr(), None)
         if pages is not None:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-        # The pages are unmapped with the last tensor that lies in them; other pinned memory is torch's to return.
 
     def _registered(self, nbytes: int) -> torch.Tensor | None:
         """Pin exactly `nbytes` of whole pages; torch's own allocator takes the next power of two."""

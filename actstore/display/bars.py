@@ -7,6 +7,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from actstore.display import pictures as look
+from actstore.display.colors import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 MAX_AXIS_NAMES = 48
 MAX_COLORED_DECISIONS = 9
-COLORS = look.SERIES
 KEEP, KEPT, OTHERS = "keep", "#9aa5b1", "#444444"
 SCALES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
@@ -55,7 +55,7 @@ def draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
     largest = max(bar.saved for bar in bars)
     nbytes, unit = scale(largest)
     decisions = list(dict.fromkeys(bar.decision for bar in bars if bar.decision != KEEP))
-    colors = dict.fromkeys(decisions, OTHERS) | dict(zip(decisions[:MAX_COLORED_DECISIONS], COLORS, strict=False))
+    colors = dict.fromkeys(decisions, OTHERS) | dict(zip(decisions[:MAX_COLORED_DECISIONS], SERIES, strict=False))
     colors[KEEP] = KEPT
     at = range(len(bars))
     color = [colors[bar.decision] for bar in bars]

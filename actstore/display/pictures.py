@@ -7,6 +7,7 @@ from io import BytesIO
 from textwrap import fill
 from typing import Literal, NamedTuple
 
+from actstore.display.colors import SERIES
 from actstore.errors import ConfigError
 
 try:
@@ -18,10 +19,8 @@ except ModuleNotFoundError as error:
         raise
     raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'.") from error
 
-# Okabe and Ito's palette, for colour-blind readers; some colours are darker here, so that text stays legible
-BLACK, BLUE, VERMILION, GREEN = "#222222", "#0072b2", "#d55e00", "#009e73"
-PURPLE, ORANGE, SKY = "#a8578a", "#b87a00", "#56b4e9"
-SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
+BLUE, VERMILION, GREEN, PURPLE, ORANGE = SERIES[:5]
+BLACK, SKY = "#222222", "#56b4e9"
 GREY, NOTE, RULE, GRID = "#6f6f6f", "#555555", "#cccccc", "#eeeeee"
 MARKERS = "osD^vPX*<"
 TIMES = {  # by the kind of work in a step

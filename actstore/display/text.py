@@ -7,11 +7,18 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
 WIDTH = 118
+TABLE_WIDTH = 100  # columns of tables when stdout is not a terminal
 UNIT = re.compile(r"(?<=\d) (?=%|ms|B|[KMGT]iB)")  # the space before a unit
 
 
 def percent(fraction: float, form: str = ".1f") -> str:
     return f"{100 * fraction:{form}} %"
+
+
+def short(value: object) -> str:
+    """Return the `repr` of a value, at most 40 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

@@ -15,6 +15,7 @@ from actstore.inspection.recorder import Recorder
 from actstore.inspection.result import Inspection
 from actstore.inspection.suggestions import Suggestion, suggest
 from actstore.inspection.timeline import Timeline
+from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import ActivationStore
@@ -89,7 +90,8 @@ def inspect_step(
 
         def run_with(store: ActivationStore) -> Timeline:
             run(Recorder(store, plain=False))  # the store learns the order of backward's reads
-            return Timeline(_text(store), tuple(run(Recorder(store, plain=False)).points))
+            stored = run(Recorder(store, plain=False))
+            return Timeline(policy_text(store.policy).replace("\n", "; "), tuple(stored.points))
 
         timeline = Timeline("plain PyTorch", tuple(plain.points))
         stored = run_with(store)
@@ -110,8 +112,3 @@ def _tried(
         except ActstoreError as error:
             return replace(suggestion, error=str(error))
         return replace(suggestion, tried_peak_bytes=store.report().peak_held_bytes, tried_added_ms=added_ms)
-
-
-def _text(store: ActivationStore) -> str:
-    policy: Any = store.policy
-    return str(getattr(policy, "__name__", policy)).removeprefix("* : ").replace("\n", "; ")

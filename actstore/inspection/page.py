@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 from importlib.resources import files
 from typing import Any
 
+from actstore.display.colors import SERIES
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import REST, Timeline, bands_of, decisions_of, labels_of
 from actstore.session.rows import SiteReport
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#b87a00", "#2f8fc4", "#7a6a53", "#5b4fa3", "#5d7f2a")
 _TEXT_COLUMNS = (1, 2, 3, 4, 5, 6, 9)  # of a tensor's row: each text is in the file once
 
 
@@ -47,7 +47,7 @@ def page(
     }
     text = json.dumps(values, separators=(",", ":")).replace("</", "<\\/")  # it stands inside of a script element
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace("__COLORS__", json.dumps(COLORS)).replace("__DATA__", text)
+    return template.replace("__COLORS__", json.dumps(SERIES)).replace("__DATA__", text)
 
 
 class _Numbers(dict[Hashable, int]):

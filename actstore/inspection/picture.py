@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from actstore.base.units import format_nbytes
 from actstore.display import pictures as look
 from actstore.display.bars import scale
+from actstore.display.colors import SERIES
 from actstore.inspection.timeline import Timeline, bands_of, decisions_of, holders, labels_of
 from actstore.session.rows import SiteReport
 
@@ -27,7 +28,7 @@ def picture(plain: Timeline, store: Timeline, sites: Sequence[SiteReport]) -> Fi
     upper, lower = figure.subplots(2, sharey=True)
     bands = bands_of([plain, store])
     labels = labels_of([plain, store], bands)
-    colors = {label: look.SERIES[at % len(look.SERIES)] for at, label in enumerate(labels)}
+    colors = {label: SERIES[at % len(SERIES)] for at, label in enumerate(labels)}
     nbytes, unit = scale(max(plain.peak.held_bytes, store.peak.held_bytes))
     decisions = decisions_of(bands, sites)
     for axes, line, names in ((upper, plain, {}), (lower, store, decisions)):

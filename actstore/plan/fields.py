@@ -9,6 +9,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from actstore.display.text import short
 from actstore.errors import ConfigError
 
 T = TypeVar("T")
@@ -66,20 +67,15 @@ def _number(kind: type, value: Any, where: str) -> Any:
     fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     if not fits or not (isinstance(value, int) or isfinite(value)) or not 0 <= value <= MAX_NUMBER:
         wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{where} is {_short(value)}, not {wanted} from 0 to {MAX_NUMBER:.0e}.", field=where)
+        raise ConfigError(f"{where} is {short(value)}, not {wanted} from 0 to {MAX_NUMBER:.0e}.", field=where)
     return value
 
 
 def _of(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, kind):
         wanted = {str: "text", bool: "true or false", list: "a list", dict: "an object"}[kind]
-        raise ConfigError(f"{where or 'the file'} is {_short(value)}, not {wanted}.", field=where)
+        raise ConfigError(f"{where or 'the file'} is {short(value)}, not {wanted}.", field=where)
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 @cache

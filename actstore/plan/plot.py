@@ -10,6 +10,7 @@ from actstore.base.units import format_nbytes
 from actstore.display import bars as units
 from actstore.display import pictures as look
 from actstore.display.bars import Bar
+from actstore.display.colors import SERIES
 from actstore.errors import CapacityError, ConfigError
 from actstore.plan.study import Budget, Study
 from actstore.plan.values import PlanValues
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FRONT_POINTS = 16  # budgets with a plan of their own
-COLORS = look.SERIES
 
 
 def save(plan: PlanValues, path: Path) -> None:
@@ -50,12 +50,12 @@ def _front(axes: Axes, plan: PlanValues, scale: int, unit: str) -> None:
     axes.axvline(plan.budget / scale, color=look.RULE, linewidth=1, label=f"budget, {format_nbytes(plan.budget)}")
     x = plan.predicted.peak / scale
     if plan.bound is not None:
-        axes.plot([x], [plan.bound], "_", color=COLORS[0], markersize=16, markeredgewidth=1.6, zorder=4,
+        axes.plot([x], [plan.bound], "_", color=SERIES[0], markersize=16, markeredgewidth=1.6, zorder=4,
                   label=f"no choice is faster, {plan.bound:.1f} ms")  # fmt: skip
-    axes.plot([x], [plan.predicted.step], "o", color=COLORS[0], markersize=9, markeredgecolor="white", zorder=5,
+    axes.plot([x], [plan.predicted.step], "o", color=SERIES[0], markersize=9, markeredgecolor="white", zorder=5,
               label=f"this plan, {plan.predicted.step:.1f} ms")  # fmt: skip
     if plan.measured is not None:
-        axes.plot([plan.measured.peak / scale], [plan.measured.step], "D", color=COLORS[1], markersize=7,
+        axes.plot([plan.measured.peak / scale], [plan.measured.step], "D", color=SERIES[1], markersize=7,
                   markeredgecolor="white", zorder=6, label=f"measured, {plan.measured.step:.1f} ms")  # fmt: skip
     look.heading(axes, "What memory buys")
     axes.set_xlabel(f"activations at the peak, {unit} (further left is smaller)")

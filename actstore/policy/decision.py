@@ -253,6 +253,11 @@ def exactly(decision: Decision) -> Keep | Encode | Offload:
     return Offload(Raw(), wait.tiers) if isinstance(wait, Offload) else Keep()
 
 
+def policy_text(policy: object) -> str:
+    """Return the text of a policy, without the pattern of its default alone; of a function, its name."""
+    return str(getattr(policy, "__name__", policy)).removeprefix("* : ")
+
+
 def known_tiers() -> tuple[str, ...]:
     """Return the tiers of actstore and of installed packages."""
     return (*TIERS, *extensions.names(extensions.TIERS))

@@ -26,6 +26,7 @@ from actstore.autograd.handles import Kept, check_version
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Spec
+from actstore.base.storage import without_memory
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
@@ -80,8 +81,7 @@ class Carry:
         self.any_version = any_version  # the tensor may change after a call took it
         self.version = tensor._version
         self.spec = Spec.of(tensor)
-        self.witness = tensor.detach()
-        self.witness.data = tensor.new_empty(0)  # shares the version counter, without the memory
+        self.witness = without_memory(tensor)
 
     @property
     def changed(self) -> bool:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from actstore.base.ledger import Account, Ledger
     from actstore.base.reaper import Finalizer
 
-_NOTE = "decisions of "
-
 
 class Decision(NamedTuple):
     """Decision of one call of an operator.
@@ -102,15 +100,13 @@ class Decisions:
         if self.kept:
             names = ", ".join(dict.fromkeys(decision.operator for decision in self.kept))
             beside = ", and one is read from the next input" if self._shared else ""
-            notes.append(f"{_NOTE}{names} keep {self.nbytes:,} bytes{beside}")
+            notes.append(f"decisions of {names} keep {self.nbytes:,} bytes{beside}")
         if self._compiled:
-            notes.append(f"{_NOTE}compiled parts are repeated: they run uncompiled")
+            notes.append("decisions of compiled parts are repeated: they run uncompiled")
         if self.anew:
-            notes.append(f"{_NOTE}{self.anew} are made anew")
+            notes.append(f"decisions of {self.anew} are made anew")
         if notes:
-            account = self._account
-            earlier = account.note.partition(_NOTE)[0].rstrip("; ")  # the part after it is of an earlier call
-            account.note = "; ".join([earlier, *notes] if earlier else notes)
+            self._account.note = self._account.note._replace(decisions="; ".join(notes))
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from actstore.autograd import unpack as reading
 from actstore.autograd.handles import Kept, Stored, is_exact
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
+from actstore.base.note import Note
 from actstore.base.trees import flatten
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorAccess
@@ -195,7 +196,7 @@ class ExceptedCall:
             index = tracker.frame.index
             handle = tracker.pack_as(run.pack, tensor, decision)
             if tracker.frame.index > index:
-                tracker.frame.place.account(index).note = "its output, which recomputations read"
+                tracker.frame.place.account(index).note = Note("its output, which recomputations read")
             return handle
 
         def store(tensor: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import Module
 _wrapping = Lock()
 
 
-class ForwardWrapper:
+class ForwardWrapper(ABC):
     """A wrapper of one module's forward.
 
     It is an attribute of the instance, put there for its first user and taken away after its last one, so that the
@@ -51,9 +52,9 @@ class ForwardWrapper:
                 else:
                     attributes["forward"] = forward.own
 
+    @abstractmethod
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, or what takes its place."""
-        raise NotImplementedError
 
 
 class InstanceForward:

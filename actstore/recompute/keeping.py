@@ -6,6 +6,7 @@ a tag is one for the operator that made the tagged tensor. Where that must run a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from actstore.autograd.handles import Stored
 from actstore.autograd.tracker import Frame
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.note import Note
 from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
@@ -37,7 +39,7 @@ Forward = Callable[..., Any]
 _MAX_RECENT = 8  # operators, among which `tag` finds the one that made a tensor
 
 
-class ResultMode(TorchDispatchMode):
+class ResultMode(TorchDispatchMode, ABC):
     """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
 
     supports_higher_order_operators = True
@@ -59,9 +61,9 @@ class ResultMode(TorchDispatchMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._around.tag = None  # otherwise a cycle
 
+    @abstractmethod
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Return a tensor that the region names, or what takes its place."""
-        raise NotImplementedError
 
     def _may_keep(self, operator: Any) -> bool:
         """Return whether a rule may be for results of an operator that runs now."""
@@ -250,7 +252,7 @@ class Keeping(ResultMode):
         if frame.index > index:
             what = made.call.operator
             what = what if what.startswith("tag ") else f"result of {what}"
-            frame.place.account(index).note = f"{what}, which recomputations read"
+            frame.place.account(index).note = Note(f"{what}, which recomputations read")
         return handle
 
     def _leave_alone(self, tensors: Iterable[Tensor]) -> None:

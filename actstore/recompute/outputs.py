@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from actstore.autograd.handles import Kept
 from actstore.base.layout import layout_of, storage_view
-from actstore.base.storage import storages_of
+from actstore.base.storage import storages_of, without_memory
 from actstore.errors import StateError
 from actstore.recompute.running import LaterRun
 
@@ -203,7 +203,4 @@ def _view(tensor: Tensor, start: int) -> View:
 
 def witness_of(tensor: Tensor) -> Tensor:
     """Return what keeps the version counter and none of the memory."""
-    witness = tensor.detach()
-    if is_plain(tensor):
-        witness.data = tensor.new_empty(0)
-    return witness
+    return without_memory(tensor) if is_plain(tensor) else tensor.detach()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from actstore.autograd.handles import is_lossy
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
+from actstore.base.note import Note
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
@@ -267,7 +268,7 @@ class Wrapped(ForwardWrapper):
             expected = self._lengths.get(nth, self._alike)
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
             if calls.begin(CallChain):
-                call.account.note = "begins another chain: no recomputed call returned its inputs"
+                call.account.note = Note("begins another chain: no recomputed call returned its inputs")
         last = chain.arrive(call)
         carries = {}
         for i, (producer, index) in found.items():

@@ -9,13 +9,11 @@ from typing import Any
 from actstore.accuracy.bits.payloads import Choice
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger, Transient
+from actstore.base.note import SMALL
 from actstore.plan.plan import Plan
 from actstore.policy import Derive, Offload, Policy, Recompute, Rules
 from actstore.session.advice import StepFigures
 from actstore.session.step_policy import StepPolicy
-
-NO_ROOM_PREFIX = "kept: no room in "
-SMALL_NOTES = ("small", "kept: small")
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,17 @@ class _Groups:
 
     def __init__(self, accounts: list[Account], circumstances: Circumstances) -> None:
         self.kept = kept = [account for account in accounts if account.saved and not account.stored]
-        self.small = [account for account in kept if account.note in SMALL_NOTES]
-        self.no_room = [account for account in kept if account.note.startswith(NO_ROOM_PREFIX)]
-        self.compiled = [account for account in kept if account.note == f"kept: {COMPILED}"]
+        self.small = [account for account in kept if account.note.reason == SMALL]
+        self.no_room = [account for account in kept if account.note.kept and account.note.full]
+        self.compiled = [account for account in kept if account.note.reason == COMPILED]
         self.exact = [account for account in kept if account.exact and account not in self.compiled]
         known = {id(account) for account in (*self.small, *self.no_room, *self.compiled, *self.exact)}
-        self.whole = [account for account in kept if account.note.startswith("kept: ") and id(account) not in known]
+        self.whole = [account for account in kept if account.note.kept and account.note and id(account) not in known]
         stored = [account for account in accounts if account.stored]
         self.hosted = [account for account in stored if circumstances.on_host and _first_tier(account) == "host"]
         self.moved = [a for a in stored if _first_tier(a) not in ("", "device") and a not in self.hosted]
         full = circumstances.keeps_when_full
-        self.crowded = [a for a in self.moved if full and a.note.startswith("window of ")]
+        self.crowded = [a for a in self.moved if full and a.note.full and not a.note.kept]
         self.flying = [account for account in self.moved if account not in self.crowded]
         self.alive = [account for account in accounts if account.alive]
 
@@ -92,7 +90,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         kept_small=_sum(groups.small, _saved),
         min_bytes=circumstances.min_nbytes,
         kept_no_room=_sum(groups.no_room, _saved),
-        tiers=groups.no_room[0].note.removeprefix(NO_ROOM_PREFIX) if groups.no_room else "",
+        tiers=" > ".join(groups.no_room[0].note.full) if groups.no_room else "",
         host_budget=host,
         disk_budget=disk,
         kept_exact=_sum(groups.exact, _saved),
@@ -199,4 +197,4 @@ def _where(account: Account | None) -> str:
 
 
 def _reason(account: Account | None) -> str:
-    return "" if account is None else account.note.removeprefix("kept: ")
+    return "" if account is None else account.note.reason

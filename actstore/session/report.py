@@ -103,7 +103,7 @@ class Report:
             SiteReport(
                 site=str(account.site),
                 decision=account.where,
-                note=account.note,
+                note=str(account.note),
                 tensors=account.count,
                 saved_bytes=account.saved,
                 stored_bytes=account.stored,

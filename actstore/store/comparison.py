@@ -15,6 +15,8 @@ from actstore.errors import ActstoreError
 from actstore.kernels.base import storage_slice
 from actstore.store.payload import Payload
 from actstore.store.tierset import TierSet
+from actstore.tiers import Slot
+from actstore.transfer import Berth
 
 
 class PayloadComparison:
@@ -110,22 +112,18 @@ def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> b
 @contextmanager
 def _at_hand(entry: Payload, place: TierSet) -> Iterator[Tensor | None]:
     """Yield the payload in memory of the compute device, for work on the current stream; None where it has left."""
-    berth = entry.berth
-    if entry.memory is not None:
-        yield entry.memory
-    elif berth is not None:
-        memory = berth.engine.peek(berth)
+    room = entry.room
+    if isinstance(room, Berth):
+        memory = room.engine.peek(room)
         try:
             yield memory
         finally:
             if memory is not None:
-                berth.engine.peeked(berth)
+                room.engine.peeked(room)
+    elif isinstance(room, Slot) and room.buffer is not None:
+        room.written.wait_on(place.device.current())
+        yield room.buffer
+        if room.place is not None:
+            room.tier.used(room)
     else:
-        slot = entry.slot
-        if slot is None or slot.buffer is None:
-            yield None
-            return
-        slot.written.wait_on(place.device.current())
-        yield slot.buffer
-        if slot.place is not None:
-            slot.tier.used(slot)
+        yield None if isinstance(room, Slot) else room

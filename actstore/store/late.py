@@ -44,7 +44,7 @@ class LatePayloads:
         except BaseException:
             stage.tier.free(stage)
             raise
-        entry.slot = stage
+        entry.room = stage
         entry.last = self._ledger.hold(entry.account, saved, 0, stage.nbytes)
         if late is not None:
             with self._place.late_lock:
@@ -70,8 +70,8 @@ class LatePayloads:
                 weak, length, tiers, forward = self._waiting.popleft()
                 (used,) = self._lengths.take(length, torch.int64)
                 entry = weak()
-                stage = entry.slot if entry is not None else None
-                if entry is None or stage is None:
+                stage = None if entry is None else entry.room
+                if entry is None or not isinstance(stage, Slot):
                     continue
                 with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
                     if not self._move(entry, stage, used, tiers, forward):
@@ -88,28 +88,28 @@ class LatePayloads:
 
     def _move(self, entry: Payload, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass) -> bool:
         """Move the `used` bytes of a stage to the first tier that has room. Returns False where no tier has."""
-        place, account, room = self._place, entry.account, min(_roomy(used), stage.nbytes)
-        slot, berth = place.find(tiers, room, account, forward.runs)
-        if slot is not None:
+        place, account, nbytes = self._place, entry.account, min(_roomy(used), stage.nbytes)
+        room = place.find(tiers, nbytes, account, forward.runs)
+        if isinstance(room, Slot):
             try:
-                slot.written = place.device.copy(slot.memory, stage.memory[:room], place.device.current())
+                room.written = place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
             except BaseException:
-                slot.tier.free(slot)
+                room.tier.free(room)
                 raise
             entry.last = None
-            entry.last = self._ledger.hold(account, 0, used, slot.nbytes)
-        elif berth is not None:
+            entry.last = self._ledger.hold(account, 0, used, room.nbytes)
+        elif room is not None:
             try:
-                place.device.copy(berth.memory, stage.memory[:room], place.device.current())
+                place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
             except BaseException:
-                berth.engine.cancel(berth)
+                room.engine.cancel(room)
                 raise
-            entry.last = Finalizer(berth.engine.drop, berth)
-            berth.engine.depart(berth)
+            entry.last = Finalizer(room.engine.drop, room)
+            room.engine.depart(room)
             self._ledger.add(account, 0, used, 0)
         else:
             return False
-        entry.slot, entry.berth = slot, berth
+        entry.room = room
         stage.tier.free(stage)
         return True
 

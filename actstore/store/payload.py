@@ -28,33 +28,39 @@ class Home(Protocol):
 
 
 class Payload:
-    """One payload, or an empty record: in `memory` of a pool, in a `slot` of the device, or in a `berth` of the engine.
+    """One payload, or an empty record. The payload frees its bytes when it dies.
 
-    The payload frees its bytes when it dies. Its slot, which dies with it, returns its memory. `last` returns memory,
-    books the bytes as gone, or drops the berth.
+    Attributes
+    ----------
+    room : its bytes: memory of a pool, a slot of the device, which returns its memory when it dies, or a berth of the
+        engine; None for an empty record
+    last : returns memory, books the bytes as gone, or drops the berth
     """
 
-    __slots__ = ("__weakref__", "account", "berth", "bound", "codec", "key", "last", "memory", "slot", "store")
+    __slots__ = ("__weakref__", "account", "bound", "codec", "key", "last", "room", "store")
 
     store: Home
     account: Account
     codec: Codec
     bound: Bound
     key: int
-    slot: Slot | None
-    berth: Berth | None
-    memory: torch.Tensor | None
+    room: torch.Tensor | Slot | Berth | None
     last: Finalizer | Claim | None
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self.memory = self.slot = self.berth = self.last = None
+        self.room = self.last = None
+
+    def add_reader(self) -> None:
+        """Count one more saved tensor that this payload serves."""
+        if isinstance(self.room, Berth):
+            self.room.add_reader()
 
     def free(self) -> None:
         """Return the memory. A later read raises StateError."""
         if isinstance(self.last, Claim):
             self.store.ledger.release(self.last)
-        self.memory = self.slot = self.berth = self.last = None
+        self.room = self.last = None
 
 
 class ForwardPass:

@@ -26,6 +26,7 @@ from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
 from actstore.tiers import Disk, Slot
 from actstore.trace import Trace
+from actstore.transfer import Berth
 
 E = TypeVar("E", bound=Payload)
 
@@ -141,7 +142,7 @@ class Store:
         except BaseException:
             ledger.release(claim)  # now: a cycle of entry and error would keep the claim until the collector runs
             raise
-        entry.memory = memory
+        entry.room = memory
         return claim
 
     def get(self, entry: Payload, out: torch.Tensor) -> None:
@@ -152,34 +153,31 @@ class Store:
         TransferError, PayloadError : the bytes cannot be read, or differ from what was written
         StateError : the store was closed
         """
-        memory = entry.memory
-        if memory is not None:
-            entry.bound.decode(memory, out, entry.key)
+        room = entry.room
+        if isinstance(room, torch.Tensor):
+            entry.bound.decode(room, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes)
             return
         place = None if entry.bound.exact else self._places.get(out.device)
-        if place is None or place.device.on_host:
-            slot = entry.slot
-            if slot is not None:
-                self._decode(entry, slot, out)
-                return
-        else:
+        if place is not None and not place.device.on_host:
             with place.late_lock:  # or another thread moves the payload and frees the slot meanwhile
-                slot = entry.slot
-                if slot is not None:
-                    if slot.written is not DONE:
-                        slot.written.wait_on(place.device.current())
-                    self._decode(entry, slot, out)
+                room = entry.room
+                if isinstance(room, Slot):
+                    if room.written is not DONE:
+                        room.written.wait_on(place.device.current())
+                    self._decode(entry, room, out)
                     return
-        berth = entry.berth
-        if berth is None:
+        elif isinstance(room, Slot):
+            self._decode(entry, room, out)
+            return
+        if not isinstance(room, Berth):
             raise StateError("the store was closed before backward read this tensor. Close it after the last backward.")
-        memory = berth.engine.arrive(berth)
+        memory = room.engine.arrive(room)
         try:
             entry.bound.decode(memory, out, entry.key)
             self.ledger.touch_peak(entry.account, out.nbytes)
         finally:
-            berth.engine.leave(berth)
+            room.engine.leave(room)
 
     def borrow(self, entry: Payload, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a payload as the memory of a 1-d tensor, which its holder may change. For None, call `get`.
@@ -188,8 +186,8 @@ class Store:
         ------
         TransferError, PayloadError, StateError : as for `get`
         """
-        berth = entry.berth
-        if berth is None or not entry.bound.as_is:
+        berth = entry.room
+        if not isinstance(berth, Berth) or not entry.bound.as_is:
             return None
         tensor = berth.engine.lend(berth, dtype)
         if tensor is not None and self.trace is not None:
@@ -355,27 +353,27 @@ class Store:
     def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
         """Encode into a slot of the device, or into a berth for another tier. Returns False when none has room."""
         account, bound = entry.account, entry.bound
-        slot, berth = route.place.find(route.tiers, bound.nbytes, account, forward.runs)
-        if slot is not None:
+        room = route.place.find(route.tiers, bound.nbytes, account, forward.runs)
+        if isinstance(room, Slot):
             try:
-                bound.encode(src, slot.memory, entry.key)
+                bound.encode(src, room.memory, entry.key)
             except BaseException:
-                slot.tier.free(slot)
+                room.tier.free(room)
                 raise
-            entry.last = self.ledger.hold(account, saved, bound.nbytes, slot.nbytes)
-        elif berth is not None:
-            entry.last = Finalizer(berth.engine.drop, berth)
+            entry.last = self.ledger.hold(account, saved, bound.nbytes, room.nbytes)
+        elif room is not None:
+            entry.last = Finalizer(room.engine.drop, room)
             try:
-                bound.encode(src, berth.memory, entry.key)
+                bound.encode(src, room.memory, entry.key)
             except BaseException:
-                berth.engine.cancel(berth)
+                room.engine.cancel(room)
                 raise
-            berth.engine.depart(berth)
+            room.engine.depart(room)
             self.ledger.add(account, saved, bound.nbytes, 0)
         else:
             self._refuse(bound.nbytes, route.tiers)
             return False
-        entry.slot, entry.berth = slot, berth
+        entry.room = room
         return True
 
     def _refuse(self, nbytes: int, tiers: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from actstore.base.ledger import Account, Ledger
+from actstore.base.note import Note
 from actstore.base.units import format_nbytes
 from actstore.devices import Device
 from actstore.errors import CapacityError
@@ -81,8 +82,8 @@ class TierSet:
 
     def find(
         self, tiers: Sequence[str], nbytes: int, account: Account, runs: dict[TierSet, TransferRun[Berth]]
-    ) -> tuple[Slot | None, Berth | None]:
-        """Return room on the device, or on the way to another tier; (None, None) when no tier has room.
+    ) -> Slot | Berth | None:
+        """Return room on the device, or on the way to another tier; None when no tier has room.
 
         Parameters
         ----------
@@ -94,21 +95,21 @@ class TierSet:
             if tier.on_device:
                 slot = self.reserve(name, nbytes)
                 if slot is not None:
-                    return slot, None
+                    return slot
                 continue
             run = runs.get(self)
             if run is None:
                 run = runs[self] = self.engine.begin()
             if when_full != "wait" and not self.engine.admits(run, tier, nbytes):
-                account.note = f"window of {name} full"
+                account.note = Note(f"window of {name} full", full=(name,))
                 if when_full == "keep":
-                    return self.reserve("device", nbytes), None
+                    return self.reserve("device", nbytes)
                 if name != tiers[-1]:
                     continue
             berth = self.engine.board(run, tier, nbytes, account)
             if berth is not None:
-                return None, berth
-        return None, None
+                return berth
+        return None
 
     def start(self, step: int) -> None:
         """Begin a step: return memory that the last step did not need."""

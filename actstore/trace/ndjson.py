@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actstore._version import __version__
+from actstore.display.text import short
 from actstore.errors import ConfigError, PayloadError
 from actstore.trace.event import KINDS, Event
 
@@ -103,7 +104,7 @@ def _objects(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, 
         except (ValueError, RecursionError) as error:
             raise _wrong(path, number, f"not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise _wrong(path, number, f"{_short(values)} is not a JSON object.")
+            raise _wrong(path, number, f"{short(values)} is not a JSON object.")
         yield number, values
 
 
@@ -114,9 +115,9 @@ def _header(path: Path, first: tuple[int, dict[str, Any]] | None) -> Header:
     if values.get("format") != FORMAT:
         raise _wrong(path, 1, f'no "format": "{FORMAT}"; Trace.write makes such files.')
     if values.get("version") != VERSION:
-        wrote = _short(values.get("actstore"))
+        wrote = short(values.get("actstore"))
         raise _wrong(
-            path, 1, f"version {_short(values.get('version'))}, and this is {VERSION}. Read it with actstore {wrote}."
+            path, 1, f"version {short(values.get('version'))}, and this is {VERSION}. Read it with actstore {wrote}."
         )
     for name, kind in (("events", int), ("lost", int), ("device", str)):
         _check(path, 1, name, values.get(name), kind)
@@ -129,11 +130,11 @@ def _event(path: Path, number: int, values: dict[str, Any]) -> Event:
         raise _wrong(path, number, f"no {' and no '.join(missing)}.")
     unknown = [name for name in values if name not in _TYPES]
     if unknown:
-        raise _wrong(path, number, f"an event has no {_short(unknown[0])}.")
+        raise _wrong(path, number, f"an event has no {short(unknown[0])}.")
     for name, value in values.items():
         _check(path, number, name, value, _TYPES[name])
     if values["kind"] not in KINDS:
-        raise _wrong(path, number, f"kind {_short(values['kind'])} is not one of {', '.join(KINDS)}.")
+        raise _wrong(path, number, f"kind {short(values['kind'])} is not one of {', '.join(KINDS)}.")
     if values["end_ns"] < values["begin_ns"]:
         raise _wrong(path, number, f"end_ns {values['end_ns']} is before begin_ns {values['begin_ns']}.")
     return Event(**values)
@@ -141,14 +142,9 @@ def _event(path: Path, number: int, values: dict[str, Any]) -> Event:
 
 def _check(path: Path, number: int, name: str, value: object, kind: type) -> None:
     if type(value) is not kind:
-        raise _wrong(path, number, f"{name} {_short(value)} is not {'a whole number' if kind is int else 'text'}.")
+        raise _wrong(path, number, f"{name} {short(value)} is not {'a whole number' if kind is int else 'text'}.")
     if isinstance(value, int) and not 0 <= value < _INT_END:
-        raise _wrong(path, number, f"{name} {_short(value)} is not from 0 to 2^63 - 1.")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+        raise _wrong(path, number, f"{name} {short(value)} is not from 0 to 2^63 - 1.")
 
 
 def _wrong(path: Path, line: int, what: str) -> PayloadError:

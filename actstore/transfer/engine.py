@@ -227,7 +227,7 @@ class Engine:
             parcel = berth.parcel
             if parcel.gone():
                 raise StateError("this payload was given back. Close the store after the last backward.")
-            if parcel.loan is not None and parcel.loan.spoiled():
+            if parcel.loan is not None and parcel.loan.is_changed():
                 self._traffic.renounce(parcel.loan)
             begun = parcel.state is ParcelState.FETCHING
             missed = parcel.state is ParcelState.RESIDENT

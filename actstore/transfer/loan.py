@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from actstore.base.reaper import Finalizer
-from actstore.base.storage import free_weak, hold_weak, revive, whole_of
+from actstore.base.storage import FleetingTensor
 
 P = TypeVar("P")  # the owner of the bytes: Parcel
 
 
-class Loan(Generic[P]):
+class Loan(FleetingTensor, Generic[P]):
     """The buffer of a parcel while tensors have it as their memory. Not thread-safe.
 
     Code may write to the tensors, as to any tensor that autograd unpacks. Their shared version counter reveals it.
@@ -25,29 +25,12 @@ class Loan(Generic[P]):
     users : number of users of the parcel that these tensors stand for
     """
 
-    __slots__ = ("_key", "_last", "_version", "_witness", "parcel", "users")
+    __slots__ = ("parcel", "users")
 
     def __init__(self, parcel: P, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self.parcel: P | None = parcel
         self.users = 0
-        self._key = hold_weak(tensor.untyped_storage())
-        self._last = Finalizer(free_weak, self._key)
-        self._witness = tensor.detach()  # shares the version counter,
-        self._witness.data = tensor.new_empty(0)  # and none of the memory
-        self._version = tensor._version
-
-    def again(self) -> torch.Tensor | None:
-        """Return another tensor over the lent memory, with the same version counter; None when no tensor is alive."""
-        storage = revive(self._key)
-        if storage is None:
-            return None
-        tensor = self._witness.detach()
-        tensor.data = whole_of(storage, self._witness.dtype)
-        return tensor
-
-    def spoiled(self) -> bool:
-        """Return whether a write has changed the bytes."""
-        return self._witness._version != self._version
 
 
 class _Pages(np.ndarray):

@@ -177,6 +177,10 @@ class Berth:
             raise StateError("this payload was given back. Close the store after the last backward.")
         return buffer.memory[self.start : self.start + self.nbytes]
 
+    def add_reader(self) -> None:
+        """Count one more saved tensor that it serves."""
+        self.readers += 1
+
     def count_read(self) -> None:
         """Count a decoding of the bytes on the device."""
         self.reads += 1

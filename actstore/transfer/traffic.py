@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from actstore.base.ledger import Account, Ledger
+from actstore.base.note import Note
 from actstore.base.ticket import DONE, Ticket
 from actstore.base.units import round_up
 from actstore.devices import Device
@@ -146,7 +147,7 @@ class Traffic:
         parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
         for berth in parcel.berths:
-            berth.account.note = f"kept: {parcel.tier.name} failed"
+            berth.account.note = Note(f"{parcel.tier.name} failed", kept=True)
         if error is not None and not isinstance(
             error, StateError
         ):  # a StateError: the tier was closed, or this is a fork of the process that was to write
@@ -198,7 +199,7 @@ class Traffic:
         if parcel is None:
             return
         if parcel.loan is loan:
-            if loan.spoiled() and not parcel.gone():
+            if loan.is_changed() and not parcel.gone():
                 self.renounce(loan)
                 return
             parcel.loan = None

@@ -16,6 +16,7 @@ from actstore.bench.peers.rows import Row
 from actstore.bench.result import Result, RowResult
 from actstore.bench.workloads.workload import Workload
 from actstore.display import pictures as look
+from actstore.display.colors import SERIES
 from benchmarks.markdown import table
 
 ROWS = ("plain", "bitsandbytes 8-bit", "raw @ host", "raw @ disk", "expack", "recompute", "int8", "int4")
@@ -69,7 +70,7 @@ def draw(found: dict[str, Any]) -> Figure:
         exact = [row for row in others if astray(row, plain) == 0]
         off = [row for row in others if row not in exact]
         for row in off:
-            color = look.SERIES[len(styles) % len(look.SERIES)]
+            color = SERIES[len(styles) % len(SERIES)]
             style = styles.setdefault(row.name, {"color": color, "linewidth": 1.3, "label": row.name})
             above.plot(*smooth(_numbers(row)), **style)
             below.plot(*smooth([a - b for a, b in zip(_numbers(row), _numbers(plain), strict=False)]), **style)

@@ -16,6 +16,7 @@ from actstore.bench.result import RowResult, subject
 from actstore.bench.table import MIB
 from actstore.bench.workloads.workload import Workload
 from actstore.display import pictures as look
+from actstore.display.colors import SERIES
 from benchmarks.markdown import table
 
 ROWS = ("plain", "torch checkpoint", "recompute", "int8", "raw @ disk")  # plain and one peer, then ours
@@ -59,7 +60,7 @@ def draw(found: dict[str, Any]) -> Figure:
 
 
 def _line(axes: Axes, line: list[tuple[int, float]], name: str, number: int) -> None:
-    color = (look.BLACK, look.GREY, *look.SERIES)[number]
+    color = (look.BLACK, look.GREY, *SERIES)[number]
     marker = look.MARKERS[number % len(look.MARKERS)]
     axes.plot(*zip(*line, strict=True), color=color, marker=marker, markersize=5, linewidth=1.4, label=name)
 

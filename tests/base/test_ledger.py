@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actstore.base.ledger import Claim, Ledger
+from actstore.base.note import Note
 from actstore.base.spec import Site
 
 SITES = [Site("a", 0), Site("a", 1), Site("b", 0)]
@@ -219,9 +220,9 @@ def test_an_account_is_opened_once():
 def test_a_step_forgets_the_decision_of_the_one_before():
     ledger = Ledger()
     account = ledger.account(Site("a", 0))
-    account.decision, account.note = "int8 @ host", "small"
+    account.decision, account.note = "int8 @ host", Note("small")
     ledger.start()
-    assert (account.where, account.note) == ("", "")
+    assert (account.where, account.note) == ("", Note())
 
 
 def test_a_peak_names_the_work_that_made_it():

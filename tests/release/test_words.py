@@ -18,8 +18,10 @@ BREACHES = {
     "rule 5": f"raise ValueError('{'word ' * 26}.')\n",
     "rule 6: an error": 'raise ValueError(f"size={size}: must be 1 or more")\n',
     "rule 6: a sentence": 'raise ValueError(f"size={size}: must be 1 or more; " "give 2.")\n',
-    "rule 9: Row": "class Row:\n    pass\n",
-    "rule 9: several": "class A:\n    pass\n\n\nclass _A:\n    pass\n",
+    "rule 3": "x = 1  # prefetched\n",
+    "rule 7": "x = 1\n# of the rest\n\ny = 2\n",
+    "rule 8: Row": "class Row:\n    pass\n",
+    "rule 8: several": "class A:\n    pass\n\n\nclass _A:\n    pass\n",
 }
 
 
@@ -31,9 +33,28 @@ def test_a_breach_is_found(rule, tmp_path, monkeypatch):
     assert [each.partition(": ")[2] for each in words.findings() if rule in each]
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("# Sums\n\nOne. Two. Three.\n\n| four. Five. Six. Seven. |\n", []),
+        ("# Sums\n\n```\nOne. Two. Three. Four.\n\n```\nOne. Two.\nThree. Four.\n", [7]),
+        ("One (a. b. c.) and `d. E. F. G.`\nTwo. Three.\n\nOne. Two. Three. [Four](x).\n", [4]),
+    ],
+)
+def test_long_paragraphs_of_pages_are_found(text, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in ("docs/page.md", "README.md"):
+        (tmp_path / page).write_text(text)
+    found = [each.split(": ")[:2] for each in words.findings()]
+    assert found == [[f"{page}:{line}", "rule 9"] for page in ("README.md", "docs/page.md") for line in lines]
+
+
 GOOD = '''"""Sums."""
 
 import warnings
+
+# -- sums -----------------------------------------
 
 
 class Sum:
@@ -48,7 +69,10 @@ class Sum:
         if n < 0:
             raise ValueError(f"n={n}: must be >= 0. Use 'a; b' instead.")
         warnings.warn(f"{n} is kept: {why}", stacklevel=2)
-        raise KeyError(n)
+        raise KeyError(n)  # at last
+
+        # of the next line
+        return self.submodule
 '''
 
 

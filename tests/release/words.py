@@ -20,6 +20,14 @@ QUESTIONS = frozenset(["what", "which", "how", "where", "when", "who", "whose", 
 NOUN = re.compile(r"\w+(?:,| (?:of|is|are)\b)")  # "Order of ..." is the noun
 PRONOUNS = re.compile(r"(?<![\w.`])(?:somebody|nobody|whoever|others)\b(?! :|=|`)", re.IGNORECASE)  # no field's name
 NEGATIONS = re.compile(r"\b(?:is no|is none|are no)\b(?! longer| more\b)")
+SYNONYMS = {  # the word to write in their place
+    "prefetch": "fetch ahead", "stash": "store", "re-?materiali[sz]": "recompute", "recalculat": "recompute",
+    "re-run": "run again", "sub-?module": "module", "hook pair": "hooks", "storage tier": "tier", "neural net": "model",
+    "(?:main|system) memory|host RAM": "host memory", "VRAM|video memory": "memory of the compute device",
+    "backward pass": "backward", "optimiser": "optimizer", "mini-batch": "minibatch", "quantis": "quantize",
+}  # fmt: skip
+SYNONYM = re.compile("|".join(rf"(?P<s{i}>\b(?:{word}))" for i, word in enumerate(SYNONYMS)))
+UNBOUND = re.compile(r"# ?-{2}|#!|# (?:type|ruff|mypy|fmt|noqa)\b")  # comments that belong to no line of code
 VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
 # calls that begin with a message, but for two kinds that have Python's own words
 RAISES = re.compile(r"^(?!Type|Attribute)\w*(?:Error|Unavailable)$|^warn$")
@@ -32,6 +40,10 @@ QUOTED = re.compile(r"(?<!\w)'[^']*'(?!\w)|`[^`]*`|\"[^\"]*\"|\([^()]*\)")
 GOES_ON = re.compile(r";\s+(?!expected version)[a-z]")  # these two words are PyTorch's
 SENTENCE_END = re.compile(r"(?<=[.?:])\s+|\n")  # what follows a colon is a list or an example
 MAX_WORDS = 25
+PROSE = re.compile(r"(?![#|<!\-:*\d>])\S")  # the begin of a paragraph: no heading, table, list or HTML
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+DOCS_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\[*\"\d])")
+MAX_SENTENCES = 3
 
 
 def _text(source: str) -> Iterator[tuple[int, str]]:
@@ -92,12 +104,38 @@ def _of_errors(path: Path, tree: ast.AST) -> Iterator[str]:
             yield f"{path}:{node.lineno}: rule 5: a sentence of more than {MAX_WORDS} words: {longest}"
 
 
+def _of_comments(path: Path, source: str) -> Iterator[str]:
+    """The comments with a line of their own, and a blank line after them."""
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in (tokenize.INDENT, tokenize.DEDENT)
+    ]
+    for token, _, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        alone = token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
+        if alone and after.type in (tokenize.NL, tokenize.ENDMARKER) and not UNBOUND.match(token.string):
+            yield f"{path}:{token.start[0]}: rule 7: a comment that belongs to no line of code: {token.string}"
+
+
+def _of_paragraphs(path: Path, text: str) -> Iterator[str]:
+    """The paragraphs of a page with too many sentences."""
+    text = CODE_BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", text):
+        if PROSE.match(paragraph):
+            number = len(DOCS_SENTENCE_END.split(QUOTED.sub("`x`", paragraph)))
+            if number > MAX_SENTENCES:
+                start = paragraph.partition("\n")[0]
+                yield f"{path}:{line}: rule 9: a paragraph of {number} sentences, more than {MAX_SENTENCES}: {start}"
+        line += paragraph.count("\n")
+
+
 def _is_in(path: Path, folder: str) -> bool:
     return not folder or str(path).startswith((folder.rstrip("/") + "/", folder + ":")) or str(path) == folder
 
 
 def findings(folder: str = "") -> Iterator[str]:
-    """One line for each place in `folder` that breaks rule 1, 2, 4, 5, 6 or 9."""
+    """One line for each place in `folder` that breaks a rule that a program can check."""
     classes = defaultdict[str, list[str]](list)
     pages = list(ROOT.glob("*.md"))
     for path in sorted(pages + [p for room in READ for p in (ROOT / room).rglob("*") if p.suffix in SUFFIXES]):
@@ -116,18 +154,25 @@ def findings(folder: str = "") -> Iterator[str]:
                             classes[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
         if not _is_in(name, folder) or "results" in name.parts:
             continue
+        if path.suffix == ".py":
+            yield from _of_comments(name, source)
+        elif name.parts[0] == "docs" or name == Path("README.md"):
+            yield from _of_paragraphs(name, source)
         for number, line in lines:
             if found := PRONOUNS.search(line):
                 yield f"{name}:{number}: rule 2: {found[0]!r} names no actor: {line.strip()}"
+            if found := SYNONYM.search(line):
+                word = list(SYNONYMS.values())[int(str(found.lastgroup)[1:])]
+                yield f"{name}:{number}: rule 3: {found[0]!r}, for {word!r}: {line.strip()}"
             if found := NEGATIONS.search(line):
                 yield f"{name}:{number}: rule 4: {found[0]!r}: {line.strip()}"
     for name, places in classes.items():
         if not any(_is_in(Path(place), folder) for place in places):
             continue
         if name in VAGUE:
-            yield f"{', '.join(places)}: rule 9: {name} names no thing"
+            yield f"{', '.join(places)}: rule 8: {name} names no thing"
         elif len(places) > 1:
-            yield f"{', '.join(places)}: rule 9: several classes are named {name}"
+            yield f"{', '.join(places)}: rule 8: several classes are named {name}"
 
 
 if __name__ == "__main__":

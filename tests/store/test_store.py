@@ -16,7 +16,9 @@ from actstore.errors import CapacityError, PayloadError, StateError, TransferErr
 from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.tiers import DeviceTier
+from actstore.tiers import DeviceTier, Slot
+from actstore.transfer import Berth
+from actstore.transfer.parcel import ParcelState
 from tests.autograd.checks import settle
 from tests.contracts.clean import all_freed
 from tests.tiers.conftest import disk_folder
@@ -59,16 +61,16 @@ def put(store, tensor, *tiers, codec=None, site=0, saved=0):
 
 
 def tier_of(entry):
-    if entry is None or entry.memory is not None:
+    if entry is None or isinstance(entry.room, torch.Tensor):
         return entry and "device"
-    return (entry.slot or entry.berth.parcel).tier.name
+    return (entry.room if isinstance(entry.room, Slot) else entry.room.parcel).tier.name
 
 
 def land(store, *entries):
     """Wait until payloads have left the device."""
     for entry in entries:
-        if entry.berth is not None:
-            entry.berth.parcel.motion.wait_on(None)
+        if isinstance(entry.room, Berth):
+            entry.room.parcel.motion.wait_on(None)
     store.poll()
 
 
@@ -130,7 +132,7 @@ def test_the_books(make, tier):
     store = make()
     tensor = torch.randn(4096)
     entry = put(store, tensor, tier, codec=Int8(), saved=tensor.nbytes)
-    stored = entry.berth.nbytes if entry.memory is None else entry.memory.nbytes
+    stored = entry.room.nbytes
     land(store, entry)
     assert totals(store) == (tensor.nbytes, stored, *((0, stored) if tier == "disk" else (stored, 0)))
     assert store.ledger.peak == stored
@@ -228,14 +230,14 @@ def test_what_cannot_be_written_stays_on_the_device(make, fault):
     assert totals(store) == (4000, 4000, 4000, 0)
     for _ in range(2):
         assert torch.equal(get(store, entry, tensor), tensor)
-    assert entry.account.note == "kept: disk failed"
+    assert str(entry.account.note) == "kept: disk failed"
 
 
 def put_in_vain(store, tensor, saved=0):
     """A put to disk whose write fails, and is seen to fail."""
     entry = put(store, tensor, "disk", saved=saved)
     with suppress(TransferError):
-        entry.berth.parcel.motion.wait_on(None)
+        entry.room.parcel.motion.wait_on(None)
     store.poll()
     return entry
 
@@ -295,7 +297,7 @@ def test_altered_bytes_on_disk(make):
     store = make()
     entry = put(store, torch.randn(1000), "disk")
     land(store, entry)
-    place = entry.berth.parcel.slot.place
+    place = entry.room.parcel.slot.place
     fd = os.open(f"/proc/self/fd/{place.file._fd}", os.O_WRONLY)  # without O_DIRECT, which takes whole pages
     os.pwrite(fd, b"\xff" * 10, place.start)
     os.close(fd)
@@ -380,3 +382,28 @@ def test_a_step_returns_what_the_last_one_did_not_need(make):
     assert step(10) == 40_000
     step(2)
     assert step(2) == 8000
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_fetched_payload_stays_until_its_last_reader(make, readers):
+    store, tensor = make(), torch.randn(2**16)
+    entry = put(store, tensor, "disk")
+    for _ in range(readers - 1):
+        entry.add_reader()
+    land(store, entry)
+    for reader in range(readers):
+        back = torch.empty_like(tensor)
+        store.get(entry, back)
+        assert torch.equal(back, tensor)
+        assert (entry.room.parcel.state is ParcelState.RESIDENT) == (reader == readers - 1)
+    assert entry.account.misses == 1
+
+
+def test_a_payload_beside_the_engine_has_any_number_of_readers(make):
+    store, tensor = make(), torch.randn(100)
+    entry = put(store, tensor, "device")
+    entry.add_reader()
+    for _ in range(3):
+        back = torch.empty_like(tensor)
+        store.get(entry, back)
+        assert torch.equal(back, tensor)

@@ -13,6 +13,7 @@ from actstore.errors import CapacityError
 from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
+from actstore.tiers import Slot
 from actstore.transfer.parcel import ParcelState
 from tests.contracts.clean import all_freed
 from tests.simulation import install, simulation
@@ -79,14 +80,10 @@ def put(store, tensor, *tiers, codec=None, site=0):
     return entry if found else None
 
 
-def room_of(entry):
-    return (entry.slot or entry.berth).nbytes
-
-
 def tier_of(entry):
-    if entry is None or entry.memory is not None:
+    if entry is None or isinstance(entry.room, torch.Tensor):
         return entry and "device"
-    return (entry.slot or entry.berth.parcel).tier.name
+    return (entry.room if isinstance(entry.room, Slot) else entry.room.parcel).tier.name
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -95,12 +92,12 @@ def test_a_payload_takes_the_room_that_it_needs(store, tier, kept):
     entry = put(store, source(kept), tier)
     (account,) = store.ledger.accounts()
     assert account.stored == 16 + kept
-    assert 16 + kept <= room_of(entry) <= (16 + kept) * 17 / 16 + 16
+    assert 16 + kept <= entry.room.nbytes <= (16 + kept) * 17 / 16 + 16
     if tier == "disk":
-        entry.berth.parcel.motion.wait_on(None)
+        entry.room.parcel.motion.wait_on(None)
     store.poll()
-    assert (account.held, account.away) == ((0, room_of(entry)) if tier == "disk" else (room_of(entry), 0))
-    assert account.peak == 16 + NUMEL + (room_of(entry) if tier == "disk" else 0)
+    assert (account.held, account.away) == ((0, entry.room.nbytes) if tier == "disk" else (entry.room.nbytes, 0))
+    assert account.peak == 16 + NUMEL + (entry.room.nbytes if tier == "disk" else 0)
     out = torch.empty(NUMEL, dtype=torch.uint8)
     for _ in range(2):
         store.get(entry, out.fill_(3))
@@ -121,7 +118,7 @@ def test_no_room_leaves_nothing(store):
     assert [(a.saved, a.stored, a.held) for a in strict.ledger.accounts()] == [(0, 0, 0)]
     strict.close()
     accounts = store.ledger.accounts()
-    assert [(a.saved, a.held) for a in accounts] == [(NUMEL, first.slot.nbytes), (0, 0)]
+    assert [(a.saved, a.held) for a in accounts] == [(NUMEL, first.room.nbytes), (0, 0)]
 
 
 def test_a_codec_that_fails_leaves_nothing(store):
@@ -181,8 +178,10 @@ def test_a_device_tells_the_length_later_and_the_host_never_waits(monkeypatch, d
         for i, entry in enumerate(entries):
             if entry is not None:
                 assert tier_of(entry) == tier
-                assert entry.berth is None or entry.berth.parcel.state is not ParcelState.OPEN  # it left, though late
-                assert 16 + kept[i] <= room_of(entry) <= (16 + kept[i]) * 17 / 16 + 16
+                assert (
+                    isinstance(entry.room, Slot) or entry.room.parcel.state is not ParcelState.OPEN
+                )  # it left, though late
+                assert 16 + kept[i] <= entry.room.nbytes <= (16 + kept[i]) * 17 / 16 + 16
                 fetch(i)
         stored = [account.stored for account in store.ledger.accounts()]
         assert stored[0] in (0, 16 + kept[0])  # it may have gone before its length was known

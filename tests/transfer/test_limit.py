@@ -77,7 +77,7 @@ def step(device: SimDevice, store: Store, layers: list[tuple[str, int]]) -> None
         if entry is None:
             store.ledger.release([store.ledger.account(Site("kept", i)), nbytes, 0])
             continue
-        berth = entry.berth
+        berth = entry.room
         assert berth is not None
         memory = berth.engine.arrive(berth)
         device.compute(reads=[memory], what="backward")

@@ -57,22 +57,22 @@ class World:
             entry = Owned(self.store.ledger.account(Site("m", i)))
             route = self.store.route(entry.account, tensor, codec or Raw(), ("disk",))
             assert self.store.put(entry, tensor, route, 0, forward)
-            entry.berth.readers = readers
+            entry.room.readers = readers
             self.entries.append(entry)
         self.store.end(forward)
-        self.engine = self.entries[0].berth.engine
+        self.engine = self.entries[0].room.engine
         self.land()
 
     def land(self):
         for entry in self.entries:
-            entry.berth.parcel.motion.wait_on(None)
+            entry.room.parcel.motion.wait_on(None)
         self.engine.poll()
 
     def borrow(self, i):
         return self.store.borrow(self.entries[i], torch.float32)
 
     def parcel(self, i):
-        return self.entries[i].berth.parcel
+        return self.entries[i].room.parcel
 
     def end(self):
         """Everything is gone: nothing is on its way, and no byte is booked."""
@@ -237,7 +237,7 @@ def test_any_order_of_any_use(actions, readers):
 
 
 def never_spoiled(monkeypatch):
-    monkeypatch.setattr(loan.Loan, "spoiled", lambda self: False)
+    monkeypatch.setattr(loan.Loan, "is_changed", lambda self: False)
 
 
 def back_at_once(monkeypatch):

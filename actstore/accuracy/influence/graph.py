@@ -11,8 +11,8 @@ import torch
 from torch.nn import Parameter
 
 from actstore.autograd.protect import MAX_NODES_INSPECTED, TRANSPARENT
+from actstore.base.operators import ACCUMULATE_GRAD
 
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 BUILT_IN_NODE = re.compile(r"\w+Backward\d+")  # PyTorch's own operators; other nodes may have side effects
 WEIGHT = -1  # in an edge, in place of a node's number
 

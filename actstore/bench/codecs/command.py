@@ -13,8 +13,8 @@ from actstore.bench.codecs.contenders import DEFAULT, select
 from actstore.bench.codecs.measure import Setting, run
 from actstore.bench.codecs.result import CodecResult
 from actstore.bench.files import check_plot, check_writable
+from actstore.display.text import TABLE_WIDTH
 
-TABLE_WIDTH = 100  # columns of the tables when stdout is not a terminal
 _DEFAULTS = Setting()
 
 

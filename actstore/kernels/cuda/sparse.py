@@ -8,6 +8,7 @@ import torch
 
 from actstore.kernels.base import Inner, Kernels, aligned
 from actstore.kernels.cuda import launch
+from actstore.kernels.cuda.planes import tile_blocks
 from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, SparseSections
 
 SCAN_TILES = 2048  # tiles that one block scans, in csrc/sparse.cu
@@ -25,7 +26,7 @@ def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) 
         if lossy is not None:
             payload, values = values, _scratch(rule, numel, dtype, device)
             lossy.decode(payload, values, len(values), key, count=_count(header) if rule is None else None)
-        expand(_blocks(numel), masks, starts, values, out, numel)
+        expand(tile_blocks(numel), masks, starts, values, out, numel)
 
     if rule is None:
         return Kernels(_encode_nonzero(dtype, device, inner, lossy), decode)
@@ -42,7 +43,7 @@ def _encode_nonzero(dtype: torch.dtype, device: torch.device, inner: Inner, loss
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         header, masks, starts, payload = _sections(aligned(out), numel)
-        blocks, tiles = _blocks(numel), -(-numel // TILE)
+        blocks, tiles = tile_blocks(numel), -(-numel // TILE)
         parts = -(-tiles // SCAN_TILES)
         before = torch.empty(parts, dtype=torch.int64, device=device)
         mark(blocks, src, masks, starts, numel)
@@ -70,7 +71,7 @@ def _encode_largest(
         values = payload if lossy is None else _scratch(rule, numel, dtype, device)
         last = rule.kept(numel % TILE)
         length = head + inner._nbytes(rule.kept(numel), dtype.itemsize)
-        mark(_blocks(numel), src, header, masks, starts, values, numel, rule.of(rule.row), last, length)
+        mark(tile_blocks(numel), src, header, masks, starts, values, numel, rule.of(rule.row), last, length)
         if lossy is not None:
             lossy.encode(values, payload, len(values), key)
             if not inner.exact:
@@ -92,8 +93,3 @@ def _count(header: torch.Tensor) -> torch.Tensor:
 def _scratch(rule: Rule, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate room for all elements that the rule may keep."""
     return torch.empty(numel if rule is None else rule.kept(numel), dtype=dtype, device=device)
-
-
-def _blocks(numel: int) -> int:
-    """Count the blocks of a launch with a warp for each tile."""
-    return -(-numel // (TILE * launch.THREADS // 32))
