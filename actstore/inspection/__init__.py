@@ -1,8 +1,10 @@
 """Inspection of one training step: what autograd saves, from which line, and the memory at each moment."""
 
+from actstore.inspection.fit.fit import fit_step
+from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.inspect import inspect_step
 from actstore.inspection.result import Inspection
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import MemoryPoint, Timeline
 
-__all__ = ["InspectedTensor", "Inspection", "MemoryPoint", "Timeline", "inspect_step"]
+__all__ = ["Fit", "FitRow", "InspectedTensor", "Inspection", "MemoryPoint", "Timeline", "fit_step", "inspect_step"]

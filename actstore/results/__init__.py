@@ -3,7 +3,7 @@
 from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
 from actstore.accuracy.bits.payloads import Choice
 from actstore.check import Difference, GradientCheck, GradientDeviation
-from actstore.inspection import InspectedTensor, Inspection, MemoryPoint, Timeline
+from actstore.inspection import Fit, FitRow, InspectedTensor, Inspection, MemoryPoint, Timeline
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
 from actstore.session.process import ProcessMemory
@@ -14,6 +14,8 @@ __all__ = [
     "Difference",
     "Encoded",
     "ErrorFigures",
+    "Fit",
+    "FitRow",
     "GradientCheck",
     "GradientDeviation",
     "GradientEffect",
