@@ -18,13 +18,15 @@ class FitRow(NamedTuple):
     ----------
     policy : its text; ``plain`` for PyTorch without a store
     peak_bytes : the most bytes at once, of all tensors and payloads
-    most_bytes : the same with a disk so slow that all bytes that may be on their way there are
-    at_peak : the bytes at that moment: weights, gradients, optimizer, logits, payloads, activations that plain autograd
+    least_bytes, most_bytes : the same with the fastest and the slowest disk, where the policy uses one; `peak_bytes` is
+        in the middle. Otherwise all are equal
+    at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that plain autograd
         holds, and working (what operators have just made; with a store, what it keeps, too)
     """
 
     policy: str
     peak_bytes: int
+    least_bytes: int
     most_bytes: int
     at_peak: dict[Label, int]
 
@@ -75,9 +77,9 @@ class Fit:
 
     def _notes(self) -> list[str]:
         return [
-            f"{row.policy}: up to {format_nbytes(row.most_bytes)} with a slow disk"
+            f"{row.policy}: {format_nbytes(row.least_bytes)} to {format_nbytes(row.most_bytes)}, as fast as the disk is"
             for row in self.rows
-            if row.most_bytes > row.peak_bytes
+            if row.most_bytes > row.least_bytes
         ]
 
     def to_dict(self) -> dict[str, object]:

@@ -57,10 +57,11 @@ class DrySteps:
             if policy == PLAIN:
                 self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))
                 return self._row(policy)
-            peaks = [self._stored(policy, slow=False)]
-            if peaks[0][1]:
-                peaks.append(self._stored(policy, slow=True))
-            return peaks[0][0]._replace(most_bytes=peaks[-1][0].peak_bytes)
+            row, uses_disk = self._stored(policy, slow=False)
+            if not uses_disk:
+                return row
+            most = self._stored(policy, slow=True)[0].peak_bytes
+            return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
 
     def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has gone to the disk."""
@@ -72,8 +73,9 @@ class DrySteps:
             store.close()
 
     def _row(self, policy: str) -> FitRow:
-        found = self._memory.at_peak
-        return FitRow(policy, self._memory.peak_bytes, self._memory.peak_bytes, {k: v for k, v in found.items() if v})
+        peak = self._memory.peak_bytes
+        found = {label: nbytes for label, nbytes in self._memory.at_peak.items() if nbytes}
+        return FitRow(policy, peak, peak, peak, found)
 
     def _run(self, store: Any, hooks: Any) -> None:
         """Run the warm-up steps, then the one that counts."""

@@ -37,7 +37,7 @@ class DryStore(ActivationStore):
         self._memory = memory
         tiers = [_DryDisk(tier=self.disk)]
         super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
-        self._store.observers.gauge = _DryCodecs(memory)
+        self._store.observers.measure(_DryCodecs(memory))
 
     def __exit__(self, *error: Any) -> None:
         for entry in self._inside:
