@@ -20,10 +20,6 @@ def make_step(batch=1024):
     x = torch.randn(batch, 512)
     return model, lambda: model(x).square().mean()
 
-
-def make_cuda():
-    model = nn.Linear(4, 4)
-    return model, lambda: model(torch.ones(2, 4, device="cuda")).sum()
 """
 
 
