@@ -11,7 +11,7 @@ from typing import Any as _Any
 from actstore._version import __version__
 from actstore.check import check_gradients, measure_gradient_error
 from actstore.errors import ActstoreError
-from actstore.inspection import inspect_step
+from actstore.inspection import fit_step, inspect_step
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Derive, Encode, Keep, Offload, Recompute, Rules
 from actstore.policy.encoded import encode
@@ -47,6 +47,7 @@ __all__ = [
     "__version__",
     "check_gradients",
     "encode",
+    "fit_step",
     "inspect_step",
     "make_plan",
     "measure_gradient_error",

@@ -1,5 +1,5 @@
 """The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
-``actstore plan``, ``actstore inspect``, ``actstore doctor``."""
+``actstore plan``, ``actstore inspect``, ``actstore fit``, ``actstore doctor``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from actstore.bench.workloads import MODELS, check, kind, sized
 from actstore.bench.workloads.user import is_users
 from actstore.bench.workloads.workload import Workload
 from actstore.cli.doctor import doctor
+from actstore.cli.fit import fit
 from actstore.cli.inspect import inspect
 from actstore.cli.plan import plan
 from actstore.cli.show import show
@@ -53,6 +54,7 @@ app.command()(show)
 app.command()(verify)
 app.command()(plan)
 app.command()(inspect)
+app.command()(fit)
 app.command()(doctor)
 _DEFAULTS = Workload()
 

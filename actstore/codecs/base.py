@@ -47,6 +47,7 @@ class Bound(NamedTuple):
     encode: Callable[[torch.Tensor, torch.Tensor, int], int | None]
     decode: Callable[[torch.Tensor, torch.Tensor, int], object]
     as_is: bool = False  # the payload is the elements as they lie in storage
+    blank: bool = False  # encode writes nothing: only the sizes of payloads matter
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,18 @@ class Target:
 def load(target: str, arguments: Sequence[str] = ()) -> Target:
     """Import a file or a module, and call the function that makes the model and the step.
 
+    The parameters, errors and notes are those of `find_maker`; the function takes no arguments.
+    """
+    return read_target(target, find_maker(target, arguments)())
+
+
+def find_maker(target: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
+    """Import a file or a module, and return its function that makes the model and the step.
+
     Parameters
     ----------
-    target : ``path.py:make_step`` or ``my_module:make_step``; the name may be left out. The function takes no arguments
-        and returns ``(model, step)``, or a step that has the model as its attribute `model`; a list of steps on other
+    target : ``path.py:make_step`` or ``my_module:make_step``; the name may be left out. The function
+        returns ``(model, step)``, or a step that has the model as its attribute `model`; a list of steps on other
         batches may come third, ``(model, step, [step, ...])``, to measure the noise of the gradients
     arguments : the script's arguments, set in `sys.argv` as if Python had started the script with them
 
@@ -68,7 +76,8 @@ def load(target: str, arguments: Sequence[str] = ()) -> Target:
     make = getattr(module, name, None)
     if not callable(make):
         raise _missing(where, name)
-    return _read(target, make())
+    found: Callable[..., Any] = make
+    return found
 
 
 @contextmanager
@@ -146,7 +155,13 @@ def _missing(where: str, name: str) -> ConfigError:
     )
 
 
-def _read(target: str, made: Any) -> Target:
+def read_target(target: str, made: Any) -> Target:
+    """Return the model and the step that the user's function has made.
+
+    Raises
+    ------
+    ConfigError : it made something else
+    """
     match made:
         case (Module() as model, step) if callable(step):
             return Target(target, model, step)

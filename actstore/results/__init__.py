@@ -3,7 +3,16 @@
 from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
 from actstore.accuracy.bits.payloads import Choice
 from actstore.check import Difference, GradientCheck, GradientDeviation
-from actstore.inspection import BesideActivations, InspectedTensor, Inspection, MemoryPoint, Suggestion, Timeline
+from actstore.inspection import (
+    BesideActivations,
+    Fit,
+    FitRow,
+    InspectedTensor,
+    Inspection,
+    MemoryPoint,
+    Suggestion,
+    Timeline,
+)
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
 from actstore.session.process import ProcessMemory
@@ -15,6 +24,8 @@ __all__ = [
     "Difference",
     "Encoded",
     "ErrorFigures",
+    "Fit",
+    "FitRow",
     "GradientCheck",
     "GradientDeviation",
     "GradientEffect",

@@ -68,6 +68,10 @@ class StoreObservers:
         self._sampler = sampler
         self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work
 
+    def measure(self, gauge: Gauge) -> None:
+        """Measure with a gauge from the next step on."""
+        self.gauge = gauge
+
     def start(self, step: int) -> None:
         """Begin a step.
 

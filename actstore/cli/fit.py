@@ -1,0 +1,48 @@
+"""The command ``actstore fit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from actstore import fit_step
+from actstore.bench.files import check_writable
+from actstore.cli.options import Arguments, Script
+from actstore.inspection.fit.fit import POLICIES
+from actstore.rerun.target import find_maker, users_code
+from actstore.session.activation_store import MIN_NBYTES
+
+
+def fit(
+    script: Script,
+    arguments: Arguments = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of the device, such as 24GiB: which batch and context fit?")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Argument of make_step.")] = None,
+    context: Annotated[int | None, typer.Option(help="Argument of make_step.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy of a store; may be repeated.", show_default="; ".join(POLICIES)),
+    ] = None,
+    optimizer: Annotated[
+        bool, typer.Option(help="AdamW for a step that returns its loss; or none. Other steps have their own.")
+    ] = True,
+    min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept.")] = str(MIN_NBYTES),
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+) -> None:
+    """Predict the memory of a training step under each policy, without that memory: nothing is computed."""
+    check_writable(json, "--json")
+    sizes = {name: size for name, size in (("batch", batch), ("context", context)) if size is not None}
+    make_optimizer = torch.optim.AdamW if optimizer else None
+    with users_code(script, "the memory was known"):
+        make_step = find_maker(script, arguments or [])
+        found = fit_step(
+            make_step, policy or POLICIES, memory=memory, make_optimizer=make_optimizer, min_bytes=min_bytes, **sizes
+        )
+    typer.echo(str(found))
+    if json is not None:
+        json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -1,0 +1,101 @@
+"""`fit_step`: the memory that a training step needs under each policy, predicted without its memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from actstore.base.units import parse_nbytes
+from actstore.errors import ConfigError, StateError
+from actstore.inspection.fit.largest import largest
+from actstore.inspection.fit.result import Fit
+from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
+from actstore.session.activation_store import MIN_NBYTES
+from actstore.session.entries import is_active
+
+POLICIES = ("keep", "recompute", "int8", "int4", "raw @ host", "raw @ disk")
+SEARCHED = ("batch", "context")
+
+
+def fit_step(
+    make_step: Callable[..., Any],
+    policies: Iterable[str] = POLICIES,
+    *,
+    memory: int | str | None = None,
+    make_optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    min_bytes: int | str = MIN_NBYTES,
+    **sizes: int,
+) -> Fit:
+    """Predict the most bytes that a training step on a CPU needs, plainly and under each policy.
+
+    The step runs dry: modules, autograd and the store work as always, but operators return memory that no one touches.
+
+    Parameters
+    ----------
+    make_step : returns (model, step), as for `actstore inspect`, with all that the step needs; it runs dry, too. It
+        builds the model on the CPU or under ``torch.device("meta")``
+    policies : texts, as for `ActivationStore`
+    memory : of the device, such as ``"24GiB"``. The result then has the largest batch and context that fit, where
+        `make_step` takes arguments `batch` and `context`
+    make_optimizer : makes the optimizer from the parameters where the step returns its loss; None for none. A step that
+        runs backward itself has its own
+    min_bytes : as of `ActivationStore`
+    sizes : arguments for `make_step`
+
+    Returns
+    -------
+    Fit : prints itself as a table
+
+    Raises
+    ------
+    ConfigError : `make_step` returns something else, or its step fits no form, asks for an accelerator, or computes no
+        gradient; a policy is one that measures steps
+    PolicyError : a policy does not parse
+    StateError : a store is active here
+
+    Notes
+    -----
+    Operators on at most 64 KiB compute, so that lengths and counters have their values; all other tensors are zeros.
+    """
+    if is_active():
+        raise StateError("fit_step was called inside a store's context. Call it outside: it makes stores of its own.")
+    limit = None if memory is None else parse_nbytes(memory, "memory")
+    texts = list(dict.fromkeys((PLAIN, *policies)))
+    for text in texts:
+        if text.strip().startswith(("auto", "bits")):
+            raise ConfigError(f"policy={text!r}: must be one that measures no steps. Make a plan with `actstore plan`.")
+
+    def steps(**changed: int) -> DrySteps:
+        return DrySteps(make_step, {**sizes, **changed}, make_optimizer, min_bytes=min_bytes)
+
+    made = steps()
+    rows = tuple(made.row(text) for text in texts)
+    del made
+    found: dict[str, dict[str, int]] = {}
+    for size, start in _searched(make_step, sizes).items() if limit is not None else ():
+        for row in rows:
+
+            def needed(value: int, size: str = size, policy: str = row.policy) -> int:
+                return steps(**{size: value}).row(policy).most_bytes
+
+            assert limit is not None
+            found.setdefault(row.policy, {})[size] = largest(needed, limit, start, row.most_bytes)
+    return Fit(rows, limit, dict(sizes), found)
+
+
+def _searched(make_step: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes to search, each with the value that the step has."""
+    parameters = inspect.signature(make_step).parameters
+    found = {}
+    for name in SEARCHED:
+        if name in parameters:
+            value = sizes.get(name, parameters[name].default)
+            if type(value) is not int or value < 1:
+                raise ConfigError(
+                    f"{name}={value!r}: must be an int >= 1. Give make_step a default, or fit_step a value."
+                )
+            found[name] = value
+    return found

@@ -1,0 +1,91 @@
+"""The result of a fit: the memory of a step under each policy, and the largest sizes that fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, get_args
+
+from actstore.base.units import format_nbytes
+from actstore.display.text import columns
+from actstore.inspection.fit.memory import Label
+
+
+class FitRow(NamedTuple):
+    """The memory of one step under one policy.
+
+    Attributes
+    ----------
+    policy : its text; ``plain`` for PyTorch without a store
+    peak_bytes : the most bytes at once, of all tensors and payloads
+    least_bytes, most_bytes : the same with the fastest and the slowest disk, where the policy uses one; `peak_bytes` is
+        in the middle. Otherwise all are equal
+    at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that plain autograd
+        holds, and working (what operators have just made; with a store, what it keeps, too)
+    """
+
+    policy: str
+    peak_bytes: int
+    least_bytes: int
+    most_bytes: int
+    at_peak: dict[Label, int]
+
+    @property
+    def largest(self) -> Label:
+        """The label with most bytes at the peak."""
+        return max(self.at_peak, key=lambda label: self.at_peak[label], default="working")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of a step, predicted for each policy.
+
+    Attributes
+    ----------
+    rows : one for each policy, plain first
+    memory_bytes : of the device; None where none was given
+    sizes : the arguments that make_step got
+    largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
+        not even 1 fits. Only those that make_step takes
+    """
+
+    rows: tuple[FitRow, ...]
+    memory_bytes: int | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return a table with a row for each policy."""
+        labels = [label for label in get_args(Label) if any(label in row.at_peak for row in self.rows)]
+        sizes = list(dict.fromkeys(size for found in self.largest.values() for size in found))
+        fits = [] if self.memory_bytes is None else ["fits"]
+        head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), "largest part"]
+        lines = [head, *(self._cells(row, labels, sizes) for row in self.rows)]
+        return "\n".join([*columns(lines), *self._notes()])
+
+    def _cells(self, row: FitRow, labels: list[Label], sizes: list[str]) -> list[str]:
+        fits = [] if self.memory_bytes is None else ["yes" if row.most_bytes <= self.memory_bytes else "no"]
+        found = self.largest.get(row.policy, {})
+        return [
+            row.policy,
+            format_nbytes(row.peak_bytes),
+            *(format_nbytes(row.at_peak.get(label, 0)) for label in labels),
+            *fits,
+            *(str(found.get(size, "")) for size in sizes),
+            row.largest,
+        ]
+
+    def _notes(self) -> list[str]:
+        return [
+            f"{row.policy}: {format_nbytes(row.least_bytes)} to {format_nbytes(row.most_bytes)}, as fast as the disk is"
+            for row in self.rows
+            if row.most_bytes > row.least_bytes
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all figures, under the names of the attributes."""
+        return asdict(self) | {"rows": [row._asdict() | {"largest": row.largest} for row in self.rows]}
+
+    def to_json(self) -> str:
+        """Return the same as one JSON object."""
+        return json.dumps(self.to_dict(), indent=1)

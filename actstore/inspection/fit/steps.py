@@ -1,0 +1,144 @@
+"""Dry steps of one model: plain, and with a store for each policy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from actstore.inspection.fit.dry import DryMode
+from actstore.inspection.fit.memory import Label, LiveMemory
+from actstore.inspection.fit.result import FitRow
+from actstore.inspection.fit.store import DryStore
+from actstore.rerun.optimizers import live_optimizers
+from actstore.rerun.step import leaves_of, run_backward, takes_store
+from actstore.rerun.target import read_target
+
+PLAIN = "plain"
+WARMUP_STEPS = 2  # before the step that counts: the optimizer makes its state, the store learns the order of backward
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class DrySteps:
+    """A model and its step, made dry.
+
+    Parameters
+    ----------
+    make : returns (model, step), as for `actstore inspect`
+    sizes : arguments for `make`
+    make_optimizer : for a step that runs no backward itself; None for backward alone
+    options : of each store
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], sizes: dict[str, int], make_optimizer: MakeOptimizer | None, **options: Any
+    ) -> None:
+        self._memory = LiveMemory()
+        self._mode = DryMode(self._memory)
+        self._options = options
+        with self._dry():
+            target = read_target(getattr(make, "__name__", "make_step"), make(**sizes))
+            self._model, self._step = target.model, target.step
+            self._takes_store = takes_store(target.step)
+            self._make_optimizer = make_optimizer
+            self._optimizer: Optimizer | None = None
+            self._learning = [each for each in self._model.parameters() if each.requires_grad]
+
+    def row(self, policy: str) -> FitRow:
+        """Return the most bytes that a step needs under a policy, `PLAIN` for no store."""
+        with self._dry():
+            if policy == PLAIN:
+                self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))
+                return self._row(policy)
+            row, uses_disk = self._stored(policy, slow=False)
+            if not uses_disk:
+                return row
+            most = self._stored(policy, slow=True)[0].peak_bytes
+            return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
+
+    def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
+        """Return the row of one policy, and whether a payload has gone to the disk."""
+        store = DryStore(self._model, policy, self._memory, slow=slow, **self._options)
+        try:
+            self._run(store, nullcontext())
+            return self._row(policy), store.disk.is_used
+        finally:
+            store.close()
+
+    def _row(self, policy: str) -> FitRow:
+        peak = self._memory.peak_bytes
+        found = {label: nbytes for label, nbytes in self._memory.at_peak.items() if nbytes}
+        return FitRow(policy, peak, peak, peak, found)
+
+    def _run(self, store: Any, hooks: Any) -> None:
+        """Run the warm-up steps, then the one that counts."""
+        for _ in range(WARMUP_STEPS):
+            self._train(store)
+        gc.collect()
+        self._label_state()
+        self._memory.reset()
+        with hooks:
+            self._train(store)
+
+    def _train(self, store: Any) -> None:
+        ran_backward = False
+
+        def note(leaf: Tensor) -> None:
+            nonlocal ran_backward
+            ran_backward = True
+            if leaf.grad is not None:
+                self._memory.label(leaf.grad, "gradients")
+
+        watches = [leaf.register_post_accumulate_grad_hook(note) for leaf in self._learning]
+        try:
+            if self._takes_store:
+                returned = self._step(store)
+            else:
+                with store:
+                    returned = self._step()
+            if not ran_backward:
+                run_backward(dict(leaves_of(returned)))
+                del returned
+                self._update()
+        finally:
+            for watch in watches:
+                watch.remove()
+
+    def _update(self) -> None:
+        """Train the weights, for a step that returns its loss."""
+        if self._make_optimizer is not None and self._optimizer is None:
+            self._optimizer = self._make_optimizer(self._learning)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._model.zero_grad()
+
+    def _label_state(self) -> None:
+        for weight in (*self._model.parameters(), *self._model.buffers()):
+            self._memory.label(weight, "weights")
+        mine = {id(leaf) for leaf in self._learning}
+        for optimizer in live_optimizers():
+            for leaf, state in optimizer.state.items():
+                for each in tree_leaves(state) if id(leaf) in mine else ():
+                    if isinstance(each, Tensor):
+                        self._memory.label(each, "optimizer")
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        label: Label = "activations"
+        self._memory.label(tensor, label)
+        return tensor.detach()  # an output in its own graph would be a cycle
+
+    @contextmanager
+    def _dry(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]), self._mode:
+            yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

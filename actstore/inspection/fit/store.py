@@ -1,0 +1,157 @@
+"""A store for dry steps: the policy and the hooks of `ActivationStore`, with codecs and tiers that move no bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.base.ledger import Account
+from actstore.base.ticket import Ticket
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.devices import Device
+from actstore.inspection.fit.memory import LiveMemory
+from actstore.session.activation_store import ActivationStore
+from actstore.session.observers import SampleErrors
+from actstore.tiers import Disk, Slot, Tier
+
+MOST_LATE_NBYTES, LEAST_LATE_NBYTES = 32 << 20, 4 << 20  # of copies that a slow disk has not ended: the window of a CPU
+
+
+class DryStore(ActivationStore):
+    """The store of a dry step.
+
+    Parameters
+    ----------
+    memory : the book of the step
+    slow : whether copies to and from the disk are late; by default each ends at once
+    """
+
+    def __init__(self, model: Module, policy: Any, memory: LiveMemory, *, slow: bool = False, **options: Any) -> None:
+        self.disk = DryDiskTier(slow=slow)
+        self._memory = memory
+        tiers = [_DryDisk(tier=self.disk)]
+        super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
+        self._store.observers.measure(_DryCodecs(memory))
+
+    def __exit__(self, *error: Any) -> None:
+        for entry in self._inside:
+            storages = entry.scope.storages
+            self._memory.label_all((*storages.kept, *storages.small), "activations")
+        super().__exit__(*error)
+
+
+class _DryCodecs:
+    """Gauge whose codecs have the sizes of the real ones, and write nothing."""
+
+    measures = False
+
+    def __init__(self, memory: LiveMemory) -> None:
+        self._memory = memory
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """Return a codec of the same sizes; a payload of variable size has its bound."""
+        used = None if bound.exact else bound.nbytes
+
+        def encode(src: Tensor, out: Tensor, key: int) -> int | None:
+            self._memory.label(out, "payloads")
+            return used
+
+        def decode(buf: Tensor, out: Tensor, key: int) -> None:
+            self._memory.label(buf, "payloads")
+
+        return bound._replace(encode=encode, decode=decode, blank=True)
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """Measure nothing."""
+        return _nothing
+
+
+class DryDiskTier(Tier):
+    """A disk without a file, whose copies end at once.
+
+    On a `slow` one, as many bytes have not ended as the window admits; a copy ends when later ones come, or someone
+    waits for it.
+
+    Attributes
+    ----------
+    is_used : whether a payload has gone there
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(self, *, slow: bool) -> None:
+        self.is_used = False
+        self._slow = slow
+        self._late_nbytes = self._written_nbytes = self._nbytes = 0
+        self._queue = deque[tuple[_LateCopy, int]]()
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        return Slot(nbytes)
+
+    def write(self, slot: Slot, src: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        self.is_used = True
+        self._written_nbytes += slot.nbytes
+        slot.written = self._copy(slot.nbytes)
+        return slot.written
+
+    def read(self, slot: Slot, dst: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        return self._copy(slot.nbytes)
+
+    def free(self, slot: Slot) -> None:
+        """Do nothing: a slot takes no room here."""
+
+    def trim(self) -> None:
+        """Begin a step: its window is a third of the bytes that the last step has moved."""
+        if self._slow:
+            self._late_nbytes = min(MOST_LATE_NBYTES, max(LEAST_LATE_NBYTES, self._written_nbytes // 3))
+        self._written_nbytes = 0
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+    def _copy(self, nbytes: int) -> Ticket:
+        copy = _LateCopy()
+        self._queue.append((copy, nbytes))
+        self._nbytes += nbytes
+        while self._nbytes > self._late_nbytes:
+            first, size = self._queue.popleft()
+            first.result()
+            self._nbytes -= size
+        return copy
+
+
+@dataclass(frozen=True)
+class _DryDisk(Disk):
+    """The disk tier of a dry step."""
+
+    tier: DryDiskTier | None = None
+
+    def open(self, device: Device) -> Tier:
+        assert self.tier is not None, "DryStore gives it"
+        return self.tier
+
+
+class _LateCopy(Ticket):
+    """A copy, which ends when its turn has come, or someone waits for it."""
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def ready(self) -> bool:
+        return self._ended
+
+    def wait_on(self, stream: Any) -> None:
+        self._ended = True
+
+    def result(self) -> None:
+        self._ended = True
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,72 @@
+"""``actstore fit``, as a user meets it."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+
+from actstore.cli import app as cli
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+
+def make_step(batch=1024):
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, int(sys.argv[1])))
+    x = torch.randn(batch, 512)
+    return model, lambda: model(x).square().mean()
+
+"""
+
+
+def run(monkeypatch, tmp_path, *arguments):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    target, *options = arguments
+    monkeypatch.setattr(sys, "argv", ["actstore", "fit", f"{script}:{target}", *options])
+    cli.main()
+
+
+def test_fit_prints_the_table_and_writes_json(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    policies = ["--policy", "int8", "--policy", "recompute"]
+    with pytest.raises(SystemExit) as end:
+        run(
+            monkeypatch,
+            tmp_path,
+            "make_step",
+            "512",
+            *policies,
+            "--memory",
+            "80MiB",
+            "--batch",
+            "64",
+            "--json",
+            str(out),
+        )
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["policy", "plain", "int8", "recompute"]
+    values = json.loads(out.read_text())
+    assert values["sizes"] == {"batch": 64}
+    assert values["largest"]["plain"]["batch"] > 64
+    assert [row["at_peak"]["weights"] for row in values["rows"]] == 3 * [4 * (2 * 512 * 2048 + 2048 + 512)]
+
+
+def test_fit_without_an_optimizer(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "keep", "--no-optimizer")
+    assert end.value.code == 0
+    assert "optimizer" not in capsys.readouterr().out
+
+
+def test_fit_refuses_a_policy_that_measures(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "auto(1GiB)")
+    assert end.value.code == 2
+    assert "actstore: policy='auto(1GiB)': must be one that measures no steps." in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""Fit of a step: predicted peaks against those that the allocator counts."""
+
+import gc
+import json
+import resource
+import sys
+from contextlib import closing, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from actstore import ActivationStore, fit_step
+from actstore.bench import workloads
+from actstore.devices import cpu_memory
+from actstore.errors import ConfigError, StateError, UnknownCodecError
+from actstore.inspection.fit.largest import largest
+
+POLICIES = ("keep", "recompute", "int8", "int4", "raw @ host", "@blocks[::2] : recompute; * : int4")
+TOLERANCE = 0.03
+SIZES = {
+    "gpt": {"layers": 2, "batch": 8},
+    "llama": {"layers": 2, "batch": 8},
+    "vit": {"layers": 2, "batch": 32},
+    "resnet": {"batch": 16},
+    "lora": {"layers": 2, "batch": 8},
+}
+
+pytestmark = pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
+
+
+def maker(name, **sizes):
+    def make_step(batch=SIZES[name]["batch"]):
+        job = workloads.make(workloads.sized(name, **{**SIZES[name], **sizes, "batch": batch}, threads=1))
+        data = job.batch(0)
+        return job.model, lambda: job.loss(*data)
+
+    return make_step
+
+
+def measured(make_step, policy="plain", steps=3, **sizes):
+    """Return the allocator's peak in the last step, above the bytes before the model was made."""
+    gc.collect()
+    before = cpu_memory.memory_allocated()
+    model, step = make_step(**sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with nullcontext() if policy == "plain" else closing(ActivationStore(model, policy)) as store:
+        for _ in range(steps):
+            gc.collect()
+            cpu_memory.reset_peak()
+            with store or nullcontext():
+                loss = step()
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return cpu_memory.max_memory_allocated() - before
+
+
+def errors(name, policies):
+    make_step = maker(name)
+    found = fit_step(make_step, policies)
+    return {row.policy: row.peak_bytes / measured(make_step, row.policy) - 1 for row in found.rows}
+
+
+def too_large(found):
+    return {policy: error for policy, error in found.items() if abs(error) > TOLERANCE}
+
+
+@pytest.mark.parametrize(("name", "policies"), [("gpt", ["recompute", "int8"]), ("resnet", ["keep", "int4"])])
+def test_predicted_peaks_are_those_of_the_allocator(name, policies):
+    assert too_large(errors(name, policies)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SIZES))
+def test_predicted_peaks_of_all_policies_are_those_of_the_allocator(name):
+    assert too_large(errors(name, POLICIES)) == {}
+
+
+def test_peak_with_a_disk_lies_between_those_of_the_fastest_and_the_slowest_disk():
+    make_step = maker("gpt")
+    fit = fit_step(make_step, ["raw @ disk"])
+    row = fit.rows[1]
+    assert str(fit).splitlines()[-1].startswith("raw @ disk: ")
+    assert row.least_bytes < row.peak_bytes < row.most_bytes
+    found = measured(make_step, "raw @ disk", steps=5)
+    assert (1 - TOLERANCE) * row.least_bytes <= found <= (1 + TOLERANCE) * row.most_bytes
+
+
+@pytest.mark.parametrize("policy", ["plain", "int8"])
+def test_largest_batch_is_within_one_step_of_the_true_one(policy):
+    make_step = maker("gpt")
+    limit = measured(make_step, policy, batch=7) + 100_000
+    found = fit_step(make_step, [policy], memory=limit).largest[policy]["batch"]
+    assert 6 <= found <= 8
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=512):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def make_mlp(batch=2048, context=1, device="meta"):
+    with torch.device(device):
+        model, x = Mlp(), torch.ones(batch, context, 512)
+    return model, lambda: model(x).square().mean()
+
+
+def test_a_step_on_meta_tensors_has_the_figures_of_one_on_the_cpu():
+    def on_cpu(batch=2048):
+        return make_mlp(batch, device="cpu")
+
+    assert fit_step(make_mlp, ["int8"]).rows == fit_step(on_cpu, ["int8"]).rows
+
+
+def test_bytes_at_the_peak_have_names():
+    row = fit_step(make_mlp, []).rows[0]
+    weights = 4 * (2 * 512 * 2048 + 512 + 2048)
+    assert row.at_peak["weights"] == weights
+    assert row.at_peak["optimizer"] == 2 * weights + 4 * 4  # and a counter for each weight
+    assert row.at_peak["activations"] == 4 * 2048 * (512 + 2 * 2048)  # the input, and the hidden values twice
+    assert sum(row.at_peak.values()) == row.peak_bytes
+    assert row.largest == "activations"
+    assert "optimizer" not in fit_step(make_mlp, [], make_optimizer=None).rows[0].at_peak
+
+
+def test_logits_have_a_name_of_their_own():
+    def make_step():
+        head = nn.Linear(64, 50_000)
+        x, y = torch.ones(512, 64), torch.zeros(512, dtype=torch.long)
+        return head, lambda: F.cross_entropy(head(x), y)
+
+    row = fit_step(make_step, []).rows[0]
+    assert row.largest == "logits"
+    assert row.at_peak["logits"] >= 2 * 4 * 512 * 50_000  # the logarithms of the probabilities, and their gradient
+
+
+def test_a_step_may_train_by_itself_and_enter_the_store():
+    def make_step(batch=2048):
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        x = torch.ones(batch, 512)
+
+        def step(store):
+            optimizer.zero_grad()
+            with store:
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return model, step
+
+    rows = fit_step(make_step, ["int8"]).rows
+    weights = rows[0].at_peak["weights"]
+    assert all(row.at_peak["optimizer"] == weights for row in rows)
+    assert 0 < rows[1].at_peak["payloads"] < (512 + 2 * 2048) * 2048 * 1.1  # a byte for each saved value, and scales
+
+
+def test_lengths_and_masks_have_their_values():
+    seen = []
+
+    def make_step():
+        model = Mlp()
+        lengths = torch.tensor([300, 212])
+
+        def step():
+            seen.append((int(lengths.sum()), torch.arange(5).tolist(), bool((lengths > 212).all())))
+            return model(torch.ones(int(lengths.sum()), 512)).mean()
+
+        return model, step
+
+    fit_step(make_step, [])
+    assert set(map(str, seen)) == {"(512, [0, 1, 2, 3, 4], False)"}
+
+
+def test_shapes_that_depend_on_values_are_computed():
+    def make_step():
+        model = Mlp()
+        chosen = torch.zeros(100_000).bernoulli_(0.5) == 0  # a dry one is all zeros
+
+        def step():
+            return model(torch.ones(100_000, 1)[chosen][:64].expand(-1, 512)).mean()
+
+        return model, step
+
+    assert fit_step(make_step, []).rows[0].peak_bytes > 0
+
+
+def test_generators_are_as_before():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    fit_step(make_mlp, ["recompute"])
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_no_memory_of_the_model_is_taken():
+    def make_step():
+        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(16)))
+        x = torch.ones(8192, 8192)
+        return model, lambda: model(x).square().mean()
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    row = fit_step(make_step, ["int8"]).rows[0]
+    assert row.peak_bytes > 16 << 30
+    if sys.platform == "linux":
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+
+
+def test_the_table_and_the_json_have_a_row_for_each_policy():
+    found = fit_step(lambda batch: make_mlp(batch, context=1), ["int8"], memory="100MiB", batch=1024)
+    lines = str(found).splitlines()
+    assert lines[0].startswith("policy ")
+    assert lines[0].endswith("working  fits  largest batch  largest part")
+    assert [line.split("  ")[0] for line in lines[1:]] == ["plain", "int8"]
+    values = json.loads(found.to_json())
+    assert values["sizes"] == {"batch": 1024}
+    assert values["memory_bytes"] == 100 << 20
+    assert values["largest"] == found.largest
+    assert [row["policy"] for row in values["rows"]] == ["plain", "int8"]
+    assert found.largest["plain"]["batch"] > 1024
+
+
+def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():
+    found = fit_step(make_mlp, [], memory="1MiB")
+    assert found.largest == {"plain": {"batch": 0, "context": 0}}
+    assert " no " in str(found)
+
+
+@pytest.mark.parametrize("true", [1, 2, 7, 1000, 123_456])
+@pytest.mark.parametrize("start", [1, 8, 5000])
+def test_search_finds_the_largest_size_in_few_steps(true, start):
+    asked = []
+
+    def needed(size):
+        asked.append(size)
+        return 1_000_000 + 100 * size + 40 * (size % 2)
+
+    assert largest(needed, needed(true), start, needed(start)) == true
+    assert len(asked) <= 2 + 14
+
+
+def test_what_cannot_be_fitted_is_refused():
+    with pytest.raises(ConfigError, match="measures no steps"):
+        fit_step(make_mlp, ["auto(1GiB)"])
+    with pytest.raises(UnknownCodecError):
+        fit_step(make_mlp, ["int9"])
+    with pytest.raises(ConfigError, match="batch='many': must be an int"):
+        fit_step(lambda batch="many": make_mlp(), [], memory="1GiB")
+    with pytest.raises(ConfigError, match="neither"):
+        fit_step(lambda: 3, [])
+    with pytest.raises(ConfigError, match="device='xla:0': must be cpu or meta"):
+        fit_step(lambda: make_mlp(device="xla:0"), [])
+    with ActivationStore(), pytest.raises(StateError):
+        fit_step(make_mlp, [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_llama_of_8_billion_weights_takes_little_memory_and_time():
+    transformers = pytest.importorskip("transformers")
+
+    def make_step():
+        config = transformers.LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128_256,
+            use_cache=False,
+        )
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(1, 4096, dtype=torch.long)
+        return model, lambda: model(input_ids=ids, labels=ids).loss
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = fit_step(make_step).rows
+    weights = 8_030_261_248
+    assert all(2 * weights < row.at_peak["weights"] < 2.001 * weights for row in rows)
+    assert rows[0].peak_bytes > 8 * weights
+    if sys.platform == "linux":
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 << 20  # KiB
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return hidden.sin() * hidden.cos()
+
+
+@pytest.mark.parametrize("policy", ["nf4", "int8"])  # in nf4, zeros are other bytes than those of an unwritten payload
+def test_payloads_that_serve_twice_count_once(policy):
+    def make_step():
+        model, x = Twice(), torch.ones(2048, 512)
+        return model, lambda: model(x).sum()
+
+    assert fit_step(make_step, [policy]).rows[1].at_peak["payloads"] == measured_payloads(make_step, policy)
+
+
+def measured_payloads(make_step, policy):
+    model, step = make_step()
+    with closing(ActivationStore(model, policy)) as store:
+        for _ in range(2):
+            with store:
+                loss = step()
+            stored = store.report().stored_bytes
+            loss.backward()
+        return stored
