@@ -9,34 +9,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import typer
-from torch.nn import Module
 
 from actstore.errors import ActstoreError, ConfigError
-
-MAKE_STEP = "make_step"
-EXAMPLE = """\
-def make_step():
-    model = MyModel()
-    x, y = one_batch()  # the same at every call of step
-    def step():
-        return loss_function(model(x), y)  # the loss; or run backward here too
-    return model, step"""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model, its training step as `actstore.check_gradients` takes it, and the same step on other batches."""
-
-    name: str
-    model: Module
-    step: Callable[..., Any]
-    others: tuple[Callable[..., Any], ...] = ()
+from actstore.rerun.made import EXAMPLE, MAKE_STEP, Target, read_target
 
 
 def load(target: str, arguments: Sequence[str] = ()) -> Target:
@@ -152,24 +132,4 @@ def _missing(where: str, name: str) -> ConfigError:
     return ConfigError(
         f"{where} has no function {name!r}, which makes a model and one step of its training. Without it the training "
         f"cannot be run twice from one point. Write it:\n\n{EXAMPLE}"
-    )
-
-
-def read_target(target: str, made: Any) -> Target:
-    """Return the model and the step that the user's function has made.
-
-    Raises
-    ------
-    ConfigError : it made something else
-    """
-    match made:
-        case (Module() as model, step) if callable(step):
-            return Target(target, model, step)
-        case (Module() as model, step, [*others]) if callable(step) and all(map(callable, others)):
-            return Target(target, model, step, tuple(others))
-        case _ if callable(made) and isinstance(getattr(made, "model", None), Module):
-            return Target(target, made.model, made)
-    raise ConfigError(
-        f"{target} returned {type(made).__name__}, neither (model, step) nor a step with an attribute `model`. "
-        f"Write it so:\n\n{EXAMPLE}"
     )

@@ -17,9 +17,9 @@ from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.store import DryStore
+from actstore.rerun.made import read_target
 from actstore.rerun.optimizers import live_optimizers
 from actstore.rerun.step import leaves_of, run_backward, takes_store
-from actstore.rerun.target import read_target
 
 PLAIN = "plain"
 WARMUP_STEPS = 2  # before the step that counts: the optimizer makes its state, the store learns the order of backward
