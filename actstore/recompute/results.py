@@ -36,7 +36,7 @@ class ResultTensor:
 
     def ended(self) -> None:
         """Note that the region has run."""
-        self.written = self._witness is not None and self._witness._version != self._version
+        self.written = self.written or (self._witness is not None and self._witness._version != self._version)
         self._witness = None
 
     def read(self, run: LaterRun) -> Tensor:
