@@ -139,7 +139,7 @@ class Keeping(ResultMode):
         self._made: MadeResult | None = None  # of the last operator; autograd knows it when the next one begins
         self._recent: deque[RecentResult] = deque(maxlen=_MAX_RECENT)
         self._aliases: dict[int, list[Alias]] = {}  # by the storage under them
-        self._stored: dict[int, list[ResultTensor]] = {}  # all that wait, by the storage of the result
+        self._stored: dict[int, list[ref[ResultTensor]]] = {}  # all that wait, by the storage of the result
 
     def __torch_dispatch__(
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -235,7 +235,7 @@ class Keeping(ResultMode):
 
     def _note(self, tensor: Tensor, stored: ResultTensor) -> ResultTensor:
         for storage in storages_of(tensor):
-            self._stored.setdefault(storage._cdata, []).append(stored)
+            self._stored.setdefault(storage._cdata, []).append(ref(stored))
         return stored
 
     def _store(self, tensor: Tensor, made: MadeResult) -> ResultTensor:
@@ -264,8 +264,9 @@ class Keeping(ResultMode):
         """Note writes of the region, also those that no version tells: `unsafe_chunk` gives its chunks their own."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                for stored in self._stored.get(storage._cdata, ()):
-                    stored.written = True
+                for weak in self._stored.get(storage._cdata, ()):
+                    if (stored := weak()) is not None:
+                        stored.written = True
         self._leave_alone(tensors)
 
     def _leave_alone(self, tensors: Iterable[Tensor]) -> None:

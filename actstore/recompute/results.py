@@ -25,7 +25,7 @@ class ResultTensor:
     written : whether the region writes to it in place, and so needs a copy
     """
 
-    __slots__ = ("_layout", "_version", "_witness", "handle", "written")
+    __slots__ = ("__weakref__", "_layout", "_version", "_witness", "handle", "written")
 
     def __init__(self, tensor: Tensor, handle: Any) -> None:
         self.handle = handle
