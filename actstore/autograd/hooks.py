@@ -35,7 +35,7 @@ from actstore.autograd.verdict import Facts, judge, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.note import FOLLOWED, Note
 from actstore.base.spec import Site, Spec
-from actstore.base.storage import hold_weak
+from actstore.base.storage import free_weak, hold_weak
 from actstore.errors import ActstoreError
 from actstore.policy.rules import asks_operators, derives
 
@@ -127,17 +127,18 @@ class Scope:
                 reason = f"a {tensor.layout} tensor has no storage of its own"
                 frame.place.account(frame.index).note = Note(reason, kept=True)
                 return tensor.detach(), tensor._version, frame
-            key = storage._cdata
-            if key in parameters:
-                return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
-                small = frame.small
-                if key not in small:
-                    hold_weak(storage)  # before the next line, as in `Storages.meet`
-                    small[key] = nbytes
-                    if len(small) == MAX_SMALL_PER_FRAME:
-                        tracker.renew()
+                key, small = hold_weak(storage), frame.small  # the reference is first, as in `Storages.meet`
+                if key in small or key in parameters:
+                    free_weak(key)
+                    return tensor.detach(), tensor._version, frame
+                small[key] = nbytes
+                if len(small) == MAX_SMALL_PER_FRAME:
+                    tracker.renew()
+                return tensor.detach(), tensor._version, frame
+            key = storage._cdata
+            if key in parameters:
                 return tensor.detach(), tensor._version, frame
             index = frame.index
             frame.index = index + 1

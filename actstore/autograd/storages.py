@@ -65,10 +65,15 @@ class Storages:
         self.meet(key, storage)
         return storage.nbytes()
 
-    def meet_small(self, small: dict[int, int]) -> None:
-        """Register the small storages of an ended call, to each of which it has made a weak reference."""
+    def meet_small(self, small: dict[int, int]) -> bool:
+        """Register the small storages of an ended call, which has a weak reference to each.
+
+        Returns whether none was met before, and so none has another holder.
+        """
+        new = self.met.isdisjoint(small)
         self._held += small
         self.met.update(small)
+        return new
 
     def count_small(self, small: dict[int, int]) -> tuple[int, int]:
         """Return the bytes that plain autograd holds because of small storages, and the number of new ones."""

@@ -165,22 +165,28 @@ class Frame:
         if not small:
             return
         self.small = {}  # first: an interrupt may come in between, and this function then runs once more
-        storages.meet_small(small)
+        new = storages.meet_small(small)
         if not self.counted or self.last is not None:
             return
-        saved, count = storages.count_small(small)
         others: list[Any] = []
-        for key in small.keys() & storages.kept.keys():
-            if (kept := storages.kept[key]()) is not None:
-                others.append(kept)
-                del small[key]
-        for key in small.keys() & storages.small.keys():
-            if (frame := storages.small[key]()) is not None:
-                others.append(frame.share(key))
-                del small[key]
+        if new:
+            storages.counted.update(small)
+            saved = held = sum(small.values())
+            count = len(small)
+        else:
+            saved, count = storages.count_small(small)
+            for key in small.keys() & storages.kept.keys():
+                if (kept := storages.kept[key]()) is not None:
+                    others.append(kept)
+                    del small[key]
+            for key in small.keys() & storages.small.keys():
+                if (frame := storages.small[key]()) is not None:
+                    others.append(frame.share(key))
+                    del small[key]
+            held = sum(small.values())
         self._own, self._others = small, others
         self._shared: dict[int, Finalizer] = {}
-        self.last = self.place.book(saved, sum(small.values()), count)
+        self.last = self.place.book(saved, held, count)
         storages.small.update(dict.fromkeys(small, ref(self)))
 
     def share(self, key: int) -> Finalizer:

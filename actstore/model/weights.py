@@ -175,16 +175,10 @@ class Weights:
         """Drop the copies of tensors that the forward has not written to."""
         history, written = self._history, [each for each in self._watched if each.tensor._version != each.version]
         self._watched = []
-        owners: dict[int, set[int]] = {}  # tensors over one storage must stay so, which copies would not
-        for each in written:
-            for storage in storages_of(each.tensor):
-                owners.setdefault(storage._cdata, set()).add(id(each.tensor))
-        for each in written:
-            history.known.add((id(each.entries), each.name))
-            if each.copy is None or any(len(owners[s._cdata]) > 1 for s in storages_of(each.tensor)):
-                self._repeated.append((each.name, each.tensor))
-            else:
-                self._written.append(each)
+        history.known.update((id(each.entries), each.name) for each in written)
+        copied, repeated = _by_copy(written)
+        self._written += copied
+        self._repeated += repeated
         history.ended.add(self._root.training)
 
     def again(self) -> Weights:
@@ -213,11 +207,12 @@ class Weights:
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
             copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
-            for entries, name, tensor, _, copy in self._written:
+            copied, repeated = _by_copy(map(_before, self._watched))  # the forward has not ended where there are any
+            for entries, name, tensor, _, copy in (*self._written, *copied):
                 if copy is not None and name in entries:
                     twin = copies.setdefault(id(tensor), copy.clone())
                     _replace(entries, {name: twin}, self._meanwhile)
-            self._first = [(name, each, each.detach().clone()) for name, each in self._repeated]
+            self._first = [(name, each, each.detach().clone()) for name, each in (*self._repeated, *repeated)]
             for norm, seen in self._norms:
                 _lend(norm, seen)
                 self._borrowers.append(norm)
@@ -257,6 +252,29 @@ class Weights:
                 "Assign a new tensor instead, or write keep in place of recompute.",
                 name=differs[0],
             )
+
+
+def _before(watched: WatchedTensor) -> WatchedTensor:
+    """Return a tensor with its values from before the forward for its copy, where it still has them."""
+    if watched.copy is None and watched.tensor._version == watched.version:
+        return watched._replace(copy=watched.tensor.detach())
+    return watched
+
+
+def _by_copy(watched: Iterable[WatchedTensor]) -> tuple[list[WatchedTensor], list[tuple[str, Tensor]]]:
+    """Return the tensors whose copies can stand in for them, and the names of the rest."""
+    copied: list[WatchedTensor] = []
+    repeated: list[tuple[str, Tensor]] = []
+    owners: dict[int, set[int]] = {}  # tensors over one storage must stay so, which copies would not
+    for each in (watched := list(watched)):
+        for storage in storages_of(each.tensor):
+            owners.setdefault(storage._cdata, set()).add(id(each.tensor))
+    for each in watched:
+        if each.copy is None or any(len(owners[s._cdata]) > 1 for s in storages_of(each.tensor)):
+            repeated.append((each.name, each.tensor))
+        else:
+            copied.append(each)
+    return copied, repeated
 
 
 def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:

@@ -137,8 +137,22 @@ class AttributeStates:
         self._before = []
 
     def rewound(self) -> AbstractContextManager[None]:
-        """Return a context in which the attributes have their values from before the forward."""
+        """Return a context in which the attributes have their values from before the forward.
+
+        A saved tensor that is read before the forward has ended runs it again in between.
+        """
+        if self._before:
+            return self._paused()
         return self._rewound() if self._changes or self._contents else _NOTHING
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        now = [(module, entries := vars(module).copy(), _containers(entries)) for module, _, _ in self._before]
+        try:
+            _restore(self._before)
+            yield
+        finally:
+            _restore(now)
 
     @contextmanager
     def _rewound(self) -> Iterator[None]:
@@ -290,6 +304,19 @@ def _fill(value: Any, content: Any) -> None:
     """Give a container other content."""
     value.clear()
     (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _restore(states: Iterable[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]]) -> None:
+    """Give modules back the attributes that they had, and containers their content."""
+    for module, were, containers in states:
+        entries = vars(module)
+        for name in list(_names_of(were, entries)):
+            was, now = were.get(name, _ABSENT), entries.get(name, _ABSENT)
+            if not (was is now or _is_sharded(was) or _is_sharded(now)):
+                _put(entries, name, was)
+        for _, value, content in containers:
+            if not _same_content(value, content):
+                _fill(value, content)
 
 
 def _put(entries: dict[str, Any], name: str, value: Any) -> None:

@@ -141,6 +141,7 @@ class Keeping(ResultMode):
         self._made: MadeResult | None = None  # of the last operator; autograd knows it when the next one begins
         self._recent: deque[RecentResult] = deque(maxlen=_MAX_RECENT)
         self._aliases: dict[int, list[Alias]] = {}  # by the storage under them
+        self._stored: dict[int, list[ref[ResultTensor]]] = {}  # all that wait, by the storage of the result
 
     def __torch_dispatch__(
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -148,8 +149,8 @@ class Keeping(ResultMode):
         kwargs = kwargs or {}
         if self._made is not None:
             self._settle()
-        if self._aliases or self._recent:
-            self._leave_alone(written_by(operator, args, kwargs))
+        if self._stored or self._recent:
+            self._write(list(written_by(operator, args, kwargs)))
         if not self._may_keep(operator):
             return operator(*args, **kwargs)
         frame = self._run.scope.tracker.frame
@@ -202,6 +203,7 @@ class Keeping(ResultMode):
         leaves, _ = flatten((output,), {})
         self._leave_alone(leaf for leaf in leaves if isinstance(leaf, Tensor))
         self._aliases.clear()
+        self._stored.clear()
 
     def _run_once(
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], call: OperatorCall, *, decides: bool
@@ -231,7 +233,12 @@ class Keeping(ResultMode):
         made, self._made = self._made, None
         assert made is not None
         with self._outside():
-            made.call.put(made.result, lambda tensor: self._store(tensor, made))
+            made.call.put(made.result, lambda tensor: self._note(tensor, self._store(tensor, made)))
+
+    def _note(self, tensor: Tensor, stored: ResultTensor) -> ResultTensor:
+        for storage in storages_of(tensor):
+            self._stored.setdefault(storage._cdata, []).append(ref(stored))
+        return stored
 
     def _store(self, tensor: Tensor, made: MadeResult) -> ResultTensor:
         decision = made.decision
@@ -254,6 +261,15 @@ class Keeping(ResultMode):
             what = what if what.startswith("tag ") else f"result of {what}"
             frame.place.account(index).note = Note(f"{what}, which recomputations read")
         return handle
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        """Note writes of the region, also those that no version tells: `unsafe_chunk` gives its chunks their own."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                for weak in self._stored.get(storage._cdata, ()):
+                    if (stored := weak()) is not None:
+                        stored.written = True
+        self._leave_alone(tensors)
 
     def _leave_alone(self, tensors: Iterable[Tensor]) -> None:
         """Copy the results that wait in memory to which the region or its caller may write from now on."""

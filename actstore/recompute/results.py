@@ -25,7 +25,7 @@ class ResultTensor:
     written : whether the region writes to it in place, and so needs a copy
     """
 
-    __slots__ = ("_layout", "_version", "_witness", "handle", "written")
+    __slots__ = ("__weakref__", "_layout", "_version", "_witness", "handle", "written")
 
     def __init__(self, tensor: Tensor, handle: Any) -> None:
         self.handle = handle
@@ -36,7 +36,7 @@ class ResultTensor:
 
     def ended(self) -> None:
         """Note that the region has run."""
-        self.written = self._witness is not None and self._witness._version != self._version
+        self.written = self.written or (self._witness is not None and self._witness._version != self._version)
         self._witness = None
 
     def read(self, run: LaterRun) -> Tensor:

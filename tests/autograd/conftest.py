@@ -45,9 +45,12 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def identified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No scope asks for a storage by an address that another one may have by then: that would read freed memory."""
-    held = Counter()
+def identified(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """No scope asks for a storage by an address that another one may have by then: that would read freed memory.
+
+    Returns the number of weak references of scopes, by address.
+    """
+    held: Counter[int] = Counter()
     hold, free, revive = (
         actstore.autograd.storages.hold_weak,
         actstore.autograd.storages.free_weak,
@@ -69,4 +72,6 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actstore.autograd.storages, "hold_weak", hold_weak)
     monkeypatch.setattr(actstore.autograd.hooks, "hold_weak", hold_weak)
     monkeypatch.setattr(actstore.autograd.storages, "free_weak", free_weak)
+    monkeypatch.setattr(actstore.autograd.hooks, "free_weak", free_weak)
     monkeypatch.setattr(actstore.autograd.storages, "revive", revived)
+    return held

@@ -363,6 +363,26 @@ def _differentiated(inner: nn.Module, x: Tensor) -> Tensor:
     return y if slope is None else y + slope.sin()
 
 
+def _by_slope(inner: nn.Module, x: Tensor) -> Tensor:
+    """Scaled by its own slope, from a graph that is gone when forward ends."""
+    with torch.enable_grad():
+        given = x.detach().requires_grad_()
+        y = inner(given)
+        if not y.requires_grad:
+            return x * y
+        (slope,) = torch.autograd.grad(y.float().sum(), given, allow_unused=True)
+    return x if slope is None else x * slope
+
+
+def _with_slope(inner: nn.Module, x: Tensor) -> Tensor:
+    """Scaled by its own slope, from the graph that backward goes through once more."""
+    y = inner(x)
+    if not y.requires_grad or not x.requires_grad:
+        return y
+    (slope,) = torch.autograd.grad(y.float().sum(), x, retain_graph=True, allow_unused=True)
+    return y if slope is None else y * slope.detach()
+
+
 def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
     """Reads what its node has saved, before backward does."""
     y = inner(x).exp()
@@ -531,6 +551,8 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "overwritten": lambda inner: Around(inner, _overwritten),
     "spoiled": lambda inner: Around(inner, _spoiled),
     "differentiated": lambda inner: Around(inner, _differentiated),
+    "by slope": lambda inner: Around(inner, _by_slope),
+    "with slope": lambda inner: Around(inner, _with_slope),
     "read early": lambda inner: Around(inner, _read_early),
     "inference mode": lambda inner: Around(inner, _in_inference_mode),
     "own hooks": lambda inner: Around(inner, _with_own_hooks),

@@ -112,6 +112,22 @@ def test_a_context_without_an_end_forgets_small_tensors():
     assert store.report().saved_bytes == 5000 * x.nbytes
 
 
+@pytest.mark.parametrize("policy", ["keep", "raw"])
+def test_no_weak_reference_of_a_storage_is_left(policy, identified):
+    """Of small tensors that are saved once, several times, and by several calls, and of weights of no model."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    weight = torch.randn(8, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=1000)
+    with gc_off():
+        with store:
+            x = model(torch.randn(4, 8))
+            loss = (x * x * x * weight * weight).sum() + nn.functional.layer_norm(x, (8,), nn.Parameter(weight)).sum()
+            assert +identified
+        loss.backward()
+    assert not +identified
+    assert min(identified.values()) == 0
+
+
 @pytest.mark.parametrize("decision", ["keep", "raw"])
 def test_a_small_tensor_that_outlives_the_frame_that_saved_it_first_is_still_held(decision):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})

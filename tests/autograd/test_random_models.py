@@ -51,7 +51,8 @@ pytestmark = [
 
 OF_A_SEED = 100  # models
 counts: Counter[str] = Counter()  # of models, by what came of them
-IN_FORWARD = "read early", "differentiated"  # what these read of saved tensors is part of the loss
+# What these read of saved tensors is part of the loss.
+IN_FORWARD = "read early", "differentiated", "by slope", "with slope"
 
 
 def check(
