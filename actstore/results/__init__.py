@@ -6,6 +6,7 @@ from actstore.check import Difference, GradientCheck, GradientDeviation
 from actstore.inspection import BesideActivations, InspectedTensor, Inspection, MemoryPoint, Suggestion, Timeline
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
+from actstore.session.job_report import JobReport, RankReport
 from actstore.session.process import ProcessMemory
 from actstore.session.rows import ModuleReport, SiteReport
 
@@ -20,10 +21,12 @@ __all__ = [
     "GradientEffect",
     "InspectedTensor",
     "Inspection",
+    "JobReport",
     "MemoryPoint",
     "ModuleReport",
     "ProcessMemory",
     "Profile",
+    "RankReport",
     "SiteEffect",
     "SiteReport",
     "Suggestion",

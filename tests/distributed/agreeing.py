@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -119,7 +120,7 @@ def tensor_parallel() -> None:
     """Recomputed blocks run collectives again: ranks with other decisions would wait for each other for ever."""
     build = partial(build_tp, sequence=True)
     budget = int(0.6 * saved_nbytes(build))
-    steps = MOST // 2
+    steps = 20  # eight of them under a plan
     train(build, None, steps=1)
     wanted, _ = train(build, None, steps=steps)
     found, report = train(build, Auto(budget, group=dist.group.WORLD), steps=steps)
@@ -263,6 +264,53 @@ def is_killed(rank: int, folder: str) -> None:
             job.step()
     except StateError as error:
         Path(folder, "raised").write_text(str(error))
+    job.store.close()
+
+
+def a_report_has_all_ranks() -> None:
+    """One row for each rank, of its own figures; the last rank's larger steps are nearest to its limit."""
+    rank = dist.get_rank()
+    model = Model()
+    store = ActivationStore(model, "blocks.0 : recompute" if rank == last() else "raw @ disk", min_bytes=0)
+    job = Job(share=0.9)
+    x = batch(0)[: 2 + 2 * (rank == last())]
+    with store:
+        loss = model(x).square().mean()
+    loss.backward()
+    own, found = store.report(), store.job_report()
+    figures = of_all((own.saved_bytes, own.held_bytes, own.peak_held_bytes, own.stall_ms))
+    assert (found is not None) == (rank == 0)
+    if found is not None:
+        rows = [(r.saved_bytes, r.held_bytes, r.peak_held_bytes, r.stall_ms) for r in found.ranks]
+        assert rows == figures
+        assert [r.rank for r in found.ranks] == list(range(last() + 1))
+        assert found.nearest is None
+        assert not found.agrees
+        lines = str(found).splitlines()
+        assert lines[1].endswith("* : raw @ disk")
+        assert "blocks.0 : recompute" in lines[last() + 1]
+        assert lines[-1] == "the ranks run different policies"
+    job.plan()
+    with job.store:
+        loss = job.model(x).square().mean()
+    loss.backward()
+    found, peaks = job.store.job_report(), of_all(job.store.report().peak_held_bytes)
+    if found is not None:
+        assert found.agrees
+        assert found.nearest is found.ranks[last()]
+        assert [r.limit_bytes for r in found.ranks] == [job.budget] * len(peaks)
+        assert f"nearest to its limit: rank {last()}, " in str(found)
+        assert f"{peaks[last()] / job.budget:.1%}" in str(found)
+        counted = sum(int(part.rpartition(" ")[2]) for part in found.ranks[0].decisions.split(", "))
+        assert counted == sum(bool(row.unit) for row in job.store.plan.rows)
+        assert json.loads(found.to_json())["ranks"][0]["peak_held_bytes"] == peaks[0]
+        assert f"{len(peaks)} ranks" in found._repr_html_()
+    part = dist.new_group([last()])
+    if rank == last():
+        alone = store.job_report(part)
+        assert alone is not None
+        assert [r.rank for r in alone.ranks] == [rank]
+    store.close()
     job.store.close()
 
 

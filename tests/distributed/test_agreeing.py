@@ -24,6 +24,7 @@ JOBS = [
     "a_rank_that_skips_a_step_is_named",
     "the_leader_that_fails_is_named_with_its_error",
     "a_budget_that_is_too_small_is_refused_on_all_ranks",
+    "a_report_has_all_ranks",
     "a_group_is_checked",
 ]
 SLOW_JOBS = ["many_seeds", "a_failed_step_is_measured_again", "evaluations_count_for_no_rank"]
