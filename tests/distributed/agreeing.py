@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import sleep
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Auto
-from actstore.auto.agreed import ROUND_STEPS
+from actstore.auto.agreed import ROUND_STEPS, AgreedController
 from actstore.errors import CapacityError, ConfigError, StateError
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import Model, batch, different, saved_nbytes, train
@@ -116,17 +117,29 @@ def many_seeds() -> None:
     seeds(24)
 
 
-def tensor_parallel() -> None:
-    """Recomputed blocks run collectives again: ranks with other decisions would wait for each other for ever."""
+def tensor_parallel_for(steps: int) -> int:
+    """Train as plain training does, within the budget, and return the number of plans.
+
+    Recomputed blocks run collectives again: ranks with other decisions would wait for each other for ever.
+    """
     build = partial(build_tp, sequence=True)
     budget = int(0.6 * saved_nbytes(build))
-    steps = 20  # eight of them under a plan
     train(build, None, steps=1)
     wanted, _ = train(build, None, steps=steps)
-    found, report = train(build, Auto(budget, group=dist.group.WORLD), steps=steps)
+    with mock.patch.object(AgreedController, "_run", autospec=True, side_effect=AgreedController._run) as run:
+        found, report = train(build, Auto(budget, group=dist.group.WORLD), steps=steps)
     problems = different(found, wanted, "agreed")
     assert not problems, problems
     assert report.peak_held_bytes <= budget
+    return run.call_count
+
+
+def tensor_parallel_that_measures() -> None:
+    tensor_parallel_for(10)
+
+
+def tensor_parallel_with_a_plan() -> None:
+    assert tensor_parallel_for(48) > 0
 
 
 def ranks_with_other_models_plan_by_themselves() -> None:

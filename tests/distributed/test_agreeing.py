@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 
 JOBS = [
     "few_seeds",
-    "tensor_parallel",
+    "tensor_parallel_that_measures",
     "ranks_with_other_models_plan_by_themselves",
     "a_plan_changes_on_all_ranks_at_once",
     "a_plan_stays_where_a_rank_is_late",
@@ -27,7 +27,12 @@ JOBS = [
     "a_report_has_all_ranks",
     "a_group_is_checked",
 ]
-SLOW_JOBS = ["many_seeds", "a_failed_step_is_measured_again", "evaluations_count_for_no_rank"]
+SLOW_JOBS = [
+    "many_seeds",
+    "tensor_parallel_with_a_plan",
+    "a_failed_step_is_measured_again",
+    "evaluations_count_for_no_rank",
+]
 
 
 def check(world: int, names: list[str], folder: Path) -> None:
