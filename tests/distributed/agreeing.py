@@ -109,8 +109,8 @@ def seeds(count: int) -> None:
         job.store.close()
 
 
-def few_seeds() -> None:
-    seeds(2)
+def one_seed() -> None:
+    seeds(1)
 
 
 def many_seeds() -> None:

@@ -16,7 +16,7 @@ from tests.distributed.launch import launch
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
 JOBS = [
-    "few_seeds",
+    "one_seed",
     "tensor_parallel_that_measures",
     "ranks_with_other_models_plan_by_themselves",
     "a_plan_changes_on_all_ranks_at_once",
