@@ -29,9 +29,9 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
-from actstore.plan.build import chain_of, limits_of, rules_of
+from actstore.plan.build import chain_of, limits_of, text_of
 from actstore.plan.plan import Plan
-from actstore.plan.profile import KEEP, Profile
+from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.wish import Wish
 from actstore.policy import Rules
@@ -223,8 +223,7 @@ class AutoController:
 
     def _use(self, decisions: dict[str, str]) -> None:
         self._decisions = decisions
-        lines = [line for name, d in decisions.items() if name and d != KEEP for line in rules_of(name, d)]
-        self._rules = Rules.parse("\n".join([*lines, f"* : {KEEP}"]))
+        self._rules = Rules.parse(text_of(decisions))
 
     def _next_rated(self) -> dict[str, str] | None:
         """Return the decisions of the next step that measures the effect of errors; None where enough is known."""

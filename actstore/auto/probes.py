@@ -80,6 +80,10 @@ class Probes:
         """True where an optimizer of the model has stepped."""
         return bool(self._optimizers)
 
+    def use(self, links: Links) -> None:
+        """Set the rates of the links, instead of those that `propose` would measure."""
+        self._links = links
+
     def close(self) -> None:
         """Remove the hook on optimizer steps."""
         self._hook.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
@@ -57,10 +57,13 @@ def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
 
 def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
     """Return the policy text of a choice: one option for each layer."""
-    lines = []
-    for layer, index in zip(chain.layers, choice, strict=True):
-        if layer.name and layer.options[index].decision != KEEP:
-            lines += rules_of(layer.name, layer.options[index].decision)
+    layers = zip(chain.layers, choice, strict=True)
+    return text_of({layer.name: layer.options[index].decision for layer, index in layers})
+
+
+def text_of(decisions: Mapping[str, str]) -> str:
+    """Return the policy text of decisions by unit."""
+    lines = [line for name, what in decisions.items() if name and what != KEEP for line in rules_of(name, what)]
     return "\n".join([*lines, f"* : {KEEP}"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
@@ -52,7 +52,10 @@ class Plan(PlanValues):
         ------
         ConfigError : the file cannot be written
         """
-        write_json(Path(path), {"format": FORMAT, **asdict(self), "profile": self.profile.to_dict()})
+        write_json(Path(path), self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self), "profile": self.profile.to_dict()}
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
@@ -63,10 +66,19 @@ class Plan(PlanValues):
         ConfigError : the file cannot be opened
         PayloadError : the file is not a plan; the error names the field
         """
-        values = read_json(Path(path), FORMAT)
-        del values["format"]
+        return cls.from_dict(read_json(Path(path), FORMAT), str(path))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], path: str = "") -> Plan:
+        """Build a plan from the result of `to_dict`.
+
+        Raises
+        ------
+        PayloadError : the values are not a plan; the error names the field
+        """
+        values = {name: value for name, value in values.items() if name != "format"}
         if isinstance(values.get("profile"), dict):
-            values["profile"] = Profile.from_dict(values["profile"], str(path))
+            values["profile"] = Profile.from_dict(values["profile"], path)
         try:
             return read_as(cls, values)
         except ConfigError as error:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from actstore.base.units import parse_budget
 from actstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,39 @@ class Auto:
     max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
         batch to batch; 0.1 costs what a batch that is a tenth smaller costs. Above 0, lossy codecs are among the
         decisions
+    group : the process group whose ranks run one plan, `torch.distributed.group.WORLD` for all ranks. All of them make
+        their stores in the same order, and enter them equally often. Ranks with other models of the group, such as
+        stages of a pipeline, have a plan of their own. None: this process plans by itself
+    wait_s : the most seconds that a rank waits for other ranks in a step that measures
 
     Raises
     ------
-    ConfigError : the budget does not parse, or `max_noise` is negative or not finite
+    ConfigError : the budget does not parse, `max_noise` is negative or not finite, `wait_s` is not a number above 0,
+        `group` is not a process group that this rank is in, or comes with `max_noise`
     """
 
     budget: int | str
     max_noise: float = 0.0
+    group: ProcessGroup | None = None
+    wait_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_noise(self.max_noise, "Auto(max_noise)")
+        if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < inf:
+            raise ConfigError(f"Auto(wait_s={self.wait_s!r}): must be a number of seconds > 0. Use 600.")
+        if self.group is not None:
+            _check_group(self.group)
+            if self.max_noise:
+                raise ConfigError(
+                    f"Auto(max_noise={self.max_noise:g}, group): a group agrees on exact decisions only. "
+                    "Leave max_noise out, or leave group out, and each rank plans by itself."
+                )
         _ = self.budget_nbytes
 
     def __str__(self) -> str:
         noise = f", max_noise={self.max_noise:g}" if self.max_noise else ""
-        return f"auto({self.budget}{noise})"
+        group = "" if self.group is None else f", group of {self.group.size()}"
+        return f"auto({self.budget}{noise}{group})"
 
     @property
     def budget_nbytes(self) -> int:
@@ -137,6 +159,14 @@ def _number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text  # `check_noise` refuses it
+
+
+def _check_group(group: Any) -> None:
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"Auto(group={group!r}): must be a process group that this rank is in. Call init_process_group first, and "
+            "give torch.distributed.group.WORLD or what new_group returns."
+        )
 
 
 def check_noise(max_noise: float, name: str = "max_noise") -> None:

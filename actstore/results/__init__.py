@@ -15,6 +15,7 @@ from actstore.inspection import (
 )
 from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
+from actstore.session.job_report import JobReport, RankReport
 from actstore.session.process import ProcessMemory
 from actstore.session.rows import ModuleReport, SiteReport
 
@@ -31,10 +32,12 @@ __all__ = [
     "GradientEffect",
     "InspectedTensor",
     "Inspection",
+    "JobReport",
     "MemoryPoint",
     "ModuleReport",
     "ProcessMemory",
     "Profile",
+    "RankReport",
     "SiteEffect",
     "SiteReport",
     "Suggestion",

@@ -9,6 +9,8 @@ from torch.nn import Module
 from actstore.accuracy.bits.chooser import BitsController
 from actstore.accuracy.influence.influence import Influence
 from actstore.accuracy.influence.pairs import Pairs
+from actstore.auto.agreed import AgreedController
+from actstore.auto.board import Board
 from actstore.auto.controller import AutoController
 from actstore.base.ledger import Ledger
 from actstore.plan.plan import Plan
@@ -45,7 +47,11 @@ def controller_of(
     pairs = Pairs(influence, ledger, ask)
     if isinstance(chooser, Bits):
         return BitsController(ledger, chooser, pairs)
-    return AutoController(model, ledger, wish_of(chooser, tiers), pairs, switch, sets_window=sets_window)
+    wish = wish_of(chooser, tiers)
+    if chooser.group is not None:
+        board = Board(chooser.group, chooser.wait_s)
+        return AgreedController(model, ledger, wish, board, sets_window=sets_window)
+    return AutoController(model, ledger, wish, pairs, switch, sets_window=sets_window)
 
 
 def wish_of(auto: Auto, tiers: dict[str, TierOptions]) -> Wish:

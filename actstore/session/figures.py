@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.nn import Module
 
 from actstore.accuracy import Sampler
@@ -16,6 +17,7 @@ from actstore.policy import Decision, Policy, Rules
 from actstore.session.by_size import rules_by_size
 from actstore.session.causes import request_of
 from actstore.session.fitted import Fitted
+from actstore.session.job_report import JobReport, RankReport
 from actstore.session.process import Optimizers, ProcessMemory
 from actstore.session.report import Report
 from actstore.session.step_policy import StepPolicy
@@ -24,6 +26,7 @@ from actstore.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch.distributed import ProcessGroup
 
 
 class StoreFigures:
@@ -73,6 +76,28 @@ class StoreFigures:
             optimizers = [] if self._optimizers is None else self._optimizers.find()
             process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
         return Report.of(self._ledger, circumstances, errors, gradients, request, process)
+
+    def job_report(self, group: ProcessGroup | None = None) -> JobReport | None:
+        """Return the figures of the last forward of all ranks, on the first rank of the group; None on the other ranks.
+
+        A collective: each rank of the group calls it on its store, between two steps.
+
+        Parameters
+        ----------
+        group : the process group; None for all ranks of the job
+
+        Raises
+        ------
+        StateError : this process has no process group
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise StateError("job_report() was called without a process group. Call report(), or init_process_group.")
+        self._store.poll()
+        mine = RankReport.of(dist.get_rank(), self._ledger, self._fitted.policy, self.plan)
+        first = dist.get_rank(group) == 0
+        found: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+        dist.gather_object(mine, found, group=group, group_dst=0)
+        return None if found is None else JobReport(tuple(found))
 
     def rules_by_size(
         self, larger_than: int | str, decision: Decision | str = "recompute", among: str = "@blocks"
