@@ -1,4 +1,4 @@
-"""The modules of actstore that torch.compile must not compile: they run between compiled regions."""
+"""Modules that torch.compile must not compile: actstore runs between compiled regions, and compiles its CPU kernels."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ _AUTOGRAD = [
     "unpack",
     "verdict",
 ]
+_KERNEL_COMPILER = ["numba", "llvmlite"]  # torch.compile recurses without end in llvmlite's constants
 _OURS = [*_PACKAGES, *(f"autograd.{name}" for name in _AUTOGRAD)]
 _told = set[str]()
 
@@ -48,6 +49,6 @@ def tell_compiler() -> None:
     rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
     skip: Any = getattr(rules, "add", None)
     if skip is not None:
-        for module in {*(f"actstore.{name}" for name in _OURS), *extensions.modules} - _told:
+        for module in {*(f"actstore.{name}" for name in _OURS), *_KERNEL_COMPILER, *extensions.modules} - _told:
             _told.add(module)
             skip(module)

@@ -1,0 +1,65 @@
+"""Random models, compiled under random policies and trained in random ways, beside plain compiled ones."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore, SampleErrors
+from tests.autograd.checks import check_drained, check_same, gc_off
+from tests.compiled.random_models import EXACT, LOSSY, WAYS, make, policy, train
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # of the compiler
+USUAL, SLOW = range(len(WAYS)), range(100, 200)
+
+
+def check(seed: int, backend: str) -> None:
+    """An exact policy leaves what plain compilation leaves, bit for bit; a lossy one leaves its losses."""
+    draw, way = Random(seed + 1), WAYS[seed % len(WAYS)]
+    autocast = draw.random() < 0.3
+    exact, lossy = policy(draw, EXACT, recompute=True), policy(draw, LOSSY)
+    plain = compiled(seed, backend)
+    wanted = train(plain, way, autocast, None)
+    try:
+        check_same(with_store(seed, exact, way, autocast, backend), wanted)
+        found = with_store(seed, lossy, way, autocast, backend)
+        losses = [name for name in wanted if " loss " in name]
+        check_same({name: found[name] for name in losses}, {name: wanted[name] for name in losses})
+    except BaseException as error:
+        error.add_note(f"seed {seed}, {backend}, {way}, autocast {autocast}: {exact!r}, {lossy!r}")
+        raise
+
+
+def compiled(seed: int, backend: str) -> nn.Module:
+    torch._dynamo.reset()
+    model = make(seed)
+    model.compile(backend=backend)
+    return model
+
+
+def with_store(seed: int, rules: str, way: str, autocast: bool, backend: str) -> dict[str, Any]:
+    """What training leaves of a model that is compiled with a policy. Nothing is left in the store."""
+    torch._dynamo.reset()
+    model = make(seed)
+    store = ActivationStore(model, rules, observe=[SampleErrors(every=0)], min_bytes=0)  # samples are held, too
+    store.compile(backend=backend)
+    with gc_off():
+        found = train(model, way, autocast, store)
+        check_drained(store)
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", USUAL)
+def test_training_is_that_of_plain_compilation(seed: int) -> None:
+    check(seed, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW)
+def test_more_models(seed: int) -> None:
+    check(seed, "aot_eager")
