@@ -16,7 +16,7 @@ from torch._C import _current_graph_task_id, _get_dispatch_mode, _len_torch_disp
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
@@ -40,8 +40,6 @@ from actstore.errors import ActstoreError
 from actstore.policy.rules import asks_operators, derives
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from actstore.autograd.tracker import Frame, ModuleSites, Target, Tracker
     from actstore.base.ledger import Account
     from actstore.policy import Policy
@@ -124,18 +122,18 @@ class Scope:
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-                reason = f"a {tensor.layout} tensor has no storage of its own"
-                frame.place.account(frame.index).note = Note(reason, kept=True)
+                note = Note(f"a {tensor.layout} tensor has no storage of its own", kept=True)
+                frame.place.account(frame.index).note = note
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
                 key, small = hold_weak(storage), frame.small  # the reference is first, as in `Storages.meet`
                 if key in small or key in parameters:
                     free_weak(key)
-                    return tensor.detach(), tensor._version, frame
-                small[key] = nbytes
-                if len(small) == MAX_SMALL_PER_FRAME:
-                    tracker.renew()
+                else:
+                    small[key] = nbytes
+                    if len(small) == MAX_SMALL_PER_FRAME:
+                        tracker.renew()
                 return tensor.detach(), tensor._version, frame
             key = storage._cdata
             if key in parameters:
