@@ -20,7 +20,9 @@ _POSITION = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomp
 _COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+)")
 
 
-def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_again: Callable[[], object]) -> StateError:
+def divergence(
+    name: str, policy: Recompute, found: str, *, repeats: bool, parts: bool, run_again: Callable[[], object]
+) -> StateError:
     """Return the error that replaces PyTorch's.
 
     Parameters
@@ -28,6 +30,7 @@ def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_agai
     name, policy : of the module
     found : what PyTorch's error says of the tensors that both runs saved
     repeats : whether the second run has repeated decisions of the first
+    parts : whether parts or operators of the region do not run again
     run_again : runs the region once more, to find the decision before the first tensor that differs
     """
     position = _POSITION.search(found)
@@ -45,6 +48,9 @@ def divergence(name: str, policy: Recompute, found: str, repeats: bool, run_agai
         had = "It repeated its" if repeats else "It has no"
         why = f"{had} decisions: a Python value, a global or the choice of compiled code has changed since."
         next_step = f"Give that to the module as an argument, or do not recompute it: '{name} : keep'."
+        if parts:
+            why += " Or it computes a gradient through a part that does not run again, and has no graph then."
+            next_step += " For a part: leave the rules inside of the region out."
     elif lossy:
         why = f"{decision} was made anew, from inputs that came back with an error."
         next_step = "Leave decisions=anew out, so that decisions are repeated, or store inputs exactly: recompute(raw)."

@@ -190,7 +190,7 @@ def _check(part: str, leaf: Any) -> None:
             f"rule for {part} out.",
             module=part,
         )
-    if leaf.is_inference():
+    if leaf.is_inference() or torch.is_inference_mode_enabled():  # a copy of it would be one
         raise StateError(
             f"part={part}: the output must not be an inference tensor. Run the part under torch.no_grad() instead.",
             module=part,

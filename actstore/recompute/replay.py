@@ -36,15 +36,20 @@ if TYPE_CHECKING:
     from actstore.recompute.gates import SharedGate
 
 
+TensorHook = Callable[[Tensor], Tensor | None]
+
+
 class CallInput(NamedTuple):
     """An input of a call: a carry, or the hooks' handle of a tensor from outside the chain.
 
-    `gate` is the gate that an earlier call reads from that handle.
+    `hooks` are the tensor's own: a gradient that the forward itself computes goes through them. `gate` is the gate that
+    an earlier call reads from that handle.
     """
 
     carry: Carry | None
     handle: Any
     requires_grad: bool
+    hooks: tuple[TensorHook, ...]
     gate: SharedGate | None = None
 
 
@@ -187,7 +192,7 @@ class RegionCall:
             )
         leaves, kept, fixed = list(self.rest), set[int](), set[int]()
         asked = self.decisions is not None or self.parts is not None  # whether anything asks which inputs are exact
-        for i, (carry, handle, requires_grad, gate) in self.sources.items():
+        for i, (carry, handle, requires_grad, hooks, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
             if gate is not None:
                 gate.settle(tensor)
@@ -196,7 +201,8 @@ class RegionCall:
             source = handle if carry is None else carry.handle
             if asked and (is_exact(source) or getattr(source, "alias", None) is not None):
                 fixed.update(storage._cdata for storage in storages_of(tensor))
-            leaves[i] = _fresh(tensor, requires_grad=requires_grad, copy=carry is not None and carry.changed)
+            copy = carry is not None and carry.changed
+            leaves[i] = _fresh(tensor, hooks, requires_grad=requires_grad, copy=copy)
         for i, first in self.same.items():
             leaves[i] = leaves[first]
         args, kwargs = unflatten(leaves, self.form)
@@ -293,10 +299,14 @@ def _key_of(leaf: Any) -> tuple[Any, ...] | None:
     return id(_root_of(leaf)), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
 
 
-def _fresh(tensor: Tensor, *, requires_grad: bool, copy: bool) -> Tensor:
+def _fresh(tensor: Tensor, hooks: tuple[TensorHook, ...] = (), *, requires_grad: bool, copy: bool) -> Tensor:
     """Return an alias without history, or a copy where the forward that takes it may write to it."""
     alias = tensor.detach().clone() if copy else tensor.detach()
-    return alias.requires_grad_() if requires_grad else alias
+    if requires_grad:
+        alias.requires_grad_()
+        for hook in hooks:
+            alias.register_hook(hook)
+    return alias
 
 
 @contextmanager

@@ -179,7 +179,9 @@ class Wrapped(ForwardWrapper):
             with torch.enable_grad(), call.rewound():
                 call.again()[0]()
 
-        return divergence(self.name, self._decision, str(error), repeats, run)
+        return divergence(
+            self.name, self._decision, str(error), repeats=repeats, parts=call.parts is not None, run_again=run
+        )
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
@@ -215,18 +217,17 @@ class Wrapped(ForwardWrapper):
                     raise StateError(
                         f"Inference tensors cannot be saved for backward: an input of {call.region} is one."
                     )
-                carry = carries.get(i)
+                carry, hooks = carries.get(i), tuple((leaf._backward_hooks or {}).values())
                 if carry is None:
                     handle = pack(leaf)
-                    call.sources[i] = CallInput(
-                        None, handle, leaf.requires_grad, calls.offers.take(leaf, handle, unpack)
-                    )
+                    gate = calls.offers.take(leaf, handle, unpack)
+                    call.sources[i] = CallInput(None, handle, leaf.requires_grad, hooks, gate)
                     continue
                 if carry.live:
                     carry.handle = tracker.pack_as(pack, leaf, Keep())
                 elif carry.handle is None:
                     carry.handle = pack(leaf)
-                call.sources[i] = CallInput(carry, None, leaf.requires_grad)
+                call.sources[i] = CallInput(carry, None, leaf.requires_grad, hooks)
         finally:
             index = tracker.frame.index
             tracker.pop()

@@ -432,6 +432,8 @@ def _stepped_in_backward(inner: nn.Module) -> nn.Module:
     """Each weight is updated as soon as its gradient is there."""
 
     def step(weight: Tensor) -> None:
+        if weight.grad is None:  # the step of a part has taken it
+            return
         with torch.no_grad():
             weight.sub_(0.1 * weight.grad)
         weight.grad = None

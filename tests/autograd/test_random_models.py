@@ -49,6 +49,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # forward mode's, on its first use
 ]
 
+REFUSED = (  # of parts that do not run again
+    "was read before its forward ended",
+    "computes a gradient through a part",
+    "must not be an inference tensor",
+)
 OF_A_SEED = 100  # models
 counts: Counter[str] = Counter()  # of models, by what came of them
 # What these read of saved tensors is part of the loss.
@@ -114,15 +119,16 @@ def train_unless_refused(
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
-    Where changes are allowed, it may refuse those of what is kept. It refuses to run a region again whose forward has
-    not ended, where parts of it are not to run again.
+    Where changes are allowed, it may refuse those of what is kept. Where parts of a region are not to run again, it
+    refuses to run the region again before its forward has ended, gradients through such a part, and one that runs in
+    inference mode.
     """
     try:
         return train(model, store, way, dtype, autocast)
     except RuntimeError as error:
         changed = isinstance(error, MutationError) or CHANGED in str(error)
-        early = isinstance(error, StateError) and "was read before its forward ended" in str(error)
-        if not early and not (changed and (refused or way == MUTATED)):
+        of_parts = isinstance(error, StateError) and any(words in str(error) for words in REFUSED)
+        if not of_parts and not (changed and (refused or way == MUTATED)):
             raise
         counts["refused"] += 1
         return None

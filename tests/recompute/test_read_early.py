@@ -105,3 +105,54 @@ def test_a_write_that_cannot_be_undone_is_refused() -> None:
     with ActivationStore(model, "0 : recompute", min_bytes=0), pytest.raises(StateError, match=r"must not write to it"):
         model(torch.randn(4, 8, requires_grad=True))
     assert torch.equal(model[0].all, torch.tensor([[2.0], [1.0]]).expand(2, 8))
+
+
+class Hooked(nn.Module):
+    """Its output has a hook, which the next module's own gradient goes through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        y.register_hook(lambda grad: 0.5 * grad)
+        return y
+
+
+class OwnSlope(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y * slope.detach()
+
+
+@pytest.mark.parametrize("policy", ["[0-9] : recompute", "[0-9] : recompute(segment=2)", "1 : recompute(raw @ disk)"])
+def test_hooks_of_inputs_act_on_a_gradient_that_the_forward_computes(policy: str) -> None:
+    """A second run without them gave a slope, and so a gradient, that was twice as large."""
+    model, x = nn.Sequential(Hooked(), OwnSlope(nn.Tanh())), torch.randn(4, 8, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+    with ActivationStore(model, policy, min_bytes=0):
+        loss = model(x).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    check_same(found, wanted)
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+class BySlope(OwnSlope):
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(given).sum(), given, allow_unused=True)
+        return x if slope is None else x * slope
+
+
+def test_a_gradient_through_a_part_that_does_not_run_again_is_refused() -> None:
+    model, x = nn.Sequential(BySlope(Halves())), torch.randn(4, 8, requires_grad=True)
+    with ActivationStore(model, "0.inner : keep; 0 : recompute", min_bytes=0):
+        loss = model(x).sum()
+    with pytest.raises(StateError, match="computes a gradient through a part that does not run again"):
+        loss.backward()
