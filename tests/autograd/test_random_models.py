@@ -181,7 +181,7 @@ def loses(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 
 def loses_history(patch: pytest.MonkeyPatch) -> None:
     """Inputs that required a gradient come back without."""
-    patch.setattr(replay, "_fresh", lambda tensor, **_: tensor.detach())
+    patch.setattr(replay, "_fresh", lambda tensor, *_, **__: tensor.detach())
 
 
 def sees_no_change(patch: pytest.MonkeyPatch) -> None:
