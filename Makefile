@@ -37,7 +37,7 @@ bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Ten
 test: $(STAMP)  ## run the tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
-test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models
+test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models, every dtype of every codec
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores

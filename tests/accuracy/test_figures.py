@@ -177,14 +177,14 @@ def test_a_codec_that_clips_is_seen():
     assert found.gain < 0.9
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[:1], pytest.param(DTYPES[1:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("codec", VARIANTS, ids=str)
-def test_codecs_raise_no_suspicion_on_what_models_save(codec, dtypes):
+def test_codecs_raise_no_suspicion_on_what_models_save(codec, which):
     generator = torch.Generator().manual_seed(3)
     normal = torch.randn(16, 1024, generator=generator)
     outliers = torch.where(torch.arange(1024) % 256 == 3, 60 * normal, normal)
     for x in (normal, normal.relu(), outliers, normal.tanh(), normal[0, :40], 1e4 * normal[0], normal[0, :1]):
-        for dtype in filter(codec.accepts, dtypes):
+        for dtype in list(filter(codec.accepts, DTYPES))[which]:
             tensor = x.to(dtype)
             bound = codec.bind(tensor)
             buffer = torch.empty(bound.nbytes + 64, dtype=torch.uint8)
