@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'.") from error
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = SERIES[:5]
-BLACK, SKY = "#222222", "#56b4e9"
+BLACK = "#222222"
 GREY, NOTE, RULE, GRID = "#6f6f6f", "#555555", "#cccccc", "#eeeeee"
 MARKERS = "osD^vPX*<"
 TIMES = {  # by the kind of work in a step

@@ -117,11 +117,12 @@ class _PlainStep:
 
 def _policies(step: _PlainStep, device: torch.device, backward_ms: float) -> Iterator[Suggestion]:
     lossy = [tensor for tensor in step.tensors if _is_encoded(tensor)]
-    encoded_nbytes, codec_ms = _int8(device)
-    numel = sum(tensor.saved_bytes // _dtype(tensor).itemsize for tensor in lossy)
-    sizes = [tensor.saved_bytes for tensor in lossy]
-    decoded = max(sizes, default=0)  # right before its use
-    yield _policy("int8", step.nbytes - sum(sizes) + encoded_nbytes * numel + decoded, codec_ms * numel)
+    encoded_nbytes, codec_ms = _int8(device) if lossy else (0.0, 0.0)
+    if lossy:
+        numel = sum(tensor.saved_bytes // _dtype(tensor).itemsize for tensor in lossy)
+        sizes = [tensor.saved_bytes for tensor in lossy]
+        decoded = max(sizes)  # right before its use
+        yield _policy("int8", step.nbytes - sum(sizes) + encoded_nbytes * numel + decoded, codec_ms * numel)
     if not step.layers:
         return
     rule = f"{step.pattern.replace('#', '*')} : recompute"
@@ -133,7 +134,8 @@ def _policies(step: _PlainStep, device: torch.device, backward_ms: float) -> Ite
         yield _policy(f"{step.pattern.replace('#', '*')}/@sdpa : keep; {rule}", rest + nbytes + kept, part_ms)
     else:
         yield _policy(rule, rest + nbytes, whole_ms)
-    yield _policy(f"{rule}(int8)", rest + encoded_nbytes * numel, whole_ms + codec_ms * numel)
+    if lossy:
+        yield _policy(f"{rule}(int8)", rest + encoded_nbytes * numel, whole_ms + codec_ms * numel)
 
 
 def _policy(policy: str, peak_bytes: float, added_ms: float) -> Suggestion:

@@ -15,15 +15,13 @@ from tests.autograd.models import build, policy_of
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """What is imported by now is no garbage: collections look at a test's own objects only."""
     for name, decision in (("mlp", "int8"), ("mlp", "recompute(raw)")):
         model, batch = build(name)
         train_step(model, batch, ActivationStore(model, policy_of(name, decision), min_bytes=0))
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

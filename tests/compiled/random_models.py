@@ -11,22 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore
+from tests.autograd.random_models import Call
 
 WIDTH = 32
 WAYS = "once", "retained", "two forwards", "other batch", "dropped", "fails in forward", "fails in backward"
 EXACT = "keep", "raw", "derive", "raw @ host", "raw @ disk"
 LOSSY = "int8", "keep", "int8 @ host"
-
-
-class Call(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Residual(nn.Module):

@@ -252,6 +252,7 @@ def test_what_has_no_elements_on_a_device(monkeypatch, disk_folder, tier):
             device.scheduler.host_may_wait = True
             store.get(entry, torch.empty(0))
             del entry
+            assert store.ledger.held == 0
             store.close()
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 Label = Literal["weights", "gradients", "optimizer", "logits", "payloads", "activations", "working"]
+# A tensor keeps the label of the highest rank that it had: a weight that autograd saves is a weight.
 RANKS: dict[Label, int] = {label: rank for rank, label in enumerate(reversed(get_args(Label)))}
-"""What a tensor is first of all: a weight that autograd saves is a weight."""
 
 
 class _UntouchedPages(mmap):

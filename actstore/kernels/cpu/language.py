@@ -92,7 +92,6 @@ u32_at = _pointer_to(types.uint32)
 u64_at = _pointer_to(types.uint64)
 i16_at = _pointer_to(types.int16)
 i32_at = _pointer_to(types.int32)
-i64_at = _pointer_to(types.int64)
 
 
 def stack_of(nbytes: int) -> Any:
