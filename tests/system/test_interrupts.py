@@ -25,7 +25,7 @@ from actstore.session.fitted import Fitted
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.system.interrupts import Instructions, Moments, in_package
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 POLICIES = ["raw @ device", "raw @ host", "raw @ disk"]
 
