@@ -3,7 +3,6 @@
 import gc
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
