@@ -18,14 +18,14 @@ from actstore.errors import StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
-from actstore.policy import Auto
+from actstore.policy import Auto, Rules
 from actstore.session.step_policy import StepPolicy
 from actstore.store.store import Store
 
 log = logging.getLogger("actstore")
 
 FORMAT = "actstore state 1"
-SHOWN = 200  # characters of a text in an error
+SHOWN = 200  # most characters of a text in an error
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class StoreState:
 
     def _identity(self) -> dict[str, Any]:
         """Return what a state and its store must have in common."""
-        names = [] if self.model is None else [name for name, _ in named_modules(self.model)]
+        names = [] if self.model is None else sorted(name for name, _ in named_modules(self.model))
         return {"model": names, "policy": self._policy_text(), "seed": self.seed, "min_bytes": self.min_nbytes}
 
     def _policy_text(self) -> str:
@@ -113,20 +113,29 @@ class StoreState:
             return given.text
         if self.controller is not None:
             return str(given)
-        name = getattr(self.policy, "__qualname__", "")  # of a function
-        return f"{self.policy.__module__}.{name}" if name else str(self.policy)
+        if isinstance(self.policy, Rules):
+            return str(self.policy)
+        named = given if hasattr(given, "__qualname__") else type(given)  # a function, or an object that is called
+        return f"{named.__module__}.{named.__qualname__}"
 
 
 def _difference(name: str, saved: Any, mine: Any) -> str:
     """Return in words how a field of a state differs from the store's."""
     if name == "model":
-        others = [one for one in saved if one not in mine], [one for one in mine if one not in saved]
         saved, mine = (
-            f"{len(names)} modules{_with(other)}" for names, other in zip((saved, mine), others, strict=True)
+            f"{len(names)} modules{_with(sorted({*names} - {*others}))}"
+            for names, others in ((saved, mine), (mine, saved))
         )
         return f"the model of the state has {saved}, and that of the store {mine}"
-    saved, mine = (text if len(text := repr(value)) <= SHOWN else f"{text[:SHOWN]}..." for value in (saved, mine))
+    texts = repr(saved), repr(mine)
+    differs = next((i for i, (one, other) in enumerate(zip(*texts, strict=False)) if one != other), 0)
+    saved, mine = (_part(text, max(0, differs - SHOWN // 2)) for text in texts)
     return f"the state has {name}={saved}, and the store {name}={mine}"
+
+
+def _part(text: str, begin: int) -> str:
+    """Return a text from a character on, as much of it as an error shows."""
+    return f"{'...' * (begin > 0)}{text[begin : begin + SHOWN]}{'...' * (len(text) > begin + SHOWN)}"
 
 
 def _checksum(state: Mapping[str, Any]) -> str:

@@ -228,6 +228,7 @@ OTHERS = {
     ),
     "chooser": (lambda: Run(Bits(max_noise=0.1)), "and the store policy='bits(max_noise=0.1)'"),
     "function": (lambda: Run(nothing), "and the store policy='tests.session.test_state.nothing'"),
+    "object": (lambda: Run(Nothing()), "and the store policy='tests.session.test_state.Nothing'"),
     "seed": (lambda: Run("int8(round=stochastic)", seed=1), "the state has seed=0, and the store seed=1"),
     "min_bytes": (lambda: Run("int8(round=stochastic)", min_bytes=64), "has min_bytes=0, and the store min_bytes=64"),
 }
@@ -235,6 +236,11 @@ OTHERS = {
 
 def nothing(site, spec):
     return Keep()
+
+
+class Nothing:
+    def __call__(self, site, spec):
+        return Keep()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -247,6 +253,16 @@ def test_another_store_is_refused_with_both_names(name):
     assert said in str(refused.value)
     assert "Make the store as it was when the state was saved, or train on without the state." in str(refused.value)
     assert run.store.state_dict() == before
+
+
+def test_long_policies_are_shown_where_they_differ():
+    long = "; ".join(f"blocks.{n % 3}.up/tag{n} : int8" for n in range(40))
+    state = Run(long).store.state_dict()
+    with pytest.raises(
+        StateError, match=r"policy=\.\.\..*tag39 : int8.*, and the store policy=\.\.\..*tag39 : int4"
+    ) as refused:
+        Run(long.replace("tag39 : int8", "tag39 : int4")).store.load_state_dict(state)
+    assert len(str(refused.value)) < 800
 
 
 @pytest.mark.parametrize(
