@@ -99,6 +99,16 @@ class Sampler:
         asked, self._asked = self._asked, False
         return asked or (self._every > 0 and (not self._step or step >= self._step + self._every))
 
+    @property
+    def step(self) -> int:
+        """The last sampled step; 0 before the first."""
+        return self._step
+
+    def resume(self, step: int) -> None:
+        """Sample as after this sampled step."""
+        self.read(wait=True)
+        self._step, self._losses = step, {}
+
     def ask(self) -> None:
         """Request that the next step be sampled."""
         self._asked = True

@@ -22,6 +22,7 @@ from actstore.auto.board import Board
 from actstore.auto.joint import JointPlanner
 from actstore.auto.links import measure_links
 from actstore.auto.profiler import Profiler, Sample
+from actstore.auto.saved_plan import SavedPlan, runs_again
 from actstore.auto.slowest import slowest_links, tightest_wish
 from actstore.auto.watch import StepTimes
 from actstore.base.ledger import Ledger
@@ -60,6 +61,7 @@ class AgreedController:
         self.plan: Plan | None = None
         self.profiler = Profiler(model, ledger)
         self._model, self._ledger, self._wish, self._board = model, ledger, wish, board
+        self._loaded: SavedPlan | None = None  # that this rank has loaded, until the ranks have met
         self._sets_window = sets_window
         ledger.budget.set(wish.device)
         self._modules = named_modules(model)
@@ -127,6 +129,33 @@ class AgreedController:
         """End the measurements, as the store is closed."""
         if self._planner is not None:
             self._planner.probes.close()
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values."""
+        if self.plan is None:
+            return {"plan": None}
+        return {
+            "plan": self.plan.to_dict(),
+            "step": self._step,
+            "wish": asdict(self._wish),
+            "ranks": len(self._board.ranks),
+            "times": self._times.state(),
+            "planner": None if self._planner is None else self._planner.state(),
+        }
+
+    def resume(self, state: dict[str, Any], place: TierSet) -> str:
+        """Go on as the controller that gave the state, if all ranks have its plan when they enter their stores again.
+
+        Returns
+        -------
+        str : why the group measures again; empty where the plan is taken over
+        """
+        if self._step:
+            self._start_again()
+        self.profiler.cancel()
+        device, ranks = place.device.torch_device, len(self._board.ranks)
+        self._loaded = SavedPlan.read(state, self._model, device, self._wish, ranks)
+        return self._loaded.why and f"{self._loaded.why}: the group measures again"
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return the pack hook of an entry, given the store's own: this policy leaves it as it is."""
@@ -199,6 +228,8 @@ class AgreedController:
         try:
             if not self._peers:
                 self._meet(place)
+                if self.plan is not None:
+                    return
             self._follow(self._settled(place))
         except ActstoreError as error:
             self._broken = partial(type(error), str(error), **error.facts)
@@ -214,7 +245,12 @@ class AgreedController:
         board = self._board
         if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
-        mine = {"model": digest_of(self._model), "wish": asdict(self._wish), "links": asdict(self._links)}
+        mine: dict[str, Any] = {
+            "model": digest_of(self._model),
+            "wish": asdict(self._wish),
+            "links": asdict(self._links),
+            "saved": None if self._loaded is None else self._loaded.outline(),
+        }
         board.put(self._key("hello", board.rank), mine)
         names = [self._key("hello", rank) for rank in board.ranks]
         self._settle("met", lambda: {"met": True} if board.has(names) else None, "hello", board.ranks)
@@ -225,6 +261,19 @@ class AgreedController:
         if self._peers[0] == board.rank:
             links = slowest_links([Links(**hellos[rank]["links"]) for rank in self._peers])
             self._planner = JointPlanner(self._model, self.profiler, wish, links)
+        if runs_again({rank: hellos[rank]["saved"] for rank in self._peers}):
+            self._take_over()
+        self._loaded = None
+
+    def _take_over(self) -> None:
+        """Run the plan of the loaded state, which all ranks have."""
+        assert self._loaded is not None
+        assert self._loaded.plan is not None
+        state, self._step = self._loaded.state, self._loaded.state["step"] + 1
+        if self._planner is not None:
+            self._planner.resume(state["planner"])
+        self._run(self._loaded.plan)
+        self._times.resume(state["times"])
 
     def _settled(self, place: TierSet) -> dict[str, Any]:
         """Return what the leader settles for this step, from the measurements of all."""

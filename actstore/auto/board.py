@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from time import monotonic, sleep
@@ -41,7 +42,8 @@ class Board:
         self.ranks = sorted(dist.get_process_group_ranks(group))
         self._wait_s = wait_s
         name = "-".join(map(str, self.ranks))
-        self._store = PrefixStore(f"actstore/{name}/{_made[name]}", _get_default_store())
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store from start to start
+        self._store = PrefixStore(f"actstore/{start}/{name}/{_made[name]}", _get_default_store())
         _made[name] += 1
 
     def put(self, name: str, value: Any) -> None:

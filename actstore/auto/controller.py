@@ -20,17 +20,17 @@ from torch.nn import Module
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.auto.inputs import Inputs
 from actstore.auto.memory import alloc_retries, ran_out
-from actstore.auto.probes import SAME_SIZE_SHARE, Probes
+from actstore.auto.planning_state import PlanningState
+from actstore.auto.probes import SAME_SIZE_SHARE
 from actstore.auto.profiler import Profiler, Sample
 from actstore.auto.rating import Rating
-from actstore.auto.watch import StepSizes, StepTimes
+from actstore.auto.watch import StepSizes
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
-from actstore.plan.build import chain_of, limits_of, text_of
-from actstore.plan.plan import Plan
+from actstore.plan.build import chain_of, limits_of
 from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.wish import Wish
@@ -47,12 +47,8 @@ RETRY_BUDGET_SHARE = 0.95  # of the budget, after the allocator had to return ca
 MAX_GROWTH = 1.1  # of the saved bytes since they were measured; beyond this, steps are measured again
 
 
-class AutoController:
+class AutoController(PlanningState):
     """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
-
-    Attributes
-    ----------
-    plan : the plan that runs; None while steps are measured
 
     Parameters
     ----------
@@ -72,30 +68,15 @@ class AutoController:
         *,
         sets_window: bool,
     ) -> None:
-        self.plan: Plan | None = None
-        self._sets_window = sets_window
-        self.profiler = Profiler(model, ledger)
-        self.probes = Probes(self.profiler, model, wish)
-        self._ledger = ledger
-        self._wish = wish
+        super().__init__(model, ledger, wish, sets_window=sets_window)
         self._pairs = pairs
         self._rating = Rating(self.probes, pairs, ledger)
-        ledger.budget.set(wish.device)
         self._place: TierSet | None = None
-        self._decisions: dict[str, str] = {}
-        self._rules = Rules([])
-        self._shift = 0.0  # the largest excess of a measured peak over the predicted one
-        self._times = StepTimes()
         self._sizes = StepSizes()
         self._retries = alloc_retries(device_of(model) or torch.device("cpu"))
-        self._history: list[str] = []
         self._why = ""  # the last message that memory ran out
         self._news = ""  # the next warning
-        self._model = model
         self._modules = named_modules(model)
-        self._measured = 0  # bytes of the largest step at the first plan,
-        self._planned_for = 0  # and at the last
-        self._excess = False  # no plan keeps the budget; the one with the least memory runs
         self._switch = switch
         self._inputs = Inputs(model, self._guard)
         self._guarded = False  # the running step exceeds its plan, and so recomputes all
@@ -220,10 +201,6 @@ class AutoController:
         return True
 
     # -- planning -----------------------------------------------------------------------------------------------------
-
-    def _use(self, decisions: dict[str, str]) -> None:
-        self._decisions = decisions
-        self._rules = Rules.parse(text_of(decisions))
 
     def _next_rated(self) -> dict[str, str] | None:
         """Return the decisions of the next step that measures the effect of errors; None where enough is known."""
@@ -390,10 +367,8 @@ class AutoController:
         """Measure again from the first step on, which recomputes all that can be."""
         self._history.append(f"{why}: measured again")
         log.info("%s", self._history[-1])
-        self.plan, self._shift = None, 0.0
-        self._times.clear()
-        self._inputs.forget()
-        self._ledger.budget.set(self._wish.device)
-        self.probes.close()
-        self.probes = Probes(self.profiler, self._model, self._wish, self.probes)
+        self._forget()
+
+    def _forget(self) -> None:
+        super()._forget()
         self._rating = Rating(self.probes, self._pairs, self._ledger)

@@ -30,6 +30,16 @@ class Inputs:
         self._hook: Any = None
         self._saved: deque[int] = deque(maxlen=64)
 
+    def state(self) -> list[Any]:
+        """Return the sizes as JSON values."""
+        return [self._largest, self._size, list(self._saved)]
+
+    def resume(self, state: list[Any]) -> None:
+        """Take over the sizes of another process."""
+        self._largest, self._size, saved = state
+        self.forget()
+        self._saved.extend(saved)
+
     def begin(self) -> None:
         """Register the hook that reads the input size of the step."""
         if not isinstance(self._model, ScriptModule) and self._model._compiled_call_impl is None:  # these take no hooks

@@ -49,6 +49,20 @@ class JointPlanner:
         self._reviews = 0
         self._time_review = 1  # the number of the next review that may plan again because of time
 
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values."""
+        return {
+            "probes": self.probes.state(),
+            "numbers": [self._shift, self._planned_for, self._excess, self._reviews, self._time_review],
+            "history": self._history,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on as the planner that gave the state."""
+        self.probes.resume(state["probes"])
+        self._shift, self._planned_for, self._excess, self._reviews, self._time_review = state["numbers"]
+        self._history = list(state["history"])
+
     def propose(self, place: TierSet, reports: Sequence[Report]) -> dict[str, str] | Plan:
         """Return the decisions of the next step that measures, or the plan where enough is known.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from hashlib import sha256
 from math import inf
 from statistics import median
@@ -18,16 +16,17 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from actstore._version import __version__
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.auto.links import measure_links
+from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
-from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample
+from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample, scaled
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, medians, recomputes
+from actstore.plan.fields import read_as
+from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians, recomputes
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
@@ -103,6 +102,29 @@ class Probes:
     def limit(self, wish: Wish) -> None:
         """Set the wish that later proposals must fit."""
         self._wish = wish
+
+    def state(self) -> dict[str, Any]:
+        """Return the measurements as JSON values."""
+        return {
+            "steps": self.steps,
+            "largest": self.largest,
+            "samples": {name: [[asdict(f), saved] for f, saved in each] for name, each in self._samples.items()},
+            "tables": [self._calls, self._kinds, self._ran, self._noise],
+            "rest": self._rest,
+            "links": None if self._links is None else asdict(self._links),
+            "writers": sorted(self._profiler.writers),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take over the measurements of another process."""
+        self.steps, self.largest, self._rest = state["steps"], state["largest"], state["rest"]
+        self._samples = {
+            name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
+        }
+        self._calls, self._kinds, ran, self._noise = state["tables"]
+        self._ran = Counter(ran)
+        self._links = None if state["links"] is None else Links(**state["links"])
+        self._profiler.writers.update(state["writers"])
 
     def add(self, sample: Sample) -> None:
         first = not self.steps
@@ -211,8 +233,8 @@ class Probes:
         shares = self._shares()
         for name, samples in self._samples.items():
             share = shares.get(name, 1.0)
-            scaled = [_times(f, self.scale(saved), share) for f, saved in samples]
-            by_kind.setdefault(self._kinds[name], []).extend(scaled)
+            alike = [scaled(f, self.scale(saved), share) for f, saved in samples]
+            by_kind.setdefault(self._kinds[name], []).extend(alike)
         return {kind: medians(samples) for kind, samples in by_kind.items()}
 
     def profile(self, device: torch.device) -> Profile:
@@ -224,7 +246,7 @@ class Probes:
                 self._calls.get(name, 1),
                 tuple(shape.parts),
                 self._recomputable(shape),
-                self._noise.get(name, {}),
+                {part: noise for part, noise in self._noise.get(name, {}).items() if noise < inf},
             )
             for name, kind in self._kinds.items()
             for shape in [self._shapes[name]]
@@ -354,27 +376,6 @@ class Probes:
         return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
 
 
-def _times(f: UnitFigures, scale: float, share: float) -> UnitFigures:
-    """Return the figures scaled to a step `scale` times as large, for a unit that runs in a `share` of steps."""
-    if scale == share == 1:
-        return f
-    transient = int(scale * f.transient)  # not scaled by `share`: the peak when the unit runs
-    scale *= share
-    parts = {
-        name: UnitBytes(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
-        for name, part in f.parts.items()
-    }
-    return replace(
-        f,
-        forward=scale * f.forward,
-        backward=scale * f.backward,
-        parts=parts,
-        transient=transient,
-        work_forward=scale * f.work_forward,
-        work_backward=scale * f.work_backward,
-    )
-
-
 def _telling(weak: ref[Probes]) -> Any:
     """Return a hook for all optimizers, with a weak reference: it may outlive a store that is never closed."""
 
@@ -384,16 +385,3 @@ def _telling(weak: ref[Probes]) -> Any:
             probes.meet(optimizer)
 
     return met
-
-
-def machine_of(device: torch.device) -> dict[str, str]:
-    """Return the properties of the machine that step times depend on."""
-    name = platform.processor() or platform.machine()
-    if device.type != "cpu":
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return {
-        "device": name,
-        "threads": str(torch.get_num_threads()) if device.type == "cpu" else str(os.cpu_count()),
-        "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
-        "actstore": __version__,
-    }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -259,3 +259,24 @@ def _split(whole: UnitFigures, forward: list[float], backward: dict[int, float])
             )
         )
     return halves
+
+
+def scaled(f: UnitFigures, scale: float, share: float) -> UnitFigures:
+    """Return the figures scaled to a step `scale` times as large, for a unit that runs in a `share` of steps."""
+    if scale == share == 1:
+        return f
+    transient = int(scale * f.transient)  # not scaled by `share`: the peak when the unit runs
+    scale *= share
+    parts = {
+        name: UnitBytes(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
+        for name, part in f.parts.items()
+    }
+    return replace(
+        f,
+        forward=scale * f.forward,
+        backward=scale * f.backward,
+        parts=parts,
+        transient=transient,
+        work_forward=scale * f.work_forward,
+        work_backward=scale * f.work_backward,
+    )

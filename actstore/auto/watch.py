@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 from actstore.auto.probes import SAME_SIZE_SHARE
 from actstore.auto.profiler import Sample
@@ -18,7 +19,7 @@ class StepTimes:
     """Measured steps of the running plan, which is made anew where they deviate from the prediction."""
 
     def __init__(self) -> None:
-        self._samples: list[Sample] = []
+        self._samples: list[tuple[float, int]] = []  # milliseconds and saved bytes
         self._steps = 0  # with a plan
         self._measure_at = FIRST_RECHECK_STEP  # the value of `_steps` at the next measurement
         self._replan_at = 0  # the value of `_steps` from which a deviation makes a new plan
@@ -27,6 +28,15 @@ class StepTimes:
     def wanted(self) -> bool:
         """True where the next step is to be measured."""
         return len(self._samples) < MEASURED_STEPS
+
+    def state(self) -> list[Any]:
+        """Return what has been counted and measured, as JSON values."""
+        return [self._steps, self._measure_at, self._replan_at, self._samples]
+
+    def resume(self, state: list[Any]) -> None:
+        """Go on as in another process."""
+        self._steps, self._measure_at, self._replan_at, samples = state
+        self._samples = [(total, saved) for total, saved in samples]
 
     def begin(self) -> None:
         """Begin a step of a plan."""
@@ -41,8 +51,8 @@ class StepTimes:
 
     def add(self, sample: Sample, scale: Callable[[int], float]) -> float:
         """Add a measured step, and return the median of all in ms, each scaled by its saved bytes."""
-        self._samples.append(sample)
-        return median(each.total * scale(each.saved) for each in self._samples)
+        self._samples.append((sample.total, sample.saved))
+        return median(total * scale(saved) for total, saved in self._samples)
 
     def deviate(self, step: float, predicted: float) -> bool:
         """Return whether the median `step` asks for a new plan. It does not at each measurement: it may be noise."""

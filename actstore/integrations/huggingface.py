@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from actstore.errors import ConfigError, StateError
@@ -56,6 +58,10 @@ class ActivationStoreCallback(TrainerCallback):
     nothing to the model, so that checkpoints, copies and pickles of it are what they are without a store, also after
     training that failed. The Trainer does not pass itself to callbacks: this callback finds it among the callers of
     `on_train_begin`, as the object whose callbacks include this one.
+
+    Each process adds the store's state to the checkpoints of the Trainer, as `actstore_state_0.json` and so on.
+    ``trainer.train(resume_from_checkpoint=)`` goes on from it; a process without a file of its own, because there were
+    fewer before, takes that of process 0.
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
@@ -68,7 +74,7 @@ class ActivationStoreCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Build the store for the model, which is in its final form here, and make the Trainer enter it."""
         self._detach()
-        trainer = self._find_trainer()
+        trainer, checkpoint = self._find_trainer()
         other = getattr(trainer.compute_loss_context_manager, "callback", None)
         if other is not None:
             raise StateError(
@@ -84,10 +90,18 @@ class ActivationStoreCallback(TrainerCallback):
             )
         refuse_checkpointing(model)
         self.store = store = ActivationStore(model, self._policy, **self._options)
+        if checkpoint is not None:
+            _load(store, Path(checkpoint), args.process_index)
         trainer.compute_loss_context_manager = _Context(self, trainer.compute_loss_context_manager, store)
         trainer.log = _Log(trainer.log, store)
         self._trainer = trainer
         _logger.info("activations of %s go by this policy: %s", type(model).__name__, self._policy)
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Add the store's state to the checkpoint that the Trainer has saved."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if self.store is not None and not args.save_only_model and folder.is_dir():
+            _file(folder, args.process_index).write_text(json.dumps(self.store.state_dict()), encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Log the report, restore the Trainer and close the store."""
@@ -103,18 +117,32 @@ class ActivationStoreCallback(TrainerCallback):
         if self.store is not None:
             self.store.close()
 
-    def _find_trainer(self) -> Any:
+    def _find_trainer(self) -> tuple[Any, Any]:
+        """Return the Trainer that calls, and the folder of the checkpoint that it goes on from; None for none."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
             handler = getattr(caller, "callback_handler", None)
             if any(callback is self for callback in getattr(handler, "callbacks", ())):
-                return caller
+                return caller, frame.f_locals.get("resume_from_checkpoint")
             frame = frame.f_back
         raise StateError(
             "on_train_begin was not called by a Trainer that has this callback. In a loop of your own use the store "
             "itself: with ActivationStore(model, policy): loss = model(**batch).loss."
         )
+
+
+def _file(folder: Path, process: int) -> Path:
+    return folder / f"actstore_state_{process}.json"
+
+
+def _load(store: ActivationStore, folder: Path, process: int) -> None:
+    """Load the state that a checkpoint has for a process, or else that of process 0."""
+    found = [path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()]
+    if found:
+        store.load_state_dict(json.loads(found[0].read_text(encoding="utf-8")))
+    else:
+        _logger.info("%s has no state of a store: its steps count from 0", folder)
 
 
 class _Context:

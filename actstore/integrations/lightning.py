@@ -55,7 +55,8 @@ class ActivationStoreCallback(Callback):
     Notes
     -----
     Nothing is attached to the model: the store is entered where the Trainer's strategy runs the step. Under manual
-    optimization backward runs inside of the context, too.
+    optimization backward runs inside of the context, too. The Trainer's checkpoints have the store's state, and
+    ``trainer.fit(ckpt_path=)`` goes on from it. Of several ranks they have that of rank 0, which all ranks load.
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
@@ -64,6 +65,7 @@ class ActivationStoreCallback(Callback):
         self._options = options
         self._logged = -1
         self._strategy: Any = None
+        self._state: dict[str, Any] | None = None  # loaded, for the next store
         self.store: ActivationStore | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -78,10 +80,26 @@ class ActivationStoreCallback(Callback):
             )
         refuse_checkpointing(pl_module)
         self.store = store = ActivationStore(pl_module, self._policy, **self._options)
+        state, self._state = self._state, None
+        if state is not None:
+            store.load_state_dict(state)
         self._strategy = trainer.strategy
         self._strategy.training_step = _TrainingStep(self, trainer.strategy.training_step, store)
         self._logged = -1
         _logger.info("activations of %s go by this policy: %s", type(pl_module).__name__, self._policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the store's state for a checkpoint of the Trainer; empty before training."""
+        return {} if self.store is None else self.store.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a checkpoint into the store, when training begins.
+
+        Raises
+        ------
+        StateError : when training begins, if the state is one of another model, policy, `seed` or `min_bytes`
+        """
+        self._state = state_dict
 
     def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
         """Log the figures."""

@@ -81,10 +81,14 @@ class PlanValues:
         """
         found = {"model": model, **machine}
         wanted = {"model": self.profile.model, **self.profile.machine}
-        different = [f"{key}: planned for {wanted.get(key)}, here {found.get(key)}" for key in wanted
-                     if wanted.get(key) != found.get(key)]  # fmt: skip
+        different = "; ".join(
+            f"{key}: planned for {wanted.get(key)}, here {found.get(key)}"
+            for key in wanted
+            if wanted.get(key) != found.get(key)
+        )
         if different:
             raise ConfigError(
-                "the plan was made for another model or machine (" + "; ".join(different) + "). Plan again with "
-                "ActivationStore(model, Auto(...)), or run its choices all the same: policy=plan.text."
+                f"the plan was made for another model or machine ({different}). Plan again with "
+                "ActivationStore(model, Auto(...)), or run its choices all the same: policy=plan.text.",
+                differences=different,
             )

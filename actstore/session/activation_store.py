@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from math import inf
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn import Module
@@ -38,14 +38,12 @@ from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
 from actstore.session.process import Optimizers
 from actstore.session.retry import call_inside
+from actstore.session.state import StoreState
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import Disk, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
-
-if TYPE_CHECKING:
-    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,7 +115,7 @@ class ActivationStore(StoreFigures):
         self._options = {"tiers": tiers, "min_bytes": min_bytes, "strict": strict, "allow_mutation": allow_mutation}
         self._options |= {"seed": seed}
         self._observe = observe
-        chooser = read_chooser(model, policy)
+        self._chooser = chooser = read_chooser(model, policy)
         self._given_plan = policy if isinstance(policy, Plan) else None
         if self._given_plan is not None:
             check_plan(self._given_plan, model)
@@ -317,6 +315,49 @@ class ActivationStore(StoreFigures):
         self._sampler.ask()
         if self._influence is not None:
             self._influence.ask()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the store between two steps, for a checkpoint: `load_state_dict` goes on from it.
+
+        It has text, numbers and lists of text, always under the same keys: ``torch.load(weights_only=True)``, JSON and
+        ``torch.distributed.checkpoint`` take it. It has the steps counted, which random bits depend on, and with a
+        policy that chooses its plan, its measurements, and its place between two choices. Call it after backward. It
+        changes nothing in the training.
+
+        Raises
+        ------
+        StateError : the store is entered
+        CapacityError : `Bits` finds no choice within its budget
+        """
+        return self._state("state_dict").save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a store with the same arguments: later steps draw the random bits that it would have.
+
+        "auto" takes its plan over without a measurement. It measures, or plans again, where the state was saved before
+        the first plan, and where budget, machine or number of ranks have changed: a warning of the logger ``actstore``
+        and `plan.history` say so. With `Auto(group=)`, all ranks load; the next step raises where their states differ.
+
+        Raises
+        ------
+        StateError : the store is entered, or the state is one of another model, policy, `seed` or `min_bytes`
+        """
+        self._state("load_state_dict").load(state)
+
+    def _state(self, call: str) -> StoreState:
+        if self._inside:
+            raise StateError(f"{call}() was called inside the store's own context. Leave it first.")
+        return StoreState(
+            self._model,
+            self._chooser or self._given_policy,
+            self._fitted.policy,
+            self._store.options.seed,
+            self._min_nbytes,
+            self._store,
+            self._sampler,
+            self._influence,
+            self._controller,
+        )
 
     def close(self) -> None:
         """Return all memory and files, and idle pages of CPU tensors.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from actstore.auto.probes import machine_of
+from actstore.auto.machine import machine_of
 from actstore.errors import ConfigError, PolicyError
 from actstore.model.units import device_of, digest_of
 from actstore.plan.plan import Plan

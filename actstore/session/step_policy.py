@@ -45,5 +45,11 @@ class StepPolicy(Protocol):
     def end_forward(self, error: BaseException | None, /) -> None:
         """End the forward, which has failed where `error` is given."""
 
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values."""
+
+    def resume(self, state: dict[str, Any], place: TierSet, /) -> str:
+        """Go on as the controller that gave the state. Return why something is measured or planned again, or ""."""
+
     def close(self) -> None:
         """Release the measurements."""

@@ -53,7 +53,7 @@ class Store:
         self._left: list[TierSet] = []  # closed by `close`, although graphs may still hold their payloads
         self._lock = Lock()
         self._closed = False
-        self._steps = 0
+        self.steps = 0  # that have begun, those before a loaded state included
         self._started_ns = 0  # start of the current step
         self.step_ns = 0  # duration of the last step
         self._forward = ForwardPass()  # the last one that began
@@ -203,6 +203,10 @@ class Store:
             slot.tier.used(slot)
         self.ledger.touch_peak(entry.account, out.nbytes)
 
+    def resume(self, steps: int) -> None:
+        """Count on from so many steps."""
+        self.steps = steps
+
     def begin(self, device: torch.device) -> ForwardPass:
         """Begin a forward pass on `device`, which `put` receives with each of its payloads."""
         self._forward = forward = ForwardPass()
@@ -236,14 +240,14 @@ class Store:
         MutationError : backward has read a payload that differed from its saved tensor; no step has begun
         """
         self._prove()
-        self.observers.start(self._steps + 1)
+        self.observers.start(self.steps + 1)
         now = perf_counter_ns()
-        self.step_ns, self._started_ns = now - self._started_ns, now
-        self._steps += 1
+        self.step_ns, self._started_ns = now - (self._started_ns or now), now
+        self.steps += 1
         self.poll()
         self.ledger.start()
         for place in list(self._places.values()):
-            place.start(self._steps)
+            place.start(self.steps)
 
     def _prove(self, *, wait: bool = False) -> None:
         """Raise the error of a payload that differs, where backward read it before the device had compared it."""
@@ -275,7 +279,7 @@ class Store:
 
     def circumstances(self, min_nbytes: int) -> Circumstances:
         """Return the conditions that the figures of the current step depend on."""
-        first = self._steps < 2
+        first = not self.step_ns
         places, options, span = list(self._places.values()), self.options, self._forward.span
         begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
         place = self._forward.place
@@ -296,11 +300,6 @@ class Store:
             disk_nbytes=_budget_of(options, "disk"),
             order=next((found for place in places if (found := place.engine.differed)), ""),
         )
-
-    @property
-    def steps(self) -> int:
-        """Number of steps that have begun."""
-        return self._steps
 
     def events(self) -> Trace | None:
         """Return the trace, with all events that are known by now."""
@@ -347,7 +346,7 @@ class Store:
     def _next_key(self, account: Account) -> int:
         """Return a key of 63 bits, a function of the seed, the step, the site and the number of payloads there."""
         account.drawn += 1
-        text = f"{self.options.seed}/{self._steps}/{account.site}/{account.drawn}"
+        text = f"{self.options.seed}/{self.steps}/{account.site}/{account.drawn}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:

@@ -1,6 +1,7 @@
 """The examples run as they say on their first line, and each proves that its store changes nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_budgets_of_a_machine_are_shared():
     assert proven(output)
     assert "disk: 0 B now, peak 8.0 MiB" in output  # half of the budget
     assert "kept: no room in host > disk" in output
+
+
+@SLOW
+def test_a_killed_rank_changes_no_weight(tmp_path):
+    whole = ranks(2, "elastic", tmp_path / "whole")
+    torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, EXAMPLES / "elastic.py"]
+    killed = run(*torchrun, tmp_path / "killed", "--kill", 1, 10, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    said = [re.search(r"steps (\d+) to 20, restarts (\d), weights (\w{64})", text) for text in (whole, killed)]
+    assert [each[1] for each in said] == ["0", "8"]
+    assert [each[2] for each in said] == ["0", "1"]
+    assert said[0][3] == said[1][3]
 
 
 @SLOW

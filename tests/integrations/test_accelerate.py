@@ -72,3 +72,26 @@ def test_a_cache_given_to_recomputed_blocks_is_refused():
     with pytest.raises(actstore.errors.StateError, match="use_cache=False") as info:
         train("recompute", model=llama(use_cache=True))
     assert "model.layers.0 (recompute) is given a DynamicCache" in str(info.value)
+
+
+def test_a_checkpoint_of_accelerate_has_the_state_of_the_store(tmp_path):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    model = llama()
+    store = actstore.ActivationStore(model, "int8(round=stochastic)", min_bytes=0)
+    accelerator.register_for_checkpointing(store)
+    batch = next(iter(DataLoader(tokens(2), batch_size=2)))
+
+    def loss():
+        with store:
+            return model(**batch).loss
+
+    def gradients():
+        return torch.autograd.grad(loss(), list(model.parameters()))
+
+    gradients()
+    accelerator.save_state(tmp_path)
+    second, third = gradients(), gradients()
+    assert not all(map(torch.equal, second, third))
+    accelerator.load_state(tmp_path)
+    assert all(map(torch.equal, gradients(), second))

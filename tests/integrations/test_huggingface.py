@@ -1,6 +1,7 @@
 """The callback for the Trainers of Transformers and TRL: exact, one line, refused where it cannot work."""
 
 import copy
+import json
 import logging
 import pickle
 import warnings
@@ -16,7 +17,7 @@ from tests.integrations.conftest import llama, quietly, same_weights, tokens
 LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments = quietly(
     "transformers", "LlamaForCausalLM", "Trainer", "TrainerCallback", "TrainingArguments"
 )
-(ActivationStoreCallback,) = quietly("actstore.integrations.huggingface", "ActivationStoreCallback")
+ActivationStoreCallback, _load = quietly("actstore.integrations.huggingface", "ActivationStoreCallback", "_load")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"),
@@ -426,3 +427,40 @@ def test_lossy_rules_inside_gradient_checkpointing_saw_nothing():
     report = step_of(model, actstore.ActivationStore(model, "@blocks : int8", min_bytes=0))  # sees their inputs
     assert report.stored_bytes > 0
     assert not any("saw nothing" in text for text in report.advice)
+
+
+# -- checkpoints of the Trainer have the store's state ----------------------------------------------------------------
+
+STOCHASTIC = "int8(round=stochastic)"
+
+
+def test_a_resumed_training_has_the_weights_of_one_that_did_not_stop(tmp_path):
+    def train(folder, steps, policy=STOCHASTIC, resume=None, **options):
+        callback = ActivationStoreCallback(policy, min_bytes=0)
+        trainer = make_trainer(folder, [callback], max_steps=steps, save_strategy="steps", save_steps=3, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, callback
+
+    whole, callback = train(tmp_path / "whole", 6)
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert callback.store.state_dict()["steps"] == 12  # two micro-steps each
+    assert json.loads((checkpoint / "actstore_state_0.json").read_text())["steps"] == 6
+    resumed, callback = train(tmp_path / "resumed", 6, resume=str(checkpoint))
+    assert callback.store.state_dict()["steps"] == 12
+    assert same_weights(resumed.model, whole.model)
+    with pytest.raises(
+        actstore.errors.StateError, match=r"has policy='. : int8.round=stochastic.', and the store policy='. : int8'"
+    ):
+        train(tmp_path / "other", 6, "int8", str(checkpoint))
+    (checkpoint / "actstore_state_0.json").unlink()
+    fresh, callback = train(tmp_path / "fresh", 6, resume=str(checkpoint))
+    assert callback.store.state_dict()["steps"] == 6
+    assert not same_weights(fresh.model, whole.model)
+
+
+def test_a_process_without_a_file_takes_that_of_process_0(tmp_path):
+    saved, other = (actstore.ActivationStore(llama(), STOCHASTIC) for _ in range(2))
+    saved._store.resume(8)
+    (tmp_path / "actstore_state_0.json").write_text(json.dumps(saved.state_dict()))
+    _load(other, tmp_path, 3)
+    assert other.state_dict() == saved.state_dict()

@@ -53,7 +53,7 @@ class Small(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(folder, model, callbacks=(), **options):
+def fit(folder, model, callbacks=(), ckpt_path=None, **options):
     rows = torch.randn(160, 2, 32, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(rows[:, 0], rows[:, 1]), batch_size=8)
     trainer = pl.Trainer(
@@ -69,7 +69,7 @@ def fit(folder, model, callbacks=(), **options):
             **options,
         },
     )
-    trainer.fit(model, data, data)
+    trainer.fit(model, data, data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -162,3 +162,25 @@ def test_refusals(tmp_path):
         fit(tmp_path, Small(), [ActivationStoreCallback("recompute")])
     with actstore.ActivationStore(), pytest.raises(actstore.errors.StateError, match="Leave out"):
         fit(tmp_path, Small(), [ActivationStoreCallback("recompute")])
+
+
+# -- checkpoints of the Trainer have the store's state ----------------------------------------------------------------
+
+
+def test_a_resumed_training_has_the_weights_of_one_that_did_not_stop(tmp_path):
+    models, callbacks = [Small() for _ in range(4)], []
+
+    def train(model, epochs, policy="int8(round=stochastic)", **options):
+        callbacks.append(ActivationStoreCallback(policy, min_bytes=0))
+        options |= {"max_epochs": epochs, "max_steps": -1, "limit_train_batches": 4, "limit_val_batches": 0}
+        return fit(tmp_path, model, callbacks[-1:], **options)
+
+    whole, half, resumed, other = models
+    train(whole, 2)
+    train(half, 1).save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    train(resumed, 2, ckpt_path=tmp_path / "half.ckpt")
+    assert [callback.store.state_dict()["steps"] for callback in callbacks] == [8, 4, 8]
+    assert same_weights(resumed, whole)
+    assert not same_weights(half, whole)
+    with pytest.raises(actstore.errors.StateError, match=r"and the store policy='. : int8'"):
+        train(other, 2, "int8", ckpt_path=tmp_path / "half.ckpt")

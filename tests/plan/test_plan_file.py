@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actstore import ActivationStore, ActstoreError, Auto, Plan
-from actstore.auto.probes import machine_of
+from actstore.auto.machine import machine_of
 from actstore.errors import ConfigError, PayloadError
 from actstore.model.units import digest_of
 from actstore.plan.plan import FORMAT, Prediction

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -20,7 +21,7 @@ from actstore.accuracy.bits.trials import CANDIDATES, Trials
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.base.ledger import Ledger
-from actstore.base.spec import Site
+from actstore.base.spec import Site, Spec
 from actstore.base.units import format_nbytes
 from actstore.codecs import Codec, Int8
 from actstore.errors import CapacityError, StateError
@@ -38,6 +39,24 @@ MAX_GROWTH = 2.0  # of the effect of errors over the predicted one; beyond it, m
 # The effect of errors in queries and keys grows exponentially with these, and with the logits during training.
 MAX_ATTENTION_ERROR = 0.01  # squared relative error, about that of 4 bits
 ATTENTION = "Attention"  # part of the names of such nodes
+
+
+@dataclass
+class Course:
+    """Position of a controller on its way from choice to choice.
+
+    Attributes
+    ----------
+    interval : steps from the last choice to the next
+    measures : whether the next steps measure for a choice
+    steps : steps since the last choice
+    look_at : value of `steps` at the next check of errors
+    """
+
+    interval: int
+    measures: bool = True
+    steps: int = 0
+    look_at: int = WATCH_STEPS
 
 
 class BitsController:
@@ -65,10 +84,12 @@ class BitsController:
         self._limits = limits
         self._pairs = pairs
         self._codecs: dict[Site, Codec] = {}  # of the choice
-        self._ordinary: Policy = lambda _site, _spec: Encode(INITIAL_CODEC)
+        self._ordinary: Policy = _initial
         self._tried: Trials | None = None  # trials of the running pair,
         self._trials: Trials | None = None  # and of the running step
+        self._course = Course(RECHOOSE_STEPS)
         self._steps = self._policies()
+        self._ahead: Policy | None = None  # the policy of the next step, where it is known already
 
     # -- the session's calls ------------------------------------------------------------------------------------------
 
@@ -81,11 +102,48 @@ class BitsController:
             warning
         StateError : steps do not show the effect of errors on gradients. Raised only before the first choice, too
         """
-        try:
-            return next(self._steps)
-        except BaseException:
-            self._steps = self._policies()  # the measurements are lost with the failed frame
-            raise
+        policy, self._ahead = self._advance(), None
+        assert policy is not None
+        return policy
+
+    def _advance(self) -> Policy | None:
+        """Return the policy of the next step, the same until that begins; None after `close`."""
+        if self._ahead is None:
+            try:
+                self._ahead = next(self._steps, None)
+            except BaseException:  # the measurements are lost with the failed frame
+                self._course = Course(RECHOOSE_STEPS)
+                self._steps = self._policies()
+                raise
+        return self._ahead
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values. It chooses now where the next step would.
+
+        Raises
+        ------
+        CapacityError, StateError : as for `next`
+        """
+        self._advance()
+        choice = self.plan
+        sites = [] if choice is None else [[s.name, s.index, s.tag, text] for s, text in choice.decisions.items()]
+        return {
+            "course": asdict(self._course),
+            "halfway": self._pairs.halfway,
+            "noise": self.noise,
+            "choice": None if choice is None else {**vars(choice), "decisions": sites},
+        }
+
+    def resume(self, state: dict[str, Any], _place: TierSet) -> str:
+        """Go on as the controller that gave the state. Return why a pair of steps begins again; empty if none does."""
+        self.plan, self.noise, self._ordinary, self._codecs = None, 0.0, _initial, {}
+        if (values := state["choice"]) is not None:
+            decisions = {Site(*site): text for *site, text in values["decisions"]}
+            self._run(Choice(**{**values, "decisions": decisions}), state["noise"])
+        self._course = Course(**state["course"])
+        self._steps, self._ahead, self._tried, self._trials = self._policies(), None, None, None
+        self._pairs.halfway = False
+        return "the state was saved between two steps that measure errors: both run again" if state["halfway"] else ""
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return the pack hook of an entry, which notes shared payloads during trials, given the store's own."""
@@ -107,18 +165,18 @@ class BitsController:
 
     def _policies(self) -> Iterator[Policy]:
         """Yield a policy for each step."""
-        interval = RECHOOSE_STEPS
+        course = self._course
         while True:
-            yield from self._measure()
-            steps, look_at = 0, WATCH_STEPS
-            while steps < interval:
-                for _ in range(min(look_at, interval) - steps):
-                    yield self._ordinary
-                steps, look_at = min(look_at, interval), 2 * look_at
-                if (yield from self._has_grown()):
-                    break
-            else:
-                interval *= 2
+            if course.measures:
+                yield from self._measure()
+                course.measures, course.steps, course.look_at = False, 0, WATCH_STEPS
+            while course.steps < min(course.look_at, course.interval):
+                yield self._ordinary
+                course.steps += 1
+            course.measures = yield from self._has_grown()
+            course.look_at *= 2
+            if not course.measures and course.steps >= course.interval:
+                course.measures, course.interval = True, 2 * course.interval
 
     def _has_grown(self) -> Generator[Policy, None, bool]:
         """Return whether errors have a much larger effect than predicted; takes a pair of steps."""
@@ -191,7 +249,16 @@ class BitsController:
                 raise CapacityError(why, least=least, limit=budget) from None
             warnings.warn(f"{why} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return
+        self._run(choice, noise)
+        log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)
+
+    def _run(self, choice: Choice, noise: float) -> None:
+        """Run a choice from the next step on."""
         self.plan, self.noise, self._ordinary = choice, noise, choice.policy
         decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}
         self._codecs = {site: decision.codec for site, decision in decisions.items() if isinstance(decision, Encode)}
-        log.info("bits: %s; %.2g from batch to batch", choice.certificate, noise)
+
+
+def _initial(_site: Site, _spec: Spec) -> Encode:
+    """Return the decision before the first choice."""
+    return Encode(INITIAL_CODEC)

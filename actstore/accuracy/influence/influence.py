@@ -22,6 +22,10 @@ class Influence:
 
     It releases everything but the figures when the step after the next one begins.
 
+    Attributes
+    ----------
+    rest : steps left without observation
+
     Notes
     -----
     Not thread-safe: one thread enters the store during an observed step. The host waits for the device in `read` only.
@@ -36,14 +40,18 @@ class Influence:
         self._open: PredictedStep | None = None  # the step whose forward has yet to end
         self._levels: tuple[float, ...] = ()  # levels of the next step
         self._asked = False
-        self._rest = 0  # steps left without observation
+        self.rest = 0
 
     def ask(self, levels: tuple[float, ...] = ()) -> None:
         """Observe the next sampled step in whole, even if the last one had no lossy payloads.
 
         levels : relative errors of payloads to include in `SiteEffect.curve`
         """
-        self._rest, self._levels, self._asked = 0, levels, True
+        self.rest, self._levels, self._asked = 0, levels, True
+
+    def resume(self, rest: int) -> None:
+        """Observe no step before so many more, unless asked."""
+        self.rest = rest
 
     def begin(self, *, sampled: bool) -> PredictedStep | None:
         """Begin a step, and return its observer; None for a step without observation."""
@@ -51,8 +59,8 @@ class Influence:
         self.end_forward()
         if model is None:
             return None
-        self._rest -= 1
-        if not sampled or self._rest > 0:
+        self.rest -= 1
+        if not sampled or self.rest > 0:
             if last is not None:
                 last.follow(model)
             self._settle()
@@ -83,7 +91,7 @@ class Influence:
         step, self._open = self._open, None
         if step is not None:
             step.note()
-            self._rest = 0 if step.reasons else REST_STEPS
+            self.rest = 0 if step.reasons else REST_STEPS
 
     def read(self) -> GradientEffect | None:
         """Return the figures of the last observed step that had a backward. The host waits for the device."""

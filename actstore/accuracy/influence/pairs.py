@@ -22,12 +22,17 @@ class Pairs:
     Parameters
     ----------
     ask : makes the step that begins a sampled one
+
+    Attributes
+    ----------
+    halfway : whether the next step is the second one of a pair
     """
 
     def __init__(self, influence: Influence, ledger: Ledger, ask: Callable[[], None]) -> None:
         self._influence = influence
         self._ledger = ledger
         self._ask = ask
+        self.halfway = False
 
     def look(
         self, first: Callable[[], T], second: T, levels: tuple[float, ...] = ()
@@ -50,13 +55,16 @@ class Pairs:
         while in_vain < MAX_VAIN_PAIRS:
             self._ask()
             self._influence.ask(levels)
+            self.halfway = False
             yield first()
             looked = self._influence.latest()
             if looked is None:  # failed, an evaluation, or its backward is yet to come
                 in_vain += any(account.stored for account in self._ledger.accounts())
                 continue
             for _ in range(MAX_VAIN_PAIRS):  # skips evaluations and failures
+                self.halfway = True
                 yield second
+                self.halfway = False
                 effect = looked()
                 if effect is None or effect.noise is not None:
                     break
