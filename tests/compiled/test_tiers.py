@@ -219,6 +219,20 @@ def test_a_write_without_a_trace_to_what_was_read_changes_no_later_read() -> Non
     check_drained(store)
 
 
+def test_a_payload_without_a_store_is_a_copy_and_so_is_each_read() -> None:
+    x = torch.randn(4, 8)
+    wanted = x.clone()
+    token = tokens.put(x, "raw @ disk", "", 0, 1)
+    assert (token.numel(), token.shape, token.dtype) == (0, (0, 4, 8), x.dtype)
+    x.zero_()
+    for _ in range(2):
+        found = tokens.read(token.detach(), x.device)
+        check_same(found, wanted)
+        found.zero_()
+    del token
+    assert not tokens._memories
+
+
 def test_backward_begins_with_a_fetch_and_the_order_of_a_first_backward_is_foreseen() -> None:
     model, x, store = wide("raw @ disk")
     loss, found = saved_tokens(model, x, store)
