@@ -307,10 +307,13 @@ class Engine:
 
     # -- any time -----------------------------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Free device memory whose bytes have arrived in a tier, without waiting."""
+    def poll(self, begun: TransferRun[Berth] | None = None) -> None:
+        """Free memory whose bytes have arrived in a tier, without waiting. Fetch ahead for a run that `begun` is."""
         with self._lock:
             self._tidy()
+            if begun is not None:
+                begun.foresee()
+                self._traffic.look_ahead(begun)
         self._tell()
 
     def resize(self, window_nbytes: int) -> None:
@@ -361,8 +364,6 @@ class Engine:
                     ticket.result()
                 self._traffic.buffers.give(buffer, after)
             self._traffic.buffers.close()
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _wait_for(self, parcel: Parcel, shares: list[tuple[Account, int]]) -> None:
         """Make the compute stream wait until a parcel has left, and book the wait to `shares`."""

@@ -141,6 +141,8 @@ class Carrier(Protocol):
 
     def drop(self, berth: Berth) -> None: ...
 
+    def poll(self, begun: TransferRun[Berth] | None = None) -> None: ...
+
 
 class Berth:
     """The place of one payload in a parcel.
