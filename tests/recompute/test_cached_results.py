@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint as torch_checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -318,6 +319,46 @@ def test_advice_tells_of_results_that_a_rule_keeps():
     train_step(model, BATCH, store)
     train_step(model, BATCH, store)
     assert any("(100 % of the saved bytes) were kept by the rule `* : keep`" in line for line in store.report().advice)
+    model.storages.clear()
+
+
+@pytest.mark.parametrize("policy", ["keep", "raw @ disk"])
+def test_parts_of_wrappers(policy):
+    def wrap():
+        torch.manual_seed(0)
+        return TwoTensor(torch.randn(16, 16), torch.randn(16, 16)).requires_grad_()
+
+    def step(store=None):
+        x, weight, held = wrap(), wrap(), []
+        with store or nullcontext():
+            out = checkpoint(
+                lambda x: ((x @ weight).sin() @ weight).cos(),
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(PRODUCTS),
+            )
+            loss = out.sum()
+        if store is not None:
+            held += [site.saved_bytes for site in sites(store)]
+        loss.backward()
+        return [getattr(each.grad, part) for each in (x, weight) for part in ("a", "b")], held
+
+    store = ActivationStore(policy=policy, min_bytes=0)
+    plain, _ = step()
+    with gc_off():
+        found, held = step(store)
+        check_same(found, plain)
+        assert held == [16 * 16 * 4] * 4  # two products of two parts
+        check_drained(store)
+
+
+def test_a_sampled_step_says_that_their_effect_is_not_predicted():
+    model = Checkpointed()
+    store = ActivationStore(model, "int8", min_bytes=0)
+    store.sample_next()
+    train_step(model, BATCH, store)
+    assert all(site.error is not None and site.error.measured for site in sites(store))
+    assert CACHED in str(store.report().gradients)
     model.storages.clear()
 
 
