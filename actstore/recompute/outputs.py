@@ -159,6 +159,14 @@ def is_plain(value: Any) -> bool:
     return not (value.is_nested or value.is_inference() or value.is_meta or value.is_conj() or value.is_neg())
 
 
+def can_wait(output: Any) -> bool:
+    """Return whether an output can be given to a later run: tensors and plain values, in a tree of these."""
+    return all(
+        isinstance(leaf, _CONSTANTS) or (isinstance(leaf, Tensor) and not leaf.is_inference())
+        for leaf in tree_flatten(output)[0]
+    )
+
+
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, or without the gaps where they are large."""
     layout = layout_of(tensor.shape, tensor.stride())
