@@ -25,7 +25,7 @@ from actstore.base.reaper import Reaper
 from actstore.base.ticket import Ticket
 from actstore.base.units import round_up
 from actstore.devices import Device
-from actstore.errors import ActstoreError, StateError
+from actstore.errors import ActstoreError, ReplicaError, StateError
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
 from actstore.transfer.loan import Loan
@@ -113,8 +113,8 @@ class Engine:
         waits only where a host thread does the copy. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
         stream = self._device.current()
-        size = round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
-        small = size < SMALL_NBYTES
+        size = nbytes if tier.alone else round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
+        small = size < SMALL_NBYTES and not tier.alone
         if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
         while True:
@@ -126,7 +126,7 @@ class Engine:
                         return self._traffic.assign(self, parcel, size, nbytes, account)
                     self._traffic.seal(parcel)
                 run.recall(id(account))
-                capacity = round_up(max(size, self._together(run) if small else 0), GRAIN_NBYTES)
+                capacity = round_up(max(size, self._together(run) if small else 1), GRAIN_NBYTES)
                 quota = self._traffic.quota
                 may_leave = quota.may_leave(run, tier, capacity)
                 oldest = None if may_leave else self._traffic.oldest([quota.window(tier)])
@@ -384,15 +384,16 @@ class Engine:
         self._traffic.tidy()
 
     def _tell(self) -> None:
-        """Warn about failed writes. Called without the lock, because a warning may raise."""
+        """Warn about failed writes, and raise a ReplicaError. Called without the lock, because a warning may raise."""
         while self._traffic.troubles:
             error = self._traffic.troubles.popleft()
+            if isinstance(error, ReplicaError):
+                raise error
             if not self._told:
                 self._told = True
                 warnings.warn(
                     f"activations could not leave the device: {str(error).rstrip('.')}. They stay there, and gradients "
-                    "are right, but memory is not saved. Give Disk(path) a folder on a disk that works, or leave the "
-                    "tier out.",
+                    "are right, but memory is not saved. Leave the tier out, or give Disk(path) a disk that works.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from actstore.base.ledger import Account, Ledger
-from actstore.base.note import Note
 from actstore.base.ticket import DONE, Ticket
 from actstore.base.units import round_up
 from actstore.devices import Device
@@ -87,7 +86,7 @@ class Traffic:
         parcel.berths.add(berth)
         parcel.unread.add(berth)
         run.berths[berth.serial] = berth
-        self.ledger.add(account, 0, 0, nbytes, has_room=True)
+        self.ledger.add(account, 0, 0, nbytes + parcel.held_nbytes(berth), has_room=True)
         return berth
 
     def seal(self, parcel: Parcel) -> None:
@@ -101,7 +100,8 @@ class Traffic:
         slot, buffer = parcel.slot, parcel.buffer
         assert slot is not None
         assert buffer is not None
-        parcel.used = round_up(parcel.used, GRAIN_NBYTES)
+        if not parcel.tier.alone:
+            parcel.used = round_up(parcel.used, GRAIN_NBYTES)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(ParcelState.OFFLOADING)
         self.quota.window(parcel.tier).flights.append(parcel)
@@ -143,14 +143,13 @@ class Traffic:
     def strand(self, parcel: Parcel, error: ActstoreError | None) -> None:
         """Keep on the device a parcel that its tier has lost. `error` is None after an interrupt."""
         self.quota.leave(parcel)
+        for berth in parcel.berths:
+            self.ledger.release([berth.account, parcel.held_nbytes(berth), 0])
         self.free_slot(parcel)
         parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
-        for berth in parcel.berths:
-            berth.account.note = Note(f"{parcel.tier.name} failed", kept=True)
-        if error is not None and not isinstance(
-            error, StateError
-        ):  # a StateError: the tier was closed, or this is a fork of the process that was to write
+        parcel.note_failure(error)
+        if error is not None and not isinstance(error, StateError):  # the tier was closed, or this is a fork
             self.troubles.append(error)
 
     def fetch(self, parcel: Parcel) -> None:
@@ -325,7 +324,8 @@ class Traffic:
         if not parcel.run.berths:
             self.quota.runs.discard(parcel.run)
         on_device = parcel.buffer is not None
-        self.ledger.release([berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device)])
+        held = berth.nbytes * on_device + parcel.held_nbytes(berth)
+        self.ledger.release([berth.account, held, berth.nbytes * (not on_device)])
         if parcel.berths:
             return
         state = parcel.state
