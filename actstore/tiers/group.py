@@ -13,8 +13,9 @@ No two ranks need to do anything in the same order, or at the same time:
    is furthest behind finds all of these posted, and goes on;
 4. a slice is removed when all ranks have freed the payload: each adds 1 to a number beside it, and the last one removes
    it. Where a rank has gone on to another step without the payload, no rank has let it go, and each removes its own;
-5. a rank that has died ends each call to it at once, and one that hangs within `wait_s`, by an error with its number.
-   No slice is of use then, and each rank removes its own as it frees them.
+5. a rank that has died ends each call to it at once, and one that does not post a payload ends its check within
+   `wait_s`, by an error with the number of the rank. No slice is of use then, and each rank removes its own as it frees
+   them. A process that the system has stopped, with its native threads, is not noticed.
 """
 
 from __future__ import annotations
@@ -178,9 +179,8 @@ class GroupTier(Tier):
         if closed or self._pid != os.getpid():
             return
         self._posts.give(partial(self._tell_step, CLOSED))
-        self._posts.end()
-        self._reads.end()
-        self._checks.end()
+        for thread in (self._posts, self._reads, self._checks):
+            thread.end(self._peers.wait_s)
         for replica in list(self._replicas.values()):
             replica.freed = True
             self._frees.give(partial(self._release, replica))
@@ -188,7 +188,7 @@ class GroupTier(Tier):
         while self._replicas and monotonic() < until:
             sleep(MAX_POLL_INTERVAL_S)
             self._frees.give(self._sweep)
-        self._frees.end()
+        self._frees.end(self._peers.wait_s)
         for peers in (self._freeing, self._reading, self._checking, self._peers):
             peers.close()
 
@@ -355,10 +355,10 @@ class CallThread:
         self._thread.start()
         finalize(self, calls.put, None)
 
-    def end(self) -> None:
-        """Make the calls that were given, and end the thread."""
+    def end(self, wait_s: float) -> None:
+        """End the thread after the calls that were given; wait for that at most `wait_s` seconds."""
         self.give(None)
-        self._thread.join()
+        self._thread.join(wait_s)
 
 
 def _run(calls: SimpleQueue[Any]) -> None:

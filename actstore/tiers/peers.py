@@ -91,7 +91,7 @@ class Peers:
 
         Raises
         ------
-        TransferError : the rank no longer answers, or does not serve the value within `wait_s`
+        TransferError : the rank no longer answers, or serves no such value within `wait_s`
         """
         found: bytes = self._ask(rank, "get", name)
         return found
@@ -118,7 +118,9 @@ class Peers:
             raise self._gone(rank, error) from error
 
     def _gone(self, rank: int, error: Exception) -> TransferError:
-        why = f"did not answer in {self.wait_s} s" if isinstance(error, dist.DistStoreError) else "no longer answers"
+        why = (
+            f"has served no slice in {self.wait_s} s" if isinstance(error, dist.DistStoreError) else "no longer answers"
+        )
         self.lost.setdefault(
             rank, f"rank {rank} {why}, and its slices are gone. Look for the error of rank {rank}: it has ended first."
         )

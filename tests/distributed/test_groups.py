@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
+from tests.distributed.groups import loses_a_rank
 from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
-JOBS = ["group_is_exact", "group_holds_a_slice", "other_tensors_are_refused"]
+JOBS = ["group_is_exact", "group_holds_a_slice", "other_tensors_are_refused", "ranks_read_in_their_own_order"]
 
 
 def check(world: int, folder: Path, timeout_s: float) -> None:
@@ -28,3 +32,24 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     check(4, tmp_path, 240)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    ranks = mp.spawn(loses_a_rank, (str(tmp_path),), nprocs=2, join=False)
+    first, second = ranks.processes
+    try:
+        while not all((tmp_path / f"landed.{rank}").exists() for rank in range(2)):
+            assert first.is_alive()
+            assert second.is_alive()
+            sleep(0.01)
+        second.kill()
+        second.join(60)
+        (tmp_path / "killed").touch()
+        first.join(60)
+        assert first.exitcode == 0
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.join()
+    assert re.match(r"1 \[\] .*: rank 1 no longer answers", (tmp_path / "raised").read_text())
