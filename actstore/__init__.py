@@ -21,7 +21,7 @@ from actstore.session.entries import tag
 from actstore.session.observers import SampleErrors, Verify
 from actstore.session.planning import make_plan
 from actstore.session.report import Report
-from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.trace import Trace
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Derive",
     "Disk",
     "Encode",
+    "Group",
     "Host",
     "Keep",
     "Offload",

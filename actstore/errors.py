@@ -54,6 +54,10 @@ class TransferError(ActstoreError, OSError):
     """A failed move of bytes to or from a tier."""
 
 
+class ReplicaError(ActstoreError, ValueError):
+    """Tensors that must be equal on all ranks of a group, and differ."""
+
+
 class KernelError(ActstoreError, RuntimeError):
     """A failure of a compiled kernel."""
 

@@ -29,7 +29,7 @@ MODEL_LABEL = "(model and loss)"  # the unit of tensors that the model itself an
 
 
 @dataclass(frozen=True)
-class Group:
+class UnitGroup:
     """Units of one name pattern with the same decision; `first` is the index of the first of them."""
 
     first: int
@@ -43,12 +43,12 @@ class Group:
         return sum(float(getattr(row, name)) for row in self.rows)
 
 
-def groups_of(plan: PlanValues) -> list[Group]:
+def groups_of(plan: PlanValues) -> list[UnitGroup]:
     """Return the units of a plan in groups, ordered by the first unit of each."""
-    found: dict[tuple[str, str | None], Group] = {}
+    found: dict[tuple[str, str | None], UnitGroup] = {}
     for place, row in enumerate(plan.rows):
         key = row.decision, pattern_of(row.unit) if row.unit else None
-        found.setdefault(key, Group(place, [])).rows.append(row)
+        found.setdefault(key, UnitGroup(place, [])).rows.append(row)
     return list(found.values())
 
 
@@ -103,7 +103,7 @@ def _headline(plan: PlanValues) -> Iterator[str]:
         yield from wrapped(f"Measured: {plan.measured.step:.1f} ms a step ({off}), peak {peak}.")
 
 
-def _table(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+def _table(groups: Sequence[UnitGroup]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = [("unit", "saved", "held", "moved", "adds ms", "waits ms", "decision")]
     for group in groups:
         sizes = (format_nbytes(group.total(name)) for name in ("saved", "held", "moved"))
@@ -112,7 +112,7 @@ def _table(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     return cells
 
 
-def _reasons(plan: PlanValues, study: Study, groups: Sequence[Group]) -> Iterator[str]:
+def _reasons(plan: PlanValues, study: Study, groups: Sequence[UnitGroup]) -> Iterator[str]:
     """Yield the reason for the decision of each notable group: the alternatives of one unit, the rest as planned."""
     for group in groups:
         if group.total("saved") < NOTABLE_SHARE * plan.profile.saved:

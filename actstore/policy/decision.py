@@ -12,7 +12,7 @@ from actstore.codecs.base import Codec
 from actstore.errors import ChainError
 from actstore.policy.options import codec_text
 
-TIERS = ("device", "host", "disk")  # each is larger and slower than the one before
+TIERS = ("device", "group", "host", "disk")  # each is larger and slower than the one before
 
 
 @dataclass(frozen=True)

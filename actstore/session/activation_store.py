@@ -41,7 +41,7 @@ from actstore.session.retry import call_inside
 from actstore.session.state import StoreState
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
 
@@ -65,8 +65,8 @@ class ActivationStore(StoreFigures):
         function ``(Site, Spec) -> Decision``; or `Auto`, `Bits` (as text, ``"auto(20GiB)"``), or a Plan from "auto".
         In text and Rules ``@blocks``, ``@attention``, ``@mlp`` and ``@norm`` stand for these parts of the model,
         whatever their names, and ``@blocks[::2]`` for some of them
-    tiers : options of the tiers, `Host`, `Disk` and `PluginTier`, and of the bytes on their way there, `Window`. A
-        tier that a policy names needs no options
+    tiers : options of the tiers, `Group`, `Host`, `Disk` and `PluginTier`, and of the bytes on their way, `Window`. A
+        tier that a policy names needs no options, but for `group`
     observe : `SampleErrors`, which is on by default, `Trace` and `Verify`
     min_bytes : smaller tensors are kept as they are; 0 keeps none for its size
     strict : whether a full tier is an error; by default, a tensor that does not fit is kept
@@ -99,7 +99,7 @@ class ActivationStore(StoreFigures):
         model: Module | None = None,
         policy: str | Rules | Decision | Policy | Auto | Bits | Plan = "keep",
         *,
-        tiers: Iterable[Host | Disk | PluginTier | Window] = (),
+        tiers: Iterable[Group | Host | Disk | PluginTier | Window] = (),
         observe: Iterable[SampleErrors | Trace | Verify] = (),
         min_bytes: int | str = MIN_NBYTES,
         strict: bool = False,

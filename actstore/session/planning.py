@@ -23,7 +23,7 @@ from actstore.session.activation_store import MIN_NBYTES, ActivationStore
 from actstore.session.controllers import wish_of
 from actstore.session.entries import is_active
 from actstore.session.former import refuse
-from actstore.tiers import Disk, Host, PluginTier, Window
+from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 
 MEASURED_STEPS = 4  # of one plan that are enough
@@ -35,7 +35,7 @@ def make_plan(
     step: Callable[..., Any],
     budget: Auto | int | str,
     *,
-    tiers: Iterable[Host | Disk | PluginTier | Window] = (),
+    tiers: Iterable[Group | Host | Disk | PluginTier | Window] = (),
     min_bytes: int | str = MIN_NBYTES,
     stateful: Iterable[Any] = (),
     **unknown: Any,
@@ -81,7 +81,7 @@ def make_plan(
             return _settled(store, run)
 
 
-def replan(profile: Profile, policy: Auto, tiers: Iterable[Host | Disk | PluginTier | Window] = ()) -> Plan:
+def replan(profile: Profile, policy: Auto, tiers: Iterable[Group | Host | Disk | PluginTier | Window] = ()) -> Plan:
     """Plan for another budget from an earlier measurement, without running a step.
 
     Parameters

@@ -95,6 +95,7 @@ class LatePayloads:
             last = Finalizer(room.engine.drop, room)
             try:
                 place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
+                room.memory[used:].zero_()  # some tiers compare all bytes
             except BaseException:
                 room.engine.cancel(room)
                 raise

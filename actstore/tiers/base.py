@@ -52,15 +52,21 @@ class Slot:
 class Tier(ABC):
     """A place where payloads wait. Thread-safe; `free` is safe in finalizers.
 
-    `on_device` says whether its bytes lie in the memory of the compute device, and so count as held there.
+    `on_device` says whether its bytes lie in the memory of the compute device, and so count as held there. `alone` says
+    whether each payload is written by itself, to the byte: no other payload beside it, and no bytes after its end.
     """
 
     name: ClassVar[str]
     on_device: bool = False
+    alone: bool = False
 
     def room(self, nbytes: int) -> int:
         """Return the bytes that a slot of `nbytes` takes; a budget counts these."""
         return nbytes
+
+    def held_nbytes(self, nbytes: int) -> int:
+        """Return the bytes of a payload of `nbytes` that the tier itself has in the memory of the compute device."""
+        return 0
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:

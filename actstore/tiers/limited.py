@@ -19,6 +19,7 @@ class Limited(Tier):
         self.tier = tier
         self.name = tier.name  # type: ignore[misc]  # a wrapper has the name of the tier that it wraps
         self.on_device = tier.on_device
+        self.alone = tier.alone
         self.budget_nbytes = budget_nbytes
         self._used_nbytes = 0
         self._lock = Lock()
@@ -26,6 +27,9 @@ class Limited(Tier):
 
     def room(self, nbytes: int) -> int:
         return self.tier.room(nbytes)
+
+    def held_nbytes(self, nbytes: int) -> int:
+        return self.tier.held_nbytes(nbytes)
 
     def reserve(self, nbytes: int) -> Slot | None:
         taken = self.tier.room(nbytes)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch.distributed as dist
+
 from actstore.base import extensions
 from actstore.base.units import parse_budget, parse_nbytes
 from actstore.devices import Device
@@ -14,6 +16,7 @@ from actstore.errors import ActstoreError, ConfigError
 from actstore.tiers.base import Tier
 from actstore.tiers.device import DeviceTier
 from actstore.tiers.disk import DiskTier
+from actstore.tiers.group import GroupTier
 from actstore.tiers.host import HostMemoryTier, HostTier
 from actstore.tiers.limited import Limited
 
@@ -110,6 +113,62 @@ class Disk:
         ConfigError : the folder is missing or cannot be written, or `gpu_direct` cannot work here
         """
         return _limited(DiskTier(self.path, device, gpu_direct=self.gpu_direct), self.budget_nbytes)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The memory of all ranks of a process group, for tensors that are equal on all of them.
+
+    Each rank keeps one slice of a tensor, and backward reads the rest from the other ranks. Before a rank lets the rest
+    go, it compares fingerprints with all ranks: a tensor that differs stays whole, and is a ReplicaError.
+
+    Parameters
+    ----------
+    group : the process group, or a device mesh of one dimension. All of its ranks make the store, with the same policy,
+        budget and window, and enter it equally often
+    budget : limit of the bytes of slices, as of `Host`
+    wait_s : the most seconds to wait for another rank, above 0
+
+    Raises
+    ------
+    ConfigError : the budget does not parse, `wait_s` is not above 0, or this process is outside of `group`
+    """
+
+    name: ClassVar[str] = "group"
+    group: Any
+    budget: int | str | None = None
+    wait_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _ = self.budget_nbytes
+        if not 0 < self.wait_s < float("inf"):
+            raise ConfigError(f"Group(wait_s={self.wait_s!r}): must be seconds above 0. Use 600 for ten minutes.")
+        group = self._process_group
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"Group(group={self.group!r}): must be a process group that this rank is in, or a mesh of one "
+                "dimension. Call init_process_group first, and give torch.distributed.group.WORLD or what new_group "
+                "returns."
+            )
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Limit of the bytes that wait there, of this process; None for no limit."""
+        return _budget_nbytes(self.budget, "Group(budget)")
+
+    @property
+    def _process_group(self) -> Any:
+        """The process group, also where a mesh was given."""
+        return self.group.get_group() if hasattr(self.group, "get_group") else self.group
+
+    def open(self, device: Device) -> Tier:
+        """Open the tier for payloads of `device`, together with the other ranks.
+
+        Raises
+        ------
+        ConfigError : another rank has not opened it within `wait_s`
+        """
+        return _limited(GroupTier(self._process_group, self.wait_s, on_host=device.on_host), self.budget_nbytes)
 
 
 @dataclass(frozen=True, init=False)
@@ -213,7 +272,7 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
     ------
     ConfigError : an item of another type, or a tier that is given twice
     """
-    if isinstance(given, str | Host | Disk | PluginTier | Window) or not isinstance(given, Iterable):
+    if isinstance(given, str | Group | Host | Disk | PluginTier | Window) or not isinstance(given, Iterable):
         raise ConfigError(f'tiers={given!r}: must be a list of tiers. Write tiers=[Host("64GiB"), Disk("/scratch")].')
     tiers: dict[str, TierOptions] = {}
     windows = []
@@ -221,14 +280,23 @@ def read_tiers(given: Any) -> tuple[dict[str, TierOptions], Window]:
         if isinstance(each, Window):
             windows.append(each)
             continue
-        if not isinstance(each, Host | Disk | PluginTier):
-            raise ConfigError(f"tiers: unknown {each!r}. Give Host(...), Disk(...), PluginTier(...) or Window(...).")
+        if not isinstance(each, Group | Host | Disk | PluginTier):
+            raise ConfigError(
+                f"tiers: unknown {each!r}. Give Group(...), Host(...), Disk(...), PluginTier(...) or Window(...)."
+            )
         if each.name in tiers:
             raise ConfigError(f"tiers: {each.name!r} is given twice. Leave one of them out.", tier=each.name)
         tiers[each.name] = each
     if len(windows) > 1:
         raise ConfigError("tiers: Window is given twice. Leave one of them out.")
-    return tiers, windows[0] if windows else Window()
+    window = windows[0] if windows else Window()
+    if "group" in tiers and window.when_full != "wait":
+        raise ConfigError(
+            f"Window(when_full={window.when_full!r}): must be 'wait' beside Group(...), because all ranks store the "
+            "same tensors. Leave when_full out.",
+            when_full=window.when_full,
+        )
+    return tiers, window
 
 
 def open_tier(name: str, device: Device, options: Mapping[str, TierOptions]) -> Tier:
@@ -240,6 +308,8 @@ def open_tier(name: str, device: Device, options: Mapping[str, TierOptions]) -> 
     """
     if name == "device":
         return DeviceTier(device)
+    if name == "group" and name not in options:
+        raise ConfigError("the tier 'group' needs its process group. Give tiers=[Group(dist.group.WORLD)].", tier=name)
     defaults: dict[str, TierOptions] = {"host": Host(), "disk": Disk()}
     return (options.get(name) or defaults.get(name) or PluginTier(name)).open(device)
 

@@ -109,8 +109,9 @@ class Engine:
         When the window or the limit of all that is held is full, the compute stream waits for the oldest copy; the host
         waits only where a host thread does the copy. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
-        size = round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
-        stream, small, parcel, berth = self._device.current(), size < SMALL_NBYTES, None, None
+        size = nbytes if tier.alone else round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
+        small = size < SMALL_NBYTES and not tier.alone
+        stream, parcel, berth = self._device.current(), None, None
         if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
         try:
@@ -124,7 +125,7 @@ class Engine:
                     oldest = None
                     if parcel is None:
                         run.recall(id(account))
-                        capacity = round_up(max(size, self._together(run) if small else 0), GRAIN_NBYTES)
+                        capacity = round_up(max(size, self._together(run) if small else 1), GRAIN_NBYTES)
                         if not self._traffic.quota.may_leave(run, tier, capacity):
                             oldest = self._traffic.oldest([self._traffic.quota.window(tier)])
                     if parcel is None and oldest is None:

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from actstore.base.ledger import Account, Booking
+from actstore.base.note import Note
 from actstore.base.ticket import Ticket
-from actstore.errors import StateError
+from actstore.errors import ActstoreError, ReplicaError, StateError
 from actstore.tiers import Slot
 from actstore.transfer.buffers import Buffer
 from actstore.transfer.loan import Loan
@@ -108,6 +109,17 @@ class Parcel:
     def wanted(self) -> bool:
         """Return whether backward is expected to ask for it next, or has begun to read it."""
         return any(berth.reads or self.run.expects(berth.serial) for berth in self.unread)
+
+    def held_nbytes(self, berth: Berth) -> int:
+        """Return the bytes of a payload that its tier has in the memory of the compute device."""
+        return 0 if self.slot is None else self.tier.held_nbytes(berth.nbytes)
+
+    def note_failure(self, error: ActstoreError | None) -> None:
+        """Note at the sites of the payloads that their tier has lost them, and at an error between ranks the site."""
+        for berth in self.berths:
+            berth.account.note = Note(f"{self.tier.name} failed", kept=True)
+            if isinstance(error, ReplicaError):
+                error.add_context(str(berth.account.site))
 
     def shares(self) -> list[tuple[Account, int]]:
         """Return the account and the size of each payload."""

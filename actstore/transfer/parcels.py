@@ -154,5 +154,6 @@ class Parcels:
         """Record where payloads are: on the device, or elsewhere. In both places, they count as on the device."""
         for berth in parcel.berths:
             account, held, away = berth.booking
-            held, away = berth.nbytes * here - held, berth.nbytes * (not here) - away
+            held = berth.nbytes * here + parcel.held_nbytes(berth) - held
+            away = berth.nbytes * (not here) - away
             self.ledger.add(account, 0, 0, held, away, has_room=True, booking=berth.booking)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from actstore.base.ledger import Account
-from actstore.base.note import Note
 from actstore.base.ticket import DONE
 from actstore.base.units import round_up
-from actstore.errors import ActstoreError, StateError, TransferError
+from actstore.errors import ActstoreError, ReplicaError, StateError, TransferError
 from actstore.tiers import Tier
 from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import TransferRun
@@ -63,7 +62,8 @@ class Traffic(Parcels):
             parcel.berths.add(berth)
             parcel.unread.add(berth)
             run.berths[berth.serial] = berth
-            self.ledger.add(account, 0, 0, nbytes, has_room=True, booking=berth.booking)
+            held = nbytes + parcel.held_nbytes(berth)
+            self.ledger.add(account, 0, 0, held, has_room=True, booking=berth.booking)
         except BaseException:  # an interrupt
             parcel.filling -= 1
             self.forget(berth)
@@ -81,7 +81,8 @@ class Traffic(Parcels):
         slot, buffer = parcel.slot, parcel.buffer
         assert slot is not None
         assert buffer is not None
-        parcel.used = round_up(parcel.used, GRAIN_NBYTES)
+        if not parcel.tier.alone:
+            parcel.used = round_up(parcel.used, GRAIN_NBYTES)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(ParcelState.OFFLOADING)
         try:
@@ -127,13 +128,11 @@ class Traffic(Parcels):
         """Keep on the device a parcel that its tier has lost. `error` is None after an interrupt."""
         self.quota.leave(parcel)
         self.free_slot(parcel)
+        self.book(parcel, here=True)
         parcel.turn(ParcelState.READY)
         self.quota.weigh(parcel)
-        for berth in parcel.berths:
-            berth.account.note = Note(f"{parcel.tier.name} failed", kept=True)
-        if error is not None and not isinstance(
-            error, StateError
-        ):  # a StateError: the tier was closed, or this is a fork of the process that was to write
+        parcel.note_failure(error)
+        if error is not None and not isinstance(error, StateError):  # the tier was closed, or this is a fork
             self.troubles.append(error)
 
     def fetch(self, parcel: Parcel) -> None:
@@ -291,15 +290,16 @@ class Traffic(Parcels):
                 self.quota.lookahead.in_time()
 
     def tell(self) -> None:
-        """Warn about failed writes. The engine calls it without its lock, because a warning may raise."""
+        """Warn about failed writes, and raise a ReplicaError. The engine calls it without its lock, because of that."""
         while self.troubles:
             error = self.troubles.popleft()
+            if isinstance(error, ReplicaError):
+                raise error
             if not self.told:
                 self.told = True
                 warnings.warn(
                     f"activations could not leave the device: {str(error).rstrip('.')}. They stay there, and gradients "
-                    "are right, but memory is not saved. Give Disk(path) a folder on a disk that works, or leave the "
-                    "tier out.",
+                    "are right, but memory is not saved. Leave the tier out, or give Disk(path) a disk that works.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

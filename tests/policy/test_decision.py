@@ -72,7 +72,7 @@ def test_one_tier_may_be_given_alone():
         (lambda: Encode(Int8), "Encode takes a codec, not its class. Call it: Int8()."),
         (lambda: Offload(Raw, "host"), "Offload takes a codec, not its class. Call it: Raw()."),
         (lambda: Offload(Raw(), ()), "Offload needs a tier. Give 'host', 'disk' or both: ('host', 'disk')."),
-        (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier. The tiers are device, host, disk."),
+        (lambda: Offload(Raw(), "cpu"), "'cpu' is not a tier. The tiers are device, group, host, disk."),
         (
             lambda: Offload(Raw(), ("disk", "host")),
             "the ladder 'disk > host' goes up. Each tier holds what the one before refuses: 'host > disk'.",

@@ -4,11 +4,12 @@ import mmap
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
 from actstore.testing.tiers import check_tier, load, pattern, store
-from actstore.tiers import DeviceTier, DiskTier, HostMemoryTier, HostTier, Limited
+from actstore.tiers import DeviceTier, DiskTier, GroupTier, HostMemoryTier, HostTier, Limited
 from tests.devices.late import LateDevice
 from tests.tiers.wrappers import Faulty, Slow, Wrapper
 
@@ -28,6 +29,15 @@ def test_a_budget(disk_folder):
     check_tier(Limited(DeviceTier(CPU), 2**21))
     check_tier(Limited(DiskTier(disk_folder, CPU), 2**21))
     check_tier(Limited(HostTier(LateDevice()), 2**21))
+
+
+def test_a_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check_tier(GroupTier(dist.group.WORLD, 10.0, on_host=True))
+        check_tier(Limited(GroupTier(dist.group.WORLD, 10.0, on_host=True), 2**21))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_slow_work(disk_folder):

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from actstore import Disk, Host, PluginTier, Window
+from actstore import Disk, Group, Host, PluginTier, Window
 from actstore.base import extensions
 from actstore.errors import ConfigError
-from actstore.tiers import Cpu, DiskTier, HostMemoryTier, Limited
+from actstore.tiers import Cpu, DiskTier, GroupTier, HostMemoryTier, Limited
 from actstore.tiers.options import open_tier, read_tiers
 
 CPU = Cpu(torch.device("cpu"))
@@ -66,3 +68,35 @@ def test_values_are_values():
     assert repr(PluginTier("shelf", rows=8)) == "PluginTier(name='shelf', budget=None, arguments={'rows': 8})"
     assert read_tiers([]) == ({}, Window())
     assert read_tiers([Window("1MiB")])[1].limit_nbytes == 2**20
+
+
+def test_a_group_is_checked():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here = Group(dist.group.WORLD)
+        with pytest.raises(ConfigError, match="must be 'wait' beside Group"):
+            read_tiers([here, Window(when_full="keep")])
+        with pytest.raises(ConfigError, match=r"Group\(wait_s=0\): must be seconds above 0"):
+            Group(dist.group.WORLD, wait_s=0)
+        with pytest.raises(ConfigError, match=r"Group\(budget\)"):
+            Group(dist.group.WORLD, "much")
+        with pytest.raises(ConfigError, match="must be a process group that this rank is in"):
+            Group(None)
+        mesh = init_device_mesh("cpu", (1,))
+        assert isinstance(opened("group", Group(mesh)), GroupTier)
+        limited = opened("group", Group(mesh, 4096))
+        assert limited.budget_nbytes == 4096
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="the tier 'group' needs its process group"):
+        opened("group")
+
+
+def test_a_group_whose_other_rank_makes_no_store_is_an_error(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+        with pytest.raises(ConfigError, match="rank 1 has made no store in this time"):
+            opened("group", Group(dist.group.WORLD, wait_s=0.05))
+    finally:
+        dist.destroy_process_group()

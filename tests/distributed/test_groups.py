@@ -1,0 +1,55 @@
+"""Ranks that store equal tensors once: the same gradients, one slice each, and nothing is left."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.distributed.groups import loses_a_rank
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
+
+JOBS = ["group_is_exact", "group_holds_a_slice", "other_tensors_are_refused", "ranks_read_in_their_own_order"]
+
+
+def check(world: int, folder: Path, timeout_s: float) -> None:
+    names = [f"tests.distributed.groups:{name}" for name in JOBS]
+    outcome = launch(world, names, folder, timeout_s)
+    failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    check(2, tmp_path, 120)
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    check(4, tmp_path, 240)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    ranks = mp.spawn(loses_a_rank, (str(tmp_path),), nprocs=2, join=False)
+    first, second = ranks.processes
+    try:
+        while not all((tmp_path / f"landed.{rank}").exists() for rank in range(2)):
+            assert first.is_alive()
+            assert second.is_alive()
+            sleep(0.01)
+        second.kill()
+        second.join(60)
+        (tmp_path / "killed").touch()
+        first.join(60)
+        assert first.exitcode == 0
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.join()
+    assert re.match(r"1 \[\] .*: rank 1 no longer answers", (tmp_path / "raised").read_text())
