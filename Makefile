@@ -33,9 +33,10 @@ bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Ten
 	@mkdir -p build
 	$(BIN)/actstore bench codecs --json build/codecs.json --plot build/codecs.png $(ARGS)
 
-# Worker processes share the cores: threads that wait for work sleep, and do not spin.
+# Worker processes share the cores: threads that wait for work sleep, and do not spin. Each begins with its own part of the
+# folders, so that few kernels are compiled twice.
 test: $(STAMP)  ## run the tests
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models, every dtype of every codec
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)

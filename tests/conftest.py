@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection look at modules and tests again: the benchmark's rows collect eight times each."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Let `gc.collect` look at what the tests of a module make, and not at what thousands before them have left."""
     gc.collect()
     gc.freeze()
 
@@ -54,13 +55,6 @@ def nothing_entered() -> Iterator[None]:
         left.append(hooks[0])
         _pop_saved_tensors_default_hooks()
     assert not left, f"saved-tensor hooks were left entered: {left}"
-
-
-@pytest.fixture
-def frozen_heap() -> None:
-    """`gc.collect` looks at what the test makes, and not at what thousands of tests before it have left."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -204,7 +204,8 @@ class AgreedController:
         """Return the report of the steps since the last one."""
         values = {"samples": self._samples, "peak": self._peak, "saved": self._saved}
         self._forget()
-        return {**values, "writers": sorted(self.profiler.writers)}
+        bound = sorted(self.profiler.separability.bound)
+        return {**values, "writers": sorted(self.profiler.writers), "bound": bound}
 
     def _start_again(self) -> None:
         """Measure again from the first step on, as the model's modules have changed on all ranks."""

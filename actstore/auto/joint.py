@@ -30,7 +30,7 @@ class JointPlanner:
     """Planner of ranks that run the same model.
 
     A report of a rank has "samples" (a dict of `Sample` by step), "peak" and "saved" (bytes of its largest step), and
-    "writers" (as in `Profiler`).
+    "writers" (as in `Profiler`) and "bound" (as in `Separability`).
 
     Parameters
     ----------
@@ -111,6 +111,7 @@ class JointPlanner:
         """Add the steps that all ranks have measured, and return them."""
         for report in reports:
             self._profiler.writers.update(report["writers"])
+            self._profiler.separability.bound.update(report["bound"])
         steps = [step for step in reports[0]["samples"] if all(step in report["samples"] for report in reports)]
         samples = [slowest_sample([sample_of(report["samples"][step]) for report in reports]) for step in steps]
         for sample in samples:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
+from actstore.auto.exceptions import DERIVE
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
@@ -34,7 +35,6 @@ from actstore.store.tierset import TierSet
 
 SAMPLES_PER_DECISION = 3  # on each kind of unit
 LOSSY = "int4(round=dither)"
-DERIVE = "derive"
 MAX_MEASURED_STEPS = 40  # before the first plan
 SAME_SIZE_SHARE = 0.95  # of the largest step's bytes: the figures of steps that save less are scaled up
 
@@ -353,11 +353,9 @@ class Probes:
     def _candidates(self, shape: Shape, figures: dict[str, UnitFigures], *, on_host: bool) -> list[str]:
         """Return the decisions to try on a unit."""
         wish = self._wish
-        tiers = [tier for tier, budget in (("host", wish.host), ("disk", wish.disk)) if budget != 0]
-        if on_host:
-            tiers = [tier for tier in tiers if tier != "host"]
+        tiers = [tier for tier, grant in (("host", 0 if on_host else wish.host), ("disk", wish.disk)) if grant != 0]
         codecs = ["expack", *(["int8", LOSSY] if wish.max_noise else [])]
-        found = [KEEP]
+        found, late = [KEEP], list[str]()
         if not shape.named:
             return found
         if self._recomputable(shape):
@@ -367,13 +365,16 @@ class Probes:
             found += [f"recompute(raw @ {tier})" for tier in tiers]
             keep = figures.get(KEEP)
             if keep is not None:
-                found += [
-                    f"{name} : recompute"
+                parts = {
+                    name: of_part
                     for name, part in shape.parts.items()
                     if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
                     if of_part.saved > MIN_PART_SHARE * keep.total("saved")
-                ]
-        return [*found, DERIVE, *codecs, *(f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))]
+                }
+                found += [f"{name} : recompute" for name in parts]
+                late += self._profiler.separability.exceptions(shape.name, parts, figures, tiers, lossy=len(codecs) > 1)
+        moved = (f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))
+        return [*found, DERIVE, *codecs, *moved, *late]
 
 
 def _telling(weak: ref[Probes]) -> Any:

@@ -17,6 +17,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from actstore.accuracy import Total, measure
+from actstore.auto.exceptions import Separability
 from actstore.auto.timing import BACKWARD, FORWARD, Moments
 from actstore.autograd.compiled import NamedCall
 from actstore.base.ledger import Account, Ledger
@@ -65,10 +66,12 @@ class Profiler:
     Attributes
     ----------
     writers : names of units and parts that change their inputs in place: they cannot be recomputed
+    separability : which parts can be excepted from a recomputation
     """
 
     def __init__(self, model: Module, ledger: Ledger) -> None:
         self.writers = set[str]()
+        self.separability = Separability()
         self._model = model
         self._ledger = ledger
         self._hooks: list[Any] = []
@@ -84,6 +87,7 @@ class Profiler:
             if shape.name:
                 timed |= {shape.name: shape.module, **shape.inner}
         self._modules = {name: outer.get(module, module) for name, module in timed.items()}
+        self._parts = {name for shape in self.shapes if shape.recomputable for name in shape.inner}
         self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *shape.inner)}
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
@@ -98,6 +102,8 @@ class Profiler:
             if call is None:
                 self._hooks.append(module.register_forward_pre_hook(enter))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
+                if name in self._parts:
+                    self._hooks.extend(self.separability.watch(name, module))
             elif isinstance(call, NamedCall):  # hooks of the module itself would recompile it in each step
                 self._hooks.append(call.watch(enter, leave))
 

@@ -9,9 +9,11 @@ bits. A call without a name counts as one that decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from sys import _getframe
+from threading import local
 from types import CodeType, FrameType
 from typing import Any
 
@@ -120,6 +122,23 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
 }  # fmt: skip
 
 
+class _Purpose(local):
+    recomputes = False  # whether a recomputation goes on from the tensors that are saved now
+
+
+_thread = _Purpose()
+
+
+@contextmanager
+def in_recomputation() -> Iterator[None]:
+    """Save tensors that a recomputation goes on from: its operators may decide by their signs."""
+    _thread.recomputes = True
+    try:
+        yield
+    finally:
+        _thread.recomputes = False
+
+
 def caller() -> FrameType | None:
     """Find the innermost frame outside of this package."""
     frame: FrameType | None = _getframe(1)
@@ -139,6 +158,8 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
     kept = codec.keeping_signs
     if kept is codec:  # lossless, or its options say it
         return codec, ""
+    if _thread.recomputes:
+        return kept, "recomputation decides by its sign" + ("" if kept else f", which {codec.name} loses")
     reader, need = _reader(tensor)
     if isinstance(need, Side):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"

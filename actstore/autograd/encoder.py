@@ -57,6 +57,7 @@ class Encoder:
         self._forward = forward
         self._tracker = tracker
         self._storages = tracker.storages
+        tracker.home = store, forward
         self._empty: dict[torch.dtype, Tensor] = {}
 
     def encode(

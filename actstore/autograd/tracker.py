@@ -202,7 +202,7 @@ class Tracker:
     """The running modules of one thread under one entry of a store."""
 
     __slots__ = (
-        "ended", "frame", "hidden", "places", "remember", "returned", "stack", "storages",
+        "ended", "frame", "hidden", "home", "places", "remember", "returned", "stack", "storages",
     )  # fmt: skip
 
     def __init__(
@@ -214,6 +214,7 @@ class Tracker:
         exact: str = "",
         ended: Callable[[Any], None] | None = None,
     ) -> None:
+        self.home: Any = None  # the store, and the pass that its payloads belong to
         self.places = places
         self.storages = Storages()
         self.remember = remember  # takes the handles of freed storages whose payloads are still needed

@@ -221,7 +221,7 @@ class Ledger:
     ) -> None:
         """Add bytes to an account, with room made for them unless they have it; a figure is negative where bytes leave.
 
-        A `booking` is marked with the held bytes. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
+        A `booking` is marked with the bytes. An interrupt (Ctrl-C) comes after a call: all is booked, or nothing.
         """
         if held > 0 and self._held + held > self.budget.limit and not has_room:
             self.budget.make_room(held)
@@ -239,7 +239,8 @@ class Ledger:
             if now > self.peak:
                 self.peak = now
             if booking is not None:
-                booking[1] = held
+                booking[1] += held
+                booking[2] += away
 
     @property
     def transient(self) -> Transient | None:
@@ -304,12 +305,14 @@ class Ledger:
             self.compiled[node] = total = self.compiled.get(node, 0) + nbytes
         self.touch_peak(account, total, "compiled")
 
-    def occupy(self, tier: str, nbytes: int) -> None:
-        """Add reserved bytes to a tier; negative bytes were given back."""
+    def occupy(self, tier: str, nbytes: int, mark: list[int]) -> None:
+        """Add reserved bytes to a tier, and to a `mark` of one element; negative bytes were given back."""
         with self._lock:
             medium = self.media.setdefault(tier, [0, 0])
-            medium[0] += nbytes
-            medium[1] = max(medium)
+            medium[0] += nbytes  # an interrupt comes after a call: all lines, or none
+            mark[0] += nbytes
+            if medium[0] > medium[1]:
+                medium[1] = medium[0]
 
     def time(self, account: Account, kind: str, ns: int) -> None:
         """Add the time of an "offload", a "fetch", a "stall" or a stall for "room" to an account."""

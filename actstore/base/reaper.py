@@ -54,6 +54,11 @@ class Reaper(Generic[T]):
                 self._lock.release()
 
     def drain_locked(self) -> None:
-        """Handle the queued items; the caller owns the lock."""
+        """Handle the queued items; the caller owns the lock. What an interrupt (Ctrl-C) ends is done again."""
         while self.queue:
-            self._handle(self.queue.popleft())
+            try:
+                self._handle(self.queue[0])
+            except Exception:
+                self.queue.popleft()
+                raise
+            self.queue.popleft()

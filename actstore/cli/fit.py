@@ -22,6 +22,9 @@ def fit(
     memory: Annotated[
         str | None, typer.Option(help="Memory of the device, such as 24GiB: which batch and context fit?")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Predict times, too: for cpu, or a GPU such as h100-sxm, by its data sheet.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Argument of make_step.")] = None,
     context: Annotated[int | None, typer.Option(help="Argument of make_step.")] = None,
     policy: Annotated[
@@ -41,7 +44,13 @@ def fit(
     with users_code(script, "the memory was known"):
         make_step = find_maker(script, arguments or [])
         found = fit_step(
-            make_step, policy or POLICIES, memory=memory, make_optimizer=make_optimizer, min_bytes=min_bytes, **sizes
+            make_step,
+            policy or POLICIES,
+            memory=memory,
+            device=device,
+            make_optimizer=make_optimizer,
+            min_bytes=min_bytes,
+            **sizes,
         )
     typer.echo(str(found))
     if json is not None:

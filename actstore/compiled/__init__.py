@@ -1,1 +1,1 @@
-"""Codecs and recomputation inside the graphs of `torch.compile`."""
+"""Codecs, tiers and recomputation inside the graphs of `torch.compile`."""

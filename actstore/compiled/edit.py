@@ -31,7 +31,8 @@ from actstore.compiled.graph import (
 )  # fmt: skip
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, splice, trace
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, TOKEN, SavedRow, Table
+from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
 from actstore.compiled.treatment import BITS, Treatment, Treatments
 
 
@@ -78,7 +79,7 @@ class Editor:
         self._num_outputs = num_outputs
         self._decompositions = decompositions
         self._originals = set(forward.graph.nodes)
-        self._payloads: dict[tuple[Node, Codec], GraphPayload] = {}
+        self._payloads: dict[tuple[Node, Codec, tuple[str, ...]], GraphPayload] = {}
         self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
 
     def apply(self, treatments: Treatments, rules: GraphRules) -> Table:
@@ -92,12 +93,18 @@ class Editor:
         self._backward.eliminate_dead_code()  # of what the masks are computed from
         for treatment in treatments.of:
             rows += self._save(treatment, rows)
+        for payload in self._payloads.values():
+            count_readers(zip(payload.sections, payload.reads, strict=True))
+        fetch_early(self._backward)
         self._set_outputs([*returned, *(row.node for row in rows), *rest])
         for module in self._modules:
             module.graph.eliminate_dead_code()
             module.graph.lint()
             module.recompile()
-        return _table([row for row in rows if not row.node.meta.get(NO_CHECK)], rules)
+        checked = [row for row in rows if not row.node.meta.get(NO_CHECK)]
+        table = _table(checked, rules)
+        name_puts(zip((row.node for row in checked), table, strict=True))
+        return table
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
@@ -115,10 +122,11 @@ class Editor:
         views = views_between(root, node) if root.op == "call_function" else None
         if views is None or graph_codec(treatment.codec, root.meta["val"])[0] is None:
             root, views = node, []
-        found = self._payloads.get((root, treatment.codec))
+        key = root, treatment.codec, treatment.tiers
+        found = self._payloads.get(key)
         made: list[NodeRow] = []
         if found is None:
-            found = self._payloads[root, treatment.codec] = self._encode(root, treatment.codec, read)
+            found = self._payloads[key] = self._encode(root, treatment.codec, treatment.tiers, read)
             made = [NodeRow(section, treatment) for section in found.sections]
             static = all(isinstance(size, int) for size in root.meta["val"].shape)
             made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
@@ -133,13 +141,13 @@ class Editor:
             node.replace_all_uses_with(add_placeholder(self._backward, f"{node.name}_mask", mask, first))
             self._backward.erase_node(node)
             return [NodeRow(mask, owner)]
-        found = self._encode(mask, BITS, first)
+        found = self._encode(mask, BITS, owner.tiers, first)
         self._decode(found, node, [])
         return [NodeRow(section, owner) for section in found.sections]
 
-    def _encode(self, source: Node, codec: Codec, before: Node) -> GraphPayload:
+    def _encode(self, source: Node, codec: Codec, tiers: tuple[str, ...], before: Node) -> GraphPayload:
         """Encode a node of the forward graph; the backward graph gets placeholders before the node `before`."""
-        form, encoding, decoding = self._trace(codec, source.meta["val"])
+        form, encoding, decoding = self._trace(codec, tiers, source.meta["val"])
         sections = splice(self._forward, encoding, [source], self._after_uses(source))
         reads = [
             add_placeholder(self._backward, f"{source.name}_payload_{number}", section, before)
@@ -147,14 +155,17 @@ class Editor:
         ]
         return GraphPayload(form, sections, reads, decoding)
 
-    def _trace(self, codec: Codec, value: Tensor) -> tuple[GraphCodec, GraphModule, GraphModule]:
+    def _trace(
+        self, codec: Codec, tiers: tuple[str, ...], value: Tensor
+    ) -> tuple[GraphCodec, GraphModule, GraphModule]:
         """Return the form of a codec for a tensor, and its traced functions; those of one shape are traced once."""
         static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        key = (codec, tuple(value.shape), value.stride(), value.dtype, value.device) if static else None
+        key = (codec, tiers, tuple(value.shape), value.stride(), value.dtype, value.device) if static else None
         if key is not None and key in self._traces:
             return self._traces[key]
-        form, reason = graph_codec(codec, value)
-        assert form is not None, reason
+        inner, reason = graph_codec(codec, value)
+        assert inner is not None, reason
+        form = TierGraph(inner, tiers, value.device) if tiers else inner
         # functions, because the tracer takes the self of a method for an argument
         encoding = trace(lambda tensor: form.encode(tensor), [value], self._decompositions)  # noqa: PLW0108
         values = [node.meta["val"] for node in tree_leaves(encoding.graph.output_node().args[0])]
@@ -246,7 +257,7 @@ def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
         else:
             index = indices[id(treatment)] = counts[treatment.name]
             counts[treatment.name] += 1
-        kind = KEPT if row.node is treatment.saved.node else PAYLOAD
+        kind = KEPT if row.node is treatment.saved.node else TOKEN if is_token(row.node) else PAYLOAD
         name, where = rules.relative(treatment.name), treatment.where
         table.append(
             SavedRow(kind, name, index, where, treatment.note, treatment.exact, row.saved, row.per_byte)

@@ -16,8 +16,8 @@ from actstore.autograd.tracker import SMALL_INDEX, Tracker, current
 from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.note import Note
-from actstore.base.spec import Site
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SavedRow, Table, running_table
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, TOKEN, SavedRow, Table, running_table
+from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
 _HOOKS = "actstore."
@@ -38,7 +38,7 @@ def accounted(call: Callable[..., Any], prefix: str, table: Callable[[], Table |
         if tracker is None or not torch.is_grad_enabled() or not _is_a_stores(outer):
             return call(*args)
         _, unpack = _top_saved_tensors_default_hooks(False)
-        with saved_tensors_hooks(_Packing(tracker, outer, prefix, table).pack, unpack):
+        with Puts(tracker, prefix), saved_tensors_hooks(_Packing(tracker, outer, prefix, table).pack, unpack):
             return call(*args)
 
     return run
@@ -80,9 +80,12 @@ class _Packing:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in tracker.storages.parameters:
             return tensor.detach(), tensor._version, tracker.frame
-        name = ".".join(filter(None, (self._prefix, row.name)))
-        account = ledger.account(Site(name, row.number))
+        account = ledger.account(site_of(self._prefix, row.name, row.number))
         account.decision, account.exact = row.where, row.exact
+        if row.kind == TOKEN:  # its payload has been booked where it waits, with a note where no tier has room
+            account.count += row.saved != 0
+            saved = row.per_byte * nbytes_of_token(tensor) if row.saved < 0 else row.saved
+            return Kept(tensor, account, ledger.hold(account, saved, 0, 0))
         account.note = Note(row.note, kept=row.number != SMALL_INDEX)
         if row.kind == PAYLOAD:
             account.count += row.saved != 0

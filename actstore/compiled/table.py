@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from actstore.base.operators import APPLY_CODE
 
-INPUT, KEPT, PAYLOAD = "input", "kept", "payload"
+INPUT, KEPT, PAYLOAD, TOKEN = "input", "kept", "payload", "token"
 _ATTRIBUTE = "_actstore_table"
 
 
@@ -16,7 +16,7 @@ class SavedRow(NamedTuple):
 
     Attributes
     ----------
-    kind : an input of the region, a tensor that is kept, or a section of a payload
+    kind : an input of the region, a tensor that is kept, a section of a payload, or the token of one in a tier
     name, number : its site; the name is relative to the compiled module
     where : the decision, as policy text
     note : why the graph did not follow the decision; empty where it did

@@ -12,11 +12,11 @@ from torch.fx import GraphModule, Node
 
 from actstore.base.note import SMALL
 from actstore.base.spec import Spec
-from actstore.codecs import Bit1, Codec
+from actstore.codecs import Bit1, Codec, Raw
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
 from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
-from actstore.compiled.formats.choose import KEPT_AS_IS, graph_codec, why_unavailable
+from actstore.compiled.formats.choose import graph_codec, why_unavailable
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, outputs_of, root_of
 from actstore.compiled.names import NodeNames
@@ -29,7 +29,6 @@ BITS = Bit1()
 OUTSIDE = "saved outside of the model: part of the loss"
 OUTPUT = "an output of the compiled region, which its caller may hold"
 SHARED = "its memory belongs to a tensor that is kept"
-NO_TIERS = "compiled graphs have no tiers"
 
 
 @dataclass
@@ -43,6 +42,7 @@ class Treatment:
     where : the decision, as policy text
     note, exact : why the decision is not followed, as in a report
     codec : of a payload
+    tiers : where the payload waits; none for the compute device
     protected : whether a lossy codec skips what must stay exact
     """
 
@@ -53,6 +53,7 @@ class Treatment:
     note: str = ""
     exact: bool = False
     codec: Codec | None = None
+    tiers: tuple[str, ...] = ()
     protected: bool = True
 
     def keep(self, reason: str, *, exact: bool = False) -> None:
@@ -147,24 +148,23 @@ def _first(
         return treatment
     elif root in returned:
         treatment.keep(OUTPUT)
-    elif isinstance(waits, Offload):
-        treatment.keep(NO_TIERS)
     else:
         _choose(treatment, waits, outside=name is None)
     indices[treatment.name] += 1
     return treatment
 
 
-def _choose(treatment: Treatment, waits: Encode, *, outside: bool) -> None:
-    """Choose the codec of the policy, or why it cannot be."""
+def _choose(treatment: Treatment, waits: Encode | Offload, *, outside: bool) -> None:
+    """Choose the codec and the tiers of the policy, or why they cannot be."""
     value, codec = treatment.saved.value, waits.codec
+    tiers = waits.tiers if isinstance(waits, Offload) else ()
     if value.dtype is torch.bool:
         codec = BITS
-    reason = why_unavailable(codec)
-    if reason:
+    if reason := why_unavailable(codec):
         treatment.keep(reason)
-        if reason == KEPT_AS_IS:
-            treatment.note = ""
+        return
+    if isinstance(codec, Raw) and not tiers:
+        treatment.keep("")  # a graph holds the tensor itself
         return
     if not codec.accepts(value.dtype):
         treatment.keep(f"{codec.name} does not take {str(value.dtype).removeprefix('torch.')}", exact=True)
@@ -176,7 +176,7 @@ def _choose(treatment: Treatment, waits: Encode, *, outside: bool) -> None:
     if form is None or any(name_of(user) == "as_strided" for user in treatment.saved.read.users):
         treatment.keep(reason or "backward reads it by its place in memory")
         return
-    treatment.kind, treatment.codec, treatment.protected = PAYLOAD, codec, waits.protected
+    treatment.kind, treatment.codec, treatment.tiers, treatment.protected = PAYLOAD, codec, tiers, waits.protected
 
 
 def _protect(treatment: Treatment, differentiated: Set[Node] | None, tangents: Set[Node]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, by_part, recomputes
+from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, by_part, excepted_part, recomputes
 from actstore.plan.recurrent import recurrent_options
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 
@@ -69,7 +69,11 @@ def text_of(decisions: Mapping[str, str]) -> str:
 
 def rules_of(unit: str, decision: str) -> list[str]:
     """Return the rules of a unit's decision. A decision is text with names relative to the unit."""
-    return [f"{unit}.{part} : {what}" if part else f"{unit} : {what}" for part, what in by_part(decision)]
+    return [f"{_pattern(unit, part)} : {what}" for part, what in by_part(decision)]
+
+
+def _pattern(unit: str, part: str) -> str:
+    return f"{unit}/{part}" if part.startswith("@") else f"{unit}.{part}" if part else unit
 
 
 def _options(
@@ -85,6 +89,12 @@ def _options(
     of_parts: dict[str, list[_Change]] = {}
     for decision, f in figures.items():
         if decision == KEEP or (f.error and not max_noise):
+            continue
+        if excepted := excepted_part(decision):
+            change = _Change(unit, decision, f, keep, None)
+            change.error = _noise(unit, excepted, f)
+            if change.error < inf:
+                yield change.option(unit, keep, profile)
             continue
         part, colon, what = decision.rpartition(":")
         change = _Change(unit, what.strip(), f, keep, None)

@@ -36,6 +36,17 @@ def recomputes(decision: str) -> bool:
     return any(what.startswith("recompute") for _, what in by_part(decision))
 
 
+def except_from_recompute(part: str, wait: str) -> str:
+    """Return the decision that recomputes a unit, except for one part: a child, or the operators "@matmul"."""
+    return f"{part} : {wait}; recompute"
+
+
+def excepted_part(decision: str) -> str:
+    """Return the part that a decision excepts from the recomputation of its unit; empty where it excepts none."""
+    (first, _), *others = by_part(decision)
+    return first if others == [("", "recompute")] else ""
+
+
 @dataclass(frozen=True)
 class UnitBytes:
     """Bytes of one part of a unit.

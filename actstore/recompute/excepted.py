@@ -213,11 +213,8 @@ class ExceptedCall:
 
     def ended(self, packs: int, *, replays: bool) -> None:
         """Note that the region has run, and has saved so many tensors."""
-        assert self._output is not None
         if packs == self._packs and not replays:
             self._output = None  # recomputations end before it
-        else:
-            self._output.ended()
 
     def again(self, leaves: list[Any], run: LaterRun) -> Any:
         """Return the output for a later run of the region."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from actstore.autograd.handles import Kept
 from actstore.base.layout import layout_of, storage_view
 from actstore.base.storage import storages_of, without_memory
 from actstore.errors import StateError
@@ -26,40 +26,31 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and offset fro
 
 
 class OutputPayload:
-    """A tensor of an output, or the memory under several.
+    """A tensor of an output, or the memory under several."""
 
-    Attributes
-    ----------
-    written : whether the region writes to it in place, and so needs a copy
-    """
-
-    __slots__ = ("_handle", "_layout", "_requires_grad", "_witnesses", "written")
+    __slots__ = ("_handle", "_layout", "_requires_grad")
 
     def __init__(self, tensor: Tensor, leaves: Sequence[Tensor], pack: Callable[[Tensor], Any]) -> None:
         self._handle = pack(tensor)
         self._layout = tensor.shape, tensor.stride() if is_plain(tensor) else None
         self._requires_grad = any(leaf.requires_grad for leaf in leaves)
-        self._witnesses = [(witness_of(leaf), leaf._version) for leaf in leaves]
-        self.written = False
-
-    def ended(self) -> None:
-        """Note that the region has run."""
-        self.written = any(witness._version != version for witness, version in self._witnesses)
-        self._witnesses.clear()
 
     def read(self, run: LaterRun) -> Tensor:
-        """Return the tensor for a later run."""
+        """Return the tensor for a later run, in memory of its own.
+
+        The region may write to it, also where no version tells: through ``.data``, `unsafe_chunk`, another library.
+        """
         tensor: Tensor = run.parts.unpack(self._handle)
-        if isinstance(self._handle, Kept):
-            run.booked.update(storage._cdata for storage in storages_of(tensor))
         tensor = tensor.detach()
         shape, stride = self._layout
         if self._requires_grad:
             tensor.requires_grad_()
-        if stride is not None and (self.written or tensor.stride() != stride):
-            tensor = tensor.new_empty_strided(shape, stride).copy_(tensor)
-        elif self.written:
+        if stride is None:
             tensor = tensor.clone()
+        elif _overlaps(shape, stride):  # no operator writes to it in place
+            tensor = own_copy(tensor).requires_grad_(self._requires_grad)
+        else:
+            tensor = tensor.new_empty_strided(shape, stride).copy_(tensor)
         run.fixed.update(storage._cdata for storage in storages_of(tensor))
         return tensor
 
@@ -143,11 +134,6 @@ class PartOutput:
         for i, leaf in zip(positions, leaves, strict=True):
             self._leaves[i] = OutputLeaf(number, -1, _view(leaf, start), leaf.requires_grad)
 
-    def ended(self) -> None:
-        """Note that the region has run."""
-        for payload in self._payloads:
-            payload.ended()
-
     def again(self, arguments: Sequence[Any], run: LaterRun) -> Any:
         """Return the output for a later run, whose part was given these arguments."""
         payloads = [payload.read(run) for payload in self._payloads]
@@ -173,6 +159,14 @@ def is_plain(value: Any) -> bool:
     return not (value.is_nested or value.is_inference() or value.is_meta or value.is_conj() or value.is_neg())
 
 
+def can_wait(output: Any) -> bool:
+    """Return whether an output can be given to a later run: tensors and plain values, in a tree of these."""
+    return all(
+        isinstance(leaf, _CONSTANTS) or (isinstance(leaf, Tensor) and not leaf.is_inference())
+        for leaf in tree_flatten(output)[0]
+    )
+
+
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, or without the gaps where they are large."""
     layout = layout_of(tensor.shape, tensor.stride())
@@ -180,6 +174,12 @@ def own_copy(tensor: Tensor) -> Tensor:
         start = int(tensor.storage_offset())
         return storage_view(tensor, start, layout.span).clone().as_strided(tensor.shape, tensor.stride())
     return tensor.detach().clone()
+
+
+def _overlaps(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Return whether several elements may share memory."""
+    compact = layout_of(shape, stride).compact
+    return compact is None or prod(compact[0]) < shape.numel()
 
 
 def _check(part: str, leaf: Any) -> None:

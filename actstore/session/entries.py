@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
+from actstore.autograd import caches
 from actstore.autograd import tracker as modules
 from actstore.autograd.hooks import Scope
 from actstore.autograd.unpack import unpack
@@ -56,6 +57,8 @@ class StoreEntry:
         tracker = self.scope.tracker
         self.undos.append(partial(modules.stop, tracker, modules.current()))
         modules.start(tracker)
+        self.undos.append(partial(caches.stop, caches.current()))
+        caches.start(self.scope)
         self.undos.append(self._deactivate)
         entries().append(self)
         saved_tensors_hooks(self.pack, unpack).__enter__()

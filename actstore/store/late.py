@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,7 +17,7 @@ from actstore.kernels.base import ALIGN, LENGTH_NBYTES
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import TierSet
 from actstore.tiers import Slot
-from actstore.transfer import Cell, Cells
+from actstore.transfer import Berth, Cell, Cells
 
 
 class LatePayloads:
@@ -89,8 +90,18 @@ class LatePayloads:
     def _move(self, entry: Payload, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass) -> bool:
         """Move the `used` bytes of a stage to the first tier that has room. Returns False where no tier has."""
         place, account, nbytes = self._place, entry.account, min(_roomy(used), stage.nbytes)
-        room = place.find(tiers, nbytes, account, forward.runs)
-        if isinstance(room, Slot):
+        room: Any = place.find(tiers, nbytes, account, forward.runs)
+        if room.__class__ is Berth:  # no call, after which an interrupt (Ctrl-C) would lose the berth
+            last = Finalizer(room.engine.drop, room)
+            try:
+                place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
+            except BaseException:
+                room.engine.cancel(room)
+                raise
+            entry.last = last
+            room.engine.depart(room)
+            self._ledger.add(account, 0, used, 0)
+        elif room is not None:
             try:
                 room.written = place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
             except BaseException:
@@ -98,15 +109,6 @@ class LatePayloads:
                 raise
             entry.last = None
             entry.last = self._ledger.hold(account, 0, used, room.nbytes)
-        elif room is not None:
-            try:
-                place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
-            except BaseException:
-                room.engine.cancel(room)
-                raise
-            entry.last = Finalizer(room.engine.drop, room)
-            room.engine.depart(room)
-            self._ledger.add(account, 0, used, 0)
         else:
             return False
         entry.room = room

@@ -352,15 +352,8 @@ class Store:
     def _put_in_tier(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> bool:
         """Encode into a slot of the device, or into a berth for another tier. Returns False when none has room."""
         account, bound = entry.account, entry.bound
-        room = route.place.find(route.tiers, bound.nbytes, account, forward.runs)
-        if isinstance(room, Slot):
-            try:
-                bound.encode(src, room.memory, entry.key)
-            except BaseException:
-                room.tier.free(room)
-                raise
-            entry.last = self.ledger.hold(account, saved, bound.nbytes, room.nbytes)
-        elif room is not None:
+        room: Any = route.place.find(route.tiers, bound.nbytes, account, forward.runs)
+        if room.__class__ is Berth:  # no call, after which an interrupt (Ctrl-C) would lose the berth
             entry.last = Finalizer(room.engine.drop, room)
             try:
                 bound.encode(src, room.memory, entry.key)
@@ -369,6 +362,13 @@ class Store:
                 raise
             room.engine.depart(room)
             self.ledger.add(account, saved, bound.nbytes, 0)
+        elif room is not None:
+            try:
+                bound.encode(src, room.memory, entry.key)
+            except BaseException:
+                room.tier.free(room)
+                raise
+            entry.last = self.ledger.hold(account, saved, bound.nbytes, room.nbytes)
         else:
             self._refuse(bound.nbytes, route.tiers)
             return False

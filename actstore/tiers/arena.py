@@ -30,12 +30,14 @@ class Range:
     ----------
     memory : 1-d uint8 of exactly the requested length, at a multiple of 64 bytes
     after : operations that may still use the memory; the owner orders its first operation after them
+    freed : whether it was given back
     """
 
-    __slots__ = ("after", "memory", "segment", "size", "start")
+    __slots__ = ("after", "freed", "memory", "segment", "size", "start")
 
     def __init__(self, memory: torch.Tensor, after: Sequence[Ticket], segment: Segment, start: int, size: int) -> None:
         self.memory = memory
+        self.freed = False
         self.after = after
         self.segment = segment
         self.start = start
@@ -95,7 +97,8 @@ class Arena:
                 raise StateError("this memory was returned when its store was closed. Make a new ActivationStore.")
             self._back.drain_locked()
             while self._limbo and _all_ready(self._limbo[0][1]):
-                self._land(*self._limbo.popleft())
+                self._land(*self._limbo[0])
+                self._limbo.popleft()
             found = self._fit(size) or self._fit_early(size) or self._fit_grown(size)
             if found is None:
                 return None
@@ -107,7 +110,10 @@ class Arena:
 
     def free(self, taken: Range, after: Iterable[Ticket] = ()) -> None:
         """Take a range back, which operations may still use until all of `after` are complete."""
-        self._back.put((taken, list(after)))
+        item = taken, list(after)
+        if not taken.freed:
+            taken.freed = True  # an interrupt comes after a call: both lines, or neither
+            self._back.put(item)
         if self._closed:
             self._back.try_drain()
 
@@ -146,9 +152,10 @@ class Arena:
             return None
         found = self._fit(size) if self._settle() else None
         while found is None and self._limbo:
-            taken, tickets = self._limbo.popleft()
+            taken, tickets = self._limbo[0]
             taken.segment.expect(taken.start, taken.size, tickets)
             self._land(taken, tickets)
+            self._limbo.popleft()
             found = self._fit(size)
         return found
 
@@ -193,29 +200,28 @@ class Arena:
 
     def _receive(self, item: tuple[Range, list[Ticket]]) -> None:
         taken, tickets = item
-        self._used_nbytes -= taken.size
-        if self._closed:
-            return
         tickets = [ticket for ticket in tickets if not ticket.ready()]
-        if tickets:
-            self._limbo.append((taken, tickets))
-        else:
+        if tickets and not self._closed:
+            self._limbo += ((taken, tickets),)  # no call: an interrupt (Ctrl-C) would come after it, and before the end
+        elif not self._closed:
             self._land(taken, tickets)
+        self._used_nbytes -= taken.size
 
     def _settle(self) -> bool:
         """Free the ranges whose operations are complete. Return whether any was."""
-        before = len(self._limbo)
-        for _ in range(before):
-            taken, tickets = self._limbo.popleft()
+        i, before = 0, len(self._limbo)
+        while i < len(self._limbo):
+            taken, tickets = self._limbo[i]
             if _all_ready(tickets):
                 self._land(taken, tickets)
+                del self._limbo[i]
             else:
-                self._limbo.append((taken, tickets))
-        return len(self._limbo) < before
+                i += 1
+        return i < before
 
     def _land(self, taken: Range, tickets: list[Ticket]) -> None:
-        self._busy_nbytes -= taken.size
         taken.segment.give(taken.start, taken.size)
+        self._busy_nbytes -= taken.size
 
 
 def room(nbytes: int) -> int:

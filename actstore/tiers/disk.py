@@ -70,20 +70,18 @@ class DiskTier(Tier):
             return 0 if self._open is None else self._open.settle()
 
     def reserve(self, nbytes: int) -> Slot | None:
-        size = self.room(nbytes)
-        with self._lock:
-            here = self._here_locked()
-            self._back.drain_locked()
-            here.settle()
-            start = here.extents.take(size)
-            found = False
-            try:
-                found = here.file.reserve(here.extents.end)
-            finally:
-                if not found:
-                    here.extents.give(start, size)
-            here.high_nbytes = max(here.high_nbytes, here.extents.end)
-            return Slot(nbytes, place=FileSlot(here.file, start, size)) if found else None
+        size, slot = self.room(nbytes), None
+        try:
+            with self._lock:
+                here = self._here_locked()
+                self._back.drain_locked()
+                here.settle()
+                slot = here.reserve(nbytes, size)
+                return slot
+        except BaseException:  # an interrupt (Ctrl-C) as the lock is given back
+            if slot is not None:
+                self.free(slot)
+            raise
 
     def write(self, slot: Slot, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         place: FileSlot = slot.place
@@ -117,8 +115,9 @@ class DiskTier(Tier):
         return JobTicket(jobs, copies)
 
     def free(self, slot: Slot) -> None:
-        slot.place.dropped = True
-        self._back.put(slot)
+        if not slot.place.dropped:
+            slot.place.dropped = True  # an interrupt comes after a call: both lines, or neither
+            self._back.put(slot)
 
     def trim(self) -> None:
         with self._lock:
@@ -163,7 +162,7 @@ class DiskTier(Tier):
 
     def _receive(self, slot: Slot) -> None:
         if self._open is not None and slot.place.file is self._open.file:  # else closed, or the parent's
-            self._open.freed.append(slot.place)
+            self._open.freed += [slot.place]  # no call, after which an interrupt would make it twice
 
 
 class _Open:
@@ -178,15 +177,30 @@ class _Open:
         self.writers = device.workers(WORKERS, "actstore-disk-write")
         self.readers = device.workers(WORKERS, "actstore-disk-read")
 
+    def reserve(self, nbytes: int, size: int) -> Slot | None:
+        """Reserve a range of `size` bytes for a slot; None where the file system has no room."""
+        start = self.extents.take(size)
+        slot = None
+        try:
+            if self.file.reserve(self.extents.end):
+                slot = Slot(nbytes, place=FileSlot(self.file, start, size))
+        finally:
+            if slot is None:
+                self.extents.give(start, size)
+        if self.extents.end > self.high_nbytes:
+            self.high_nbytes = self.extents.end
+        return slot
+
     def settle(self) -> int:
         """Free the ranges on which no job runs any more. Return the end of the last range in use."""
-        busy = []
-        for place in self.freed:
+        i = 0
+        while i < len(self.freed):
+            place = self.freed[i]
             if all(job.done() for job in place.jobs) and not place.active:
                 self.extents.give(place.start, place.size)
+                del self.freed[i]  # an interrupt comes after a call, and so not before this
             else:
-                busy.append(place)
-        self.freed = busy
+                i += 1
         return self.extents.end
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 
 
 class Extents:
@@ -34,14 +34,15 @@ class Extents:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Free a range that `take` returned."""
+        """Free a range that `take` returned. An interrupt (Ctrl-C) comes after a call: all is freed, or nothing."""
         i = bisect_left(self._free, (start, 0))
-        if i < len(self._free) and start + nbytes == self._free[i][0]:
-            nbytes += self._free.pop(i)[1]
-        if i and sum(self._free[i - 1]) == start:
-            start, size = self._free.pop(i - 1)
+        before, behind = self._free[:i], self._free[i:]
+        if behind and start + nbytes == behind[0][0]:
+            nbytes += behind.pop(0)[1]
+        if before and sum(before[-1]) == start:
+            start, size = before.pop()
             nbytes += size
         if start + nbytes == self.end:
-            self.end = start
+            self._free, self.end = before, start
         else:
-            insort(self._free, (start, nbytes))
+            self._free = [*before, (start, nbytes), *behind]

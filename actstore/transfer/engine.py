@@ -13,8 +13,6 @@ The engine touches a user's tensor only on the stream that was current when auto
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from contextlib import suppress
 from threading import Lock
 
@@ -74,7 +72,6 @@ class Engine:
         self.drop = self._dropped.put  # the last reader of a payload died: one call in C, for finalizers
         self._returned = Reaper[Loan[Parcel]](self._lock, traffic.take_back)
         self._lessons = Lessons()
-        self._told = False
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -102,7 +99,7 @@ class Engine:
                 oldest = None if self._traffic.shed(nbytes) else self._traffic.oldest(windows)
                 shares = [] if oldest is None else oldest.shares()
             if oldest is None:
-                self._tell()
+                self._traffic.tell()
                 return
             self._wait_for(oldest, shares)
 
@@ -112,36 +109,46 @@ class Engine:
         When the window or the limit of all that is held is full, the compute stream waits for the oldest copy; the host
         waits only where a host thread does the copy. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
-        stream = self._device.current()
         size = round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
-        small = size < SMALL_NBYTES
+        stream, small, parcel, berth = self._device.current(), size < SMALL_NBYTES, None, None
         if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
-        while True:
-            with self._lock:
-                self._tidy()
-                parcel = self._traffic.open.get((run, tier, stream)) if small else None
-                if parcel is not None:
-                    if parcel.used + size <= parcel.capacity:
-                        return self._traffic.assign(self, parcel, size, nbytes, account)
-                    self._traffic.seal(parcel)
-                run.recall(id(account))
-                capacity = round_up(max(size, self._together(run) if small else 0), GRAIN_NBYTES)
-                quota = self._traffic.quota
-                may_leave = quota.may_leave(run, tier, capacity)
-                oldest = None if may_leave else self._traffic.oldest([quota.window(tier)])
-                if oldest is None:
-                    parcel = self._traffic.load(run, tier, stream, capacity, account)
-                    if parcel is None and small:  # no room for a shared parcel: reserve for this payload alone
-                        parcel = self._traffic.load(run, tier, stream, round_up(size, GRAIN_NBYTES), account)
+        try:
+            while True:
+                with self._lock:
+                    self._tidy()
+                    parcel = self._traffic.open.get((run, tier, stream)) if small else None
+                    if parcel is not None and parcel.used + size > parcel.capacity:
+                        self._traffic.seal(parcel)
+                        parcel = None
+                    oldest = None
                     if parcel is None:
-                        return None
-                    if small:
-                        self._traffic.open[run, tier, stream] = parcel
-                    else:
-                        parcel.closed = parcel.alone = True
-                    return self._traffic.assign(self, parcel, size, nbytes, account)
-            self._wait_for(oldest, [(account, nbytes)])
+                        run.recall(id(account))
+                        capacity = round_up(max(size, self._together(run) if small else 0), GRAIN_NBYTES)
+                        if not self._traffic.quota.may_leave(run, tier, capacity):
+                            oldest = self._traffic.oldest([self._traffic.quota.window(tier)])
+                    if parcel is None and oldest is None:
+                        parcel = self._traffic.load(run, tier, stream, capacity, account)
+                        if parcel is None and small:  # no room for a shared parcel: reserve for this payload alone
+                            parcel = self._traffic.load(run, tier, stream, round_up(size, GRAIN_NBYTES), account)
+                        if parcel is None:
+                            return None
+                        if small:
+                            self._traffic.open[run, tier, stream] = parcel
+                        else:
+                            parcel.closed = parcel.alone = True
+                    if oldest is None:
+                        assert parcel is not None
+                        berth = self._traffic.assign(self, parcel, size, nbytes, account)
+                        return berth
+                self._wait_for(oldest, [(account, nbytes)])
+        except BaseException:  # an interrupt (Ctrl-C), also as the lock is given back
+            if berth is not None:
+                self.cancel(berth)
+            with self._lock:
+                if parcel is not None:
+                    self._traffic.drop_empty(parcel)
+            raise
 
     def _together(self, run: TransferRun[Berth]) -> int:
         """Return the size in bytes of a parcel that several payloads of `run` share.
@@ -247,7 +254,7 @@ class Engine:
                 self._traffic.release(parcel, 1)
                 raise
         try:
-            self._tell()
+            self._traffic.tell()
             stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
         except BaseException as error:
             with self._lock:
@@ -307,11 +314,14 @@ class Engine:
 
     # -- any time -----------------------------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Free device memory whose bytes have arrived in a tier, without waiting."""
+    def poll(self, begun: TransferRun[Berth] | None = None) -> None:
+        """Free memory whose bytes have arrived in a tier, without waiting. Fetch ahead for a run that `begun` is."""
         with self._lock:
             self._tidy()
-        self._tell()
+            if begun is not None:
+                begun.foresee()
+                self._traffic.look_ahead(begun)
+        self._traffic.tell()
 
     def resize(self, window_nbytes: int) -> None:
         """Set the bound on bytes that are on their way to one tier, and on bytes fetched ahead."""
@@ -355,18 +365,15 @@ class Engine:
         """Wait until host threads have done with buffers, and return all memory. All berths were dropped before."""
         with self._lock:
             self._tidy()
-            leaving, self._traffic.leaving = self._traffic.leaving, deque()
-            for ticket, buffer, after in leaving:
+            for ticket, _, _ in self._traffic.leaving:
                 with suppress(ActstoreError):  # the payloads are dropped: a failed write loses nothing
                     ticket.result()
-                self._traffic.buffers.give(buffer, after)
+            self._traffic.tidy()
             self._traffic.buffers.close()
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _wait_for(self, parcel: Parcel, shares: list[tuple[Account, int]]) -> None:
         """Make the compute stream wait until a parcel has left, and book the wait to `shares`."""
-        self._tell()
+        self._traffic.tell()
         motion, stall = parcel.motion, None
         assert motion is not None
         with suppress(ActstoreError):  # `land` handles failed writes
@@ -382,17 +389,3 @@ class Engine:
         self._dropped.drain_locked()
         self._returned.drain_locked()
         self._traffic.tidy()
-
-    def _tell(self) -> None:
-        """Warn about failed writes. Called without the lock, because a warning may raise."""
-        while self._traffic.troubles:
-            error = self._traffic.troubles.popleft()
-            if not self._told:
-                self._told = True
-                warnings.warn(
-                    f"activations could not leave the device: {str(error).rstrip('.')}. They stay there, and gradients "
-                    "are right, but memory is not saved. Give Disk(path) a folder on a disk that works, or leave the "
-                    "tier out.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )

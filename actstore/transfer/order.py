@@ -111,6 +111,11 @@ class TransferRun(Generic[B]):
             self._position = rank + 1
             self._ahead = max(self._ahead, self._position)
 
+    def foresee(self) -> None:
+        """Predict the order, where backward has not asked for a payload yet."""
+        if not self._expected:
+            self._expect()
+
     def expects(self, serial: int) -> bool:
         """Return whether `upcoming` has passed the payload and backward has not asked for it yet."""
         return serial not in self._asked and self._position <= self._ranks.get(serial, -1) < self._ahead

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from actstore.base.ledger import Account
+from actstore.base.ledger import Account, Booking
 from actstore.base.ticket import Ticket
 from actstore.errors import StateError
 from actstore.tiers import Slot
@@ -60,14 +60,16 @@ class Parcel:
     fetched : whether `arrival` is a copy from the tier, not the encoding on `home`
     filling : payloads whose encoding is not queued yet
     users : threads that decode from `buffer` now
-    waiting_nbytes, ahead_nbytes : its bytes as the quota counts them now
+    waiting_nbytes, ahead_nbytes, leaving_nbytes : its bytes as the quota counts them now
+    occupied : its bytes as the books of the tier count them now, in a list
     reads : the decodings that may still run on `buffer`
     unread : berths with fewer reads than readers
     """
 
     __slots__ = (
         "ahead_nbytes", "alone", "arrival", "berths", "buffer", "capacity", "closed", "fetched", "filling", "home",
-        "loan", "motion", "reads", "run", "slot", "state", "tier", "unread", "used", "users", "waiting_nbytes",
+        "leaving_nbytes", "loan", "motion", "occupied", "reads", "run", "slot", "state", "tier", "unread", "used",
+        "users", "waiting_nbytes",
     )  # fmt: skip
 
     def __init__(self, buffer: Buffer, slot: Slot, home: Any, run: TransferRun[Berth]) -> None:
@@ -90,7 +92,8 @@ class Parcel:
         self.closed = False
         self.alone = False
         self.fetched = False
-        self.waiting_nbytes = self.ahead_nbytes = 0
+        self.waiting_nbytes = self.ahead_nbytes = self.leaving_nbytes = 0
+        self.occupied = [0]
 
     def gone(self) -> bool:
         """Return whether all its payloads are dead."""
@@ -141,6 +144,8 @@ class Carrier(Protocol):
 
     def drop(self, berth: Berth) -> None: ...
 
+    def poll(self, begun: TransferRun[Berth] | None = None) -> None: ...
+
 
 class Berth:
     """The place of one payload in a parcel.
@@ -150,9 +155,12 @@ class Berth:
     serial : number of the payload in its run
     readers : number of saved tensors that it serves
     reads : number of decodings since its bytes came to the device
+    booking : its bytes on the device and elsewhere, as the books count them now
     """
 
-    __slots__ = ("__weakref__", "account", "engine", "nbytes", "parcel", "readers", "reads", "serial", "start")
+    __slots__ = (
+        "__weakref__", "account", "booking", "engine", "nbytes", "parcel", "readers", "reads", "serial", "start",
+    )  # fmt: skip
 
     def __init__(self, engine: Carrier, parcel: Parcel, start: int, nbytes: int, account: Account, serial: int) -> None:
         self.engine = engine
@@ -163,6 +171,7 @@ class Berth:
         self.serial = serial
         self.readers = 1
         self.reads = 0
+        self.booking: Booking = [account, 0, 0]
 
     @property
     def memory(self) -> torch.Tensor:

@@ -62,11 +62,10 @@ class Quota:
         return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
 
     def leave(self, parcel: Parcel) -> None:
-        """Count a parcel no longer as leaving for its tier."""
-        window = self.window(parcel.tier)
-        if parcel in window.flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
-            window.flights.remove(parcel)
-        window.nbytes -= parcel.capacity
+        """Note that a parcel is no longer on its way to its tier."""
+        flights = self.window(parcel.tier).flights
+        if parcel in flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
+            flights.remove(parcel)
 
     def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
         """Return whether `nbytes` may come back before backward asks for them.
@@ -91,10 +90,16 @@ class Quota:
         return self.nbytes + nbytes <= self.limit_nbytes(run)
 
     def weigh(self, parcel: Parcel) -> None:
-        """Count a parcel anew after a change of its state or its users."""
+        """Count a parcel anew after a change of its state or its users.
+
+        An interrupt comes after a call: all is counted, or nothing, and then the next time.
+        """
+        window = self.window(parcel.tier)
         waits = parcel.capacity if parcel.waits() else 0
+        leaves = parcel.capacity if parcel.state in (ParcelState.OPEN, ParcelState.OFFLOADING) else 0
         ahead = waits if parcel.state in (ParcelState.FETCHING, ParcelState.READY) else 0
         self.nbytes += waits - parcel.waiting_nbytes
         self.lookahead.nbytes += ahead - parcel.ahead_nbytes
         parcel.run.ahead_nbytes += ahead - parcel.ahead_nbytes
-        parcel.waiting_nbytes, parcel.ahead_nbytes = waits, ahead
+        window.nbytes += leaves - parcel.leaving_nbytes
+        parcel.waiting_nbytes, parcel.ahead_nbytes, parcel.leaving_nbytes = waits, ahead, leaves

@@ -2,78 +2,53 @@
 
 from __future__ import annotations
 
-from collections import deque
+import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 
-from actstore.base.ledger import Account, Ledger
+from actstore.base.ledger import Account
 from actstore.base.note import Note
-from actstore.base.ticket import DONE, Ticket
+from actstore.base.ticket import DONE
 from actstore.base.units import round_up
-from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError, TransferError
 from actstore.tiers import Tier
-from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.loan import Loan, lend
 from actstore.transfer.order import TransferRun
 from actstore.transfer.parcel import Berth, Carrier, Parcel, ParcelState
-from actstore.transfer.quota import Quota
-from actstore.transfer.timekeeper import Timekeeper
+from actstore.transfer.parcels import Parcels
 from actstore.transfer.window import FlightWindow
 
 GRAIN_NBYTES = 4096  # buffer sizes are multiples of it, so that a disk writes them without a copy
 
 
-class Traffic:
-    """The parcels on their way and on the device. Not thread-safe: the engine calls it under its lock.
-
-    Attributes
-    ----------
-    quota : counts and bounds of the parcels that wait on the device
-    open : the parcels that take more payloads
-    fetching : parcels on their way back, oldest first
-    ready : parcels that can be dropped from the device, the oldest first
-    leaving : buffers of dropped parcels that a host thread may still use
-    troubles : errors of failed writes, which the engine reports outside of the lock
-    """
-
-    def __init__(
-        self, device: Device, ledger: Ledger, window_nbytes: int, times: Timekeeper, *, poison: bool = False
-    ) -> None:
-        self.device = device
-        self.ledger = ledger
-        self.times = times
-        self.buffers = Buffers(device, poison=poison)
-        self.quota = Quota(ledger, window_nbytes)
-        self.open: dict[tuple[TransferRun[Berth], Tier, Any], Parcel] = {}
-        self.fetching: deque[Parcel] = deque()
-        self.ready: dict[Parcel, None] = {}
-        self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
-        self.troubles: deque[ActstoreError] = deque()
+class Traffic(Parcels):
+    """The parcels of one compute device in motion. Not thread-safe: the engine calls it under its lock."""
 
     def load(self, run: TransferRun[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """Return an empty parcel with room in `tier`, or None when the tier is full."""
         slot = tier.reserve(capacity)
         if slot is None:
             return None
-        slot.tier = tier
+        slot.tier, parcel = tier, None
         try:
             self.drop_unwanted(partial(self.quota.has_room, run, capacity))
-            buffer = self.buffers.take(capacity)
+            buffer = self.buffers.take(capacity)  # an interrupt may lose it: what it counts for goes with it
+            for ticket in buffer.after:  # 1
+                stall = self.device.wait(stream, ticket)
+                if stall is not None:
+                    self.times.expect("stall", stall, tier.name, [(account, capacity)], for_room=True)
+            parcel = Parcel(buffer, slot, stream, run)
+            self.ledger.occupy(tier.name, capacity, parcel.occupied)
+            self.quota.weigh(parcel)
         except BaseException:
-            tier.free(slot)
+            if parcel is None:
+                tier.free(slot)
+            else:
+                self.drop_empty(parcel)
             raise
-        for ticket in buffer.after:  # 1
-            stall = self.device.wait(stream, ticket)
-            if stall is not None:
-                self.times.expect("stall", stall, tier.name, [(account, capacity)], for_room=True)
-        self.quota.window(tier).nbytes += capacity
-        self.ledger.occupy(tier.name, capacity)
-        parcel = Parcel(buffer, slot, stream, run)
-        self.quota.weigh(parcel)
         return parcel
 
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
@@ -84,16 +59,21 @@ class Traffic:
         berth = Berth(engine, parcel, parcel.used, nbytes, account, serial)
         parcel.used += size
         parcel.filling += 1
-        parcel.berths.add(berth)
-        parcel.unread.add(berth)
-        run.berths[berth.serial] = berth
-        self.ledger.add(account, 0, 0, nbytes, has_room=True)
+        try:
+            parcel.berths.add(berth)
+            parcel.unread.add(berth)
+            run.berths[berth.serial] = berth
+            self.ledger.add(account, 0, 0, nbytes, has_room=True, booking=berth.booking)
+        except BaseException:  # an interrupt
+            parcel.filling -= 1
+            self.forget(berth)
+            raise
         return berth
 
     def seal(self, parcel: Parcel) -> None:
         """Close a parcel to more payloads, and dispatch it once all are encoded."""
         del self.open[parcel.run, parcel.tier, parcel.home]
-        parcel.closed = True
+        parcel.closed = True  # an interrupt comes after a call: both lines, or neither
         if not parcel.filling:
             self.dispatch(parcel)
 
@@ -104,8 +84,8 @@ class Traffic:
         parcel.used = round_up(parcel.used, GRAIN_NBYTES)
         parcel.arrival = self.device.record(parcel.home)
         parcel.turn(ParcelState.OFFLOADING)
-        self.quota.window(parcel.tier).flights.append(parcel)
         try:
+            self.quota.window(parcel.tier).flights.append(parcel)
             parcel.motion = parcel.tier.write(slot, buffer.memory[: parcel.used], (parcel.arrival,))  # 2
         except BaseException as error:
             parcel.motion = DONE
@@ -120,6 +100,9 @@ class Traffic:
         """Complete a copy out. The bytes have left the buffer, or the compute stream waits until they have."""
         motion = parcel.motion
         assert motion is not None
+        if parcel.state is not ParcelState.OFFLOADING:  # an interrupt fell between its turn and the end of its flight
+            self.quota.leave(parcel)
+            return
         if motion.ready():
             try:
                 motion.result()
@@ -127,8 +110,8 @@ class Traffic:
                 self.strand(parcel, error)
                 return
         stays = parcel.users or self.stays(parcel)
-        self.quota.leave(parcel)
         self.turn_ready(parcel)
+        self.quota.leave(parcel)
         if not stays:
             self.evict(parcel)
 
@@ -162,14 +145,15 @@ class Traffic:
         except BaseException:
             self.buffers.forget(buffer)
             raise
+        unread = set(parcel.berths)
         parcel.turn(ParcelState.FETCHING)
         parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True
-        parcel.unread = set(parcel.berths)
+        parcel.unread = unread
         for berth in parcel.berths:
             berth.reads = 0
         self.quota.weigh(parcel)
         self.fetching.append(parcel)
-        self.book_held(parcel, 1)
+        self.book(parcel, here=True)
         self.times.expect("fetch", motion, parcel.tier.name, parcel.shares())
 
     def lendable(self, berth: Berth) -> bool:
@@ -203,7 +187,10 @@ class Traffic:
                 self.renounce(loan)
                 return
             parcel.loan = None
-        self.release(parcel, loan.users)
+        loan.parcel = None  # no call follows until the users are gone, too: an interrupt would make them go twice
+        parcel.users -= loan.users
+        self.quota.weigh(parcel)
+        self.release(parcel, 0)
 
     def renounce(self, loan: Loan[Parcel]) -> None:
         """Give up a loan whose bytes a write has changed. The tier still has the payload."""
@@ -215,46 +202,6 @@ class Traffic:
         self.buffers.forget(parcel.buffer)
         parcel.buffer = None
         self.evict(parcel)
-
-    def use(self, parcel: Parcel, users: int) -> None:
-        """Add `users` threads or tensors that use the bytes on the device; negative to remove."""
-        waited = not parcel.users
-        parcel.users += users
-        if waited is bool(parcel.users):
-            self.quota.weigh(parcel)
-
-    def release(self, parcel: Parcel, users: int) -> bool:
-        """Remove `users`. Returns whether the parcel left the device because it has no users and no readers left."""
-        self.use(parcel, -users)
-        if parcel.users:
-            return False
-        if parcel.gone():
-            self.unload(parcel)
-        elif parcel in self.ready and not parcel.unread:
-            self.evict(parcel)
-            return True
-        return False
-
-    def turn_ready(self, parcel: Parcel) -> None:
-        parcel.turn(ParcelState.READY)
-        self.quota.weigh(parcel)
-        self.ready[parcel] = None
-
-    def evict(self, parcel: Parcel) -> None:
-        """Drop the bytes on the device, which the tier has too."""
-        del self.ready[parcel]
-        self.book_held(parcel, -1)
-        parcel.turn(ParcelState.RESIDENT)
-        self.quota.weigh(parcel)
-        self.unload(parcel)
-
-    def give_up(self, parcel: Parcel) -> None:
-        """Handle a failed fetch, so that the next `arrive` tries again."""
-        if parcel.state is ParcelState.FETCHING:
-            self.book_held(parcel, -1)
-            parcel.turn(ParcelState.RESIDENT)
-            self.quota.weigh(parcel)
-            self.unload(parcel)
 
     def look_ahead(self, run: TransferRun[Berth]) -> None:
         """Fetch the payloads that backward is expected to read next, within the bounds."""
@@ -314,64 +261,6 @@ class Traffic:
                     self.seal(parcel)
         return next((window.flights[0] for window in windows if window.flights), None)
 
-    def forget(self, berth: Berth) -> None:
-        """Drop a payload, whose last reader died."""
-        parcel = berth.parcel
-        if berth not in parcel.berths:
-            return
-        parcel.berths.discard(berth)
-        parcel.unread.discard(berth)
-        parcel.run.forget(berth.serial)
-        if not parcel.run.berths:
-            self.quota.runs.discard(parcel.run)
-        on_device = parcel.buffer is not None
-        self.ledger.release([berth.account, berth.nbytes * on_device, berth.nbytes * (not on_device)])
-        if parcel.berths:
-            return
-        state = parcel.state
-        if state is ParcelState.OPEN:
-            if not parcel.closed:
-                del self.open[parcel.run, parcel.tier, parcel.home]
-            parcel.reads.append(self.device.record(parcel.home))
-            self.quota.window(parcel.tier).nbytes -= parcel.capacity
-        elif state is ParcelState.OFFLOADING:
-            self.quota.leave(parcel)
-        else:
-            self.ready.pop(parcel, None)
-        parcel.turn(ParcelState.DROPPED)
-        self.quota.weigh(parcel)
-        self.free_slot(parcel)
-        if not parcel.users:
-            self.unload(parcel)
-
-    def free_slot(self, parcel: Parcel) -> None:
-        slot, parcel.slot = parcel.slot, None
-        if slot is not None:
-            slot.tier.free(slot)
-            self.ledger.occupy(parcel.tier.name, -slot.nbytes)
-
-    def unload(self, parcel: Parcel) -> None:
-        """Free the buffer of a parcel."""
-        buffer, parcel.buffer = parcel.buffer, None
-        if buffer is None:
-            return
-        motion = parcel.motion
-        # A host thread skips a copy whose slot was freed before it began: `motion` has then not awaited `before`.
-        before = buffer.after if parcel.fetched else (parcel.arrival,)
-        after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
-        parcel.reads = []
-        if motion is None or motion.ready():
-            self.buffers.give(buffer, after)  # 6
-        elif motion.on_stream:
-            self.buffers.give(buffer, [motion, *after])
-        else:
-            self.leaving.append((motion, buffer, after))
-
-    def book_held(self, parcel: Parcel, sign: int) -> None:
-        """Record payloads as come to the device (1), or gone from it (-1). In both places, they count as there."""
-        for berth in parcel.berths:
-            self.ledger.add(berth.account, 0, 0, sign * berth.nbytes, -sign * berth.nbytes, has_room=True)
-
     def tidy(self) -> None:
         """Process the copies that have ended since the last call."""
         for window in self.quota.windows.values():
@@ -391,10 +280,26 @@ class Traffic:
                         self.turn_ready(parcel)
             self.fetching.popleft()
         while self.leaving and self.leaving[0][0].ready():
-            _, buffer, after = self.leaving.popleft()
+            _, buffer, after = self.leaving[0]
             self.buffers.give(buffer, after)
+            self.leaving.popleft()
+            self.buffers.shrink()
         for late, nbytes in self.times.settle():
             if late:
                 self.quota.lookahead.late(nbytes)
             else:
                 self.quota.lookahead.in_time()
+
+    def tell(self) -> None:
+        """Warn about failed writes. The engine calls it without its lock, because a warning may raise."""
+        while self.troubles:
+            error = self.troubles.popleft()
+            if not self.told:
+                self.told = True
+                warnings.warn(
+                    f"activations could not leave the device: {str(error).rstrip('.')}. They stay there, and gradients "
+                    "are right, but memory is not saved. Give Disk(path) a folder on a disk that works, or leave the "
+                    "tier out.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )

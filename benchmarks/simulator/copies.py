@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Links
-from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane, Pool
 from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Gates, Pass
 

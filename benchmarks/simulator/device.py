@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Limits
 from benchmarks.simulator.copies import Copies, Node
-from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock, Lane
 from benchmarks.simulator.passes import ROUNDING_TOLERANCE, Pass
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from actstore.plan.hardware import A100_SXM, H100_SXM, Hardware
 from actstore.plan.solver.chain import Layer, LayerChain, Limits, Links
 from actstore.plan.solver.solve import Solution, solve
-from benchmarks.simulator.hardware import A100_SXM, H100_SXM, Hardware
 from benchmarks.simulator.simulate import Simulated, simulate
 from benchmarks.simulator.workload import Block, Coder, chosen, equal, options
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from actstore.bench.environment import environment
 from actstore.errors import CapacityError
+from actstore.plan.hardware import A100_PCIE, A100_SXM, PRESETS, Hardware
 from actstore.plan.solver.chain import LayerChain, Limits, Links
 from actstore.plan.solver.solve import Solution, solve
 from benchmarks.markdown import table
 from benchmarks.simulator import published
-from benchmarks.simulator.hardware import A100_PCIE, A100_SXM, PRESETS, Hardware
 from benchmarks.simulator.simulate import simulate
 from benchmarks.simulator.workload import Block, chosen, equal, options, transformer
 

@@ -19,10 +19,10 @@ from math import inf
 
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, ConfigError
+from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import LayerChain, Limits
 from benchmarks.simulator.copies import Node
 from benchmarks.simulator.device import Device
-from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.lanes import Clock
 from benchmarks.simulator.passes import check, passes_of
 

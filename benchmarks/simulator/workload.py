@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption
-from benchmarks.simulator.hardware import Hardware
 
 STREAMING_SHARE = 0.85  # of the memory's rate: commonly seen for elementwise kernels
 

@@ -13,11 +13,11 @@ from actstore.auto.links import measure_links, share_kept
 from actstore.base.ledger import Ledger
 from actstore.devices import open_device
 from actstore.errors import PayloadError
+from actstore.plan.hardware import Hardware
 from actstore.plan.profile import write_json
 from actstore.plan.solver.solve import solve
 from actstore.results import Profile
 from actstore.store.tierset import StoreOptions, TierSet
-from benchmarks.simulator.hardware import Hardware
 from benchmarks.simulator.simulate import simulate
 from benchmarks.simulator.workload import equal, options
 from tests.plan.chains import enumerated, random_chain, random_limits

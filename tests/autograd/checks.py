@@ -85,7 +85,7 @@ def pools(store: ActivationStore) -> Iterator[tuple[str, int]]:
     store._store.ledger.settle()
     for place in store._store._places.values():
         settle(place.engine)
-        yield "buffers", place.engine._traffic.buffers._used_nbytes
+        yield "buffers", place.engine._traffic.buffers.used_nbytes
         for name, tier in place._open.items():
             if isinstance(tier, Limited):
                 with tier._lock:

@@ -3,7 +3,6 @@
 import gc
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,7 +112,6 @@ def test_the_peak_does_not_count_what_was_released_before():
     assert (ledger.peak, account.peak) == (101, 101)
 
 
-@pytest.mark.usefixtures("frozen_heap")
 def test_threads_and_finalizers():
     ledger = Ledger()
 

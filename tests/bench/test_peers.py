@@ -17,7 +17,7 @@ from actstore.bench.workloads.workload import Workload
 
 BY_NAME = {row.name: row for row in ROWS}
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sized(tiny: Workload) -> Workload:

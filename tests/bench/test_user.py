@@ -77,7 +77,7 @@ def no_weights():
     return nn.Sequential(nn.GELU()), lambda: None
 """
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ FAST = ("gpt", "resnet", "lstm")  # models of the quick run; `make test-slow` ha
 USUAL_AND_SLOW = [model if model in FAST else pytest.param(model, marks=pytest.mark.slow) for model in MODELS]
 LOSSLESS = ("keep", "raw @ host", "recompute", "raw @ disk")
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(model: str) -> Workload:

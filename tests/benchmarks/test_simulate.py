@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actstore.errors import CapacityError, ConfigError
+from actstore.plan.hardware import GH200, PRESETS, Hardware
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.solve import solve
 from actstore.plan.solver.timeline import evaluate
 from benchmarks.simulator import published
 from benchmarks.simulator import run as benchmark
-from benchmarks.simulator.hardware import GH200, PRESETS, Hardware
 from benchmarks.simulator.lanes import Clock, Lane, Pool
 from benchmarks.simulator.simulate import simulate
 from benchmarks.simulator.workload import Block, chosen, equal, options, recurrent, transformer

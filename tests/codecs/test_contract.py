@@ -18,15 +18,24 @@ from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements, random_bits, sa
 
 VARIANTS = find.variants()
 CODECS = [variant for i, variant in enumerate(VARIANTS) if type(variant) not in map(type, VARIANTS[:i])]
-FLOATS, OTHERS = (
-    [
-        pytest.param(codec, dtype, id=f"{codec_text(codec)}-{dtype}")
-        for codec in VARIANTS
-        for dtype in dtypes
-        if codec.accepts(getattr(torch, dtype))
-    ]
-    for dtypes in (DTYPES, EVERY_DTYPE[len(DTYPES) :])
-)
+
+
+def cases(dtypes):
+    """Every variant with the dtypes that it takes; the first of a codec with all of them, others with one in turn.
+
+    The others are slow together: most of their time goes to compiling kernels.
+    """
+    made = []
+    for turn, codec in enumerate(VARIANTS):
+        taken = [dtype for dtype in dtypes if codec.accepts(getattr(torch, dtype))]
+        for i, dtype in enumerate(taken):
+            usual = codec in CODECS or i == turn % len(taken)
+            marks = () if usual else pytest.mark.slow
+            made.append(pytest.param(codec, dtype, id=f"{codec_text(codec)}-{dtype}", marks=marks))
+    return made
+
+
+FLOATS, OTHERS = cases(DTYPES), cases(EVERY_DTYPE[len(DTYPES) :])
 
 everyone = pytest.mark.parametrize("codec", CODECS, ids=codec_text)
 

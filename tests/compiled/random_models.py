@@ -16,7 +16,7 @@ from tests.autograd.random_models import Call
 WIDTH = 32
 WAYS = "once", "retained", "two forwards", "other batch", "dropped", "fails in forward", "fails in backward"
 EXACT = "keep", "raw", "derive", "raw @ host", "raw @ disk"
-LOSSY = "int8", "keep", "int8 @ host"
+LOSSY = "int8", "keep", "int8 @ host", "int8 @ disk"
 
 
 class Residual(nn.Module):

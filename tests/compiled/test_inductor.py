@@ -1,5 +1,9 @@
 """Inductor: values, bytes, and its caches."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +67,36 @@ def test_equal_policies_share_cached_code_and_other_policies_do_not(dynamic: boo
     check_same(same, grads)
     _, _, hits = run("blocks.0 : int8; * : keep")
     assert hits == 0
+
+
+PROCESS = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from tests.compiled.models import Mlp, compiled, gradients
+from tests.compiled.test_inductor import figures
+
+model, x, store = compiled(Mlp, sys.argv[1], backend="inductor")
+grads = [grad.double().sum().item() for grad in gradients(model, x, store).values()]
+sites = sorted(row[:5] for row in figures(store))  # without held bytes: writes may still run
+print(json.dumps([grads, sites, counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+def test_processes_share_the_cached_code_of_tiers_by_policy(tmp_path: Path) -> None:
+    def run(policy: str) -> Any:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        made = subprocess.run(
+            [sys.executable, "-c", PROCESS, policy], capture_output=True, text=True, env=env, check=True
+        )
+        return json.loads(made.stdout)
+
+    grads, first, hits = run("raw @ disk")
+    assert hits == 0
+    assert sum(stored > 0 for *_, stored in first) > 3
+    assert run("raw @ disk")[2] == 1
+    again = run("raw @ disk")
+    assert again[:2] == [grads, first]
+    assert run("blocks.0 : int8 @ disk; * : raw @ disk")[2] == 0
 
 
 def test_blocks_with_equal_rules_share_cached_code_under_their_own_names() -> None:

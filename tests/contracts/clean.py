@@ -68,7 +68,7 @@ def traffic(engine):
         "open runs": len(engine._traffic.quota.runs),
         "bytes fetched ahead": engine._traffic.quota.lookahead.nbytes,
         "parcels ready": len(engine._traffic.ready),
-        "buffers": engine._traffic.buffers._used_nbytes,
+        "buffers": engine._traffic.buffers.used_nbytes,
         "buffers in other hands": len(engine._traffic.leaving),
     }
     return {name: count for name, count in found.items() if count}

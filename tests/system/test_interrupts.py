@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -18,14 +19,16 @@ from actstore import ActivationStore, Disk, SampleErrors
 from actstore.autograd import compiled
 from actstore.autograd import tracker as modules
 from actstore.autograd.unpack import forget_turn, turns
+from actstore.base.job import finish
 from actstore.base.reaper import Finalizer
 from actstore.errors import StateError
 from actstore.session.entries import StoreEntry, is_active
 from actstore.session.fitted import Fitted
 from tests.autograd.checks import check_drained, check_same, train_step
+from tests.contracts.clean import traffic
 from tests.system.interrupts import Instructions, Moments, in_package
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 POLICIES = ["raw @ device", "raw @ host", "raw @ disk"]
 
@@ -113,6 +116,38 @@ def test_an_interrupt_at_each_moment_of_a_step_loses_no_memory(policy: str) -> N
     count = step(None)
     assert count > 500
     for at in range(1, count + 1):
+        step(at)
+
+
+@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["raw @ disk", "expack @ disk"])
+def test_an_interrupt_at_moments_of_a_step_loses_nothing_that_travels(tmp_path: Path, policy: str, stride: int) -> None:
+    """After the next step no bytes are booked, no buffer is missing, and no range of the file is in use."""
+    model, batch = build()
+    wanted = train_step(model, batch)
+
+    def step(at: int | None) -> int:
+        store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path)])
+        train_step(model, batch, store)
+        with suppress(KeyboardInterrupt), Moments(in_step, at) as moments:
+            train_step(model, batch, store)
+        gc.collect()
+        check_same(train_step(model, batch, store), wanted)
+        check_drained(store)
+        for place in store._store._places.values():
+            place.engine.poll()
+            assert traffic(place.engine) == {}
+            disk: Any = place.tier("disk")
+            if disk.used_nbytes:
+                finish([job for left in disk._open.freed for job in left.jobs])
+                assert disk.used_nbytes == 0
+        assert [used for used, _ in store._store.ledger.media.values()] == [0]
+        store.close()
+        return moments.count
+
+    count = step(None)
+    assert count > 1000
+    for at in range(1, count + 1, stride):
         step(at)
 
 

@@ -56,8 +56,9 @@ def test_memory_that_is_forgotten_is_not_used_again():
     buffers = Buffers(DEVICE)
     buffer = buffers.take(4096)
     buffers.forget(buffer)
-    assert buffers.take(4096).memory.data_ptr() != buffer.memory.data_ptr()
-    assert buffers._used_nbytes == 4096
+    other = buffers.take(4096)
+    assert other.memory.data_ptr() != buffer.memory.data_ptr()
+    assert buffers.used_nbytes == 4096
 
 
 def test_poison_comes_after_the_last_uses():
@@ -80,7 +81,7 @@ def test_a_refused_allocation_is_not_counted(monkeypatch):
         patch.setattr(Cpu, "empty", refuse)
         with pytest.raises(MemoryError):
             buffers.take(4096)
-    assert buffers._used_nbytes == 0
+    assert buffers.used_nbytes == 0
 
 
 @given(st.lists(st.lists(st.sampled_from([4096, 8192, 12288]), max_size=8), max_size=12))
@@ -93,11 +94,11 @@ def test_a_step_keeps_no_more_than_the_last_two_needed(steps):
         taken = []
         for nbytes in sizes:
             taken.append(buffers.take(nbytes))
-            assert buffers._used_nbytes + buffers._idle_nbytes <= max(needs[-2:])
+            assert buffers.used_nbytes + buffers._idle_nbytes <= max(needs[-2:])
         assert len({buffer.memory.data_ptr() for buffer in taken}) == len(taken)
         for buffer in taken:
             buffers.give(buffer, (DONE,))
-        assert buffers._used_nbytes == 0
+        assert buffers.used_nbytes == 0
         assert buffers._idle_nbytes == sum(sum(b.memory.numel() for b in idle) for idle in buffers._idle.values())
     buffers.close()
     assert buffers._idle_nbytes == 0

@@ -103,12 +103,12 @@ def test_the_buffer_goes_back_with_the_last_tensor_over_it(world):
     del tensor
     world.entries[1].free()
     world.engine.poll()
-    assert world.engine._traffic.buffers._used_nbytes >= 4096
+    assert world.engine._traffic.buffers.used_nbytes >= 4096
     assert same_bits(view, world.originals[1][3:])
-    used = world.engine._traffic.buffers._used_nbytes
+    used = world.engine._traffic.buffers.used_nbytes
     del view
     world.engine.poll()
-    assert world.engine._traffic.buffers._used_nbytes == used - 4096
+    assert world.engine._traffic.buffers.used_nbytes == used - 4096
 
 
 def test_the_second_reader_is_served_by_the_same_bytes():
@@ -153,7 +153,7 @@ def test_a_tensor_survives_the_store():
     assert same_bits(tensor, world.originals[1])
     del tensor
     world.engine.poll()
-    assert world.engine._traffic.buffers._used_nbytes == 0
+    assert world.engine._traffic.buffers.used_nbytes == 0
     assert traffic(world.engine) == {}
 
 
@@ -246,7 +246,7 @@ def back_at_once(monkeypatch):
 
     def early(self, berth, dtype, returned):
         tensor = lend(self, berth, dtype, returned)
-        returned(berth.parcel.loan)
+        self.release(berth.parcel, 1)
         return tensor
 
     monkeypatch.setattr(Traffic, "lend", early)

@@ -78,7 +78,7 @@ def source_freed_when_the_copy_is_enqueued(patch):
 def source_used_again_before_its_copy(patch):
     """The same one floor below: the next owner does not ask."""
     give = Buffers.give
-    patch.setattr(Buffers, "give", lambda self, buffer, after: give(self, buffer, ()))
+    patch.setattr(Buffers, "give", lambda self, buffer, after, *holder: give(self, buffer, (), *holder))
 
 
 def host_memory_returned_when_the_copy_is_enqueued(patch):

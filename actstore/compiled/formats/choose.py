@@ -9,17 +9,19 @@ from actstore.codecs.affine import AffineCodec
 from actstore.compiled.formats.affine import AffineGraph
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.bit1 import Bit1Graph
-from actstore.compiled.formats.groups import group_tensor
+from actstore.compiled.formats.groups import group_tensor, storage_order
 from actstore.compiled.formats.int8 import Int8Graph
 from actstore.compiled.formats.planes import BYTE
-
-KEPT_AS_IS = "a graph keeps the tensor itself"
+from actstore.compiled.formats.raw import RawGraph
 
 
 def graph_codec(codec: Codec, tensor: Tensor) -> tuple[GraphCodec | None, str]:
     """Return the form of `codec` for a tensor of a graph; None and the reason where it has none."""
     if reason := why_unavailable(codec):
         return None, reason
+    if isinstance(codec, Raw):
+        dims, reason = storage_order(tensor)
+        return (None if dims is None else RawGraph(dims)), reason
     grouping, reason = group_tensor(tensor, codec.group if isinstance(codec, Int8 | AffineCodec) else BYTE)
     if grouping is None:
         return None, reason
@@ -30,10 +32,8 @@ def graph_codec(codec: Codec, tensor: Tensor) -> tuple[GraphCodec | None, str]:
 
 def why_unavailable(codec: Codec) -> str:
     """Return the reason why graphs cannot hold payloads of `codec`; empty where they can."""
-    if isinstance(codec, Raw):
-        return KEPT_AS_IS
     if codec.keyed:
         return f"{codec.name} rounds at random, and compiled graphs have no keys for random bits"
-    if isinstance(codec, Bit1 | AffineCodec) or (isinstance(codec, Int8) and codec.axis == "element"):
+    if isinstance(codec, Bit1 | Raw | AffineCodec) or (isinstance(codec, Int8) and codec.axis == "element"):
         return ""
     return f"{codec.name} with these options does not run inside of compiled graphs"

@@ -63,14 +63,23 @@ class Grouping:
         return torch.permute(rows, [self.dims.index(dim) for dim in range(len(self.dims))])
 
 
-def group_tensor(tensor: Tensor, group: int) -> tuple[Grouping | None, str]:
-    """Return the groups of a tensor of a graph, or None and the reason why it has none."""
+def storage_order(tensor: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    """Return the dimensions of a tensor of a graph in storage order, or None and the reason why they have none."""
     shape, stride = tuple(map(hint, tensor.shape)), tuple(map(hint, tensor.stride()))
-    if not shape or 0 in shape:
-        return None, "it has no dimension to cut into groups"
+    if 0 in shape:
+        return None, "it has no elements"
     if layout_of(shape, stride).compact is None or any(st == 0 and n > 1 for n, st in zip(shape, stride, strict=True)):
         return None, "its elements overlap in memory"
-    dims = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))), ""
+
+
+def group_tensor(tensor: Tensor, group: int) -> tuple[Grouping | None, str]:
+    """Return the groups of a tensor of a graph, or None and the reason why it has none."""
+    if not tensor.shape:
+        return None, "it has no dimension to cut into groups"
+    dims, reason = storage_order(tensor)
+    if dims is None:
+        return None, reason
     sizes = [tensor.shape[dim] for dim in dims]
     tail: list[int] = []
     for lead in range(len(dims) - 1, -1, -1):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import Label, LiveMemory
+from actstore.inspection.fit.work import OperatorWork, Work, work_of
 from actstore.inspection.fit.workspaces import workspace_nbytes
 
 SMALL_NBYTES = 64 * 1024  # operators on less compute, so that counters, masks and lengths have their values
@@ -52,11 +53,12 @@ class _Same(NamedTuple):
 
 
 class _Inferred(NamedTuple):
-    """The outputs of an operator for one kind of arguments, or None where it must run."""
+    """The outputs of an operator for one kind of arguments, or None where it must run, and its work."""
 
     outputs: tuple[Any, ...] | None
     tree: Any
     small: bool
+    work: OperatorWork | None = None
 
 
 class _Call(NamedTuple):
@@ -113,11 +115,16 @@ class DryMode(TorchDispatchMode):
 
     Tensors are plain ones on the CPU, of the right shape, strides and dtype, also where the step asks for "meta".
     Modules, autograd and hooks run as they always do.
+
+    Parameters
+    ----------
+    work : counts the operators' work; None for no times
     """
 
-    def __init__(self, memory: LiveMemory) -> None:
+    def __init__(self, memory: LiveMemory, work: Work | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
+        self._work = work
         self._fake = FakeTensorMode()
         self._plans: dict[Hashable, _Inferred] = {}
 
@@ -131,6 +138,8 @@ class DryMode(TorchDispatchMode):
         plan = self._plan(func, call)
         if plan.outputs is None or (plan.small and all(each.nbytes <= SMALL_NBYTES for each in tensors)):
             return self._run(func, call)
+        if self._work is not None and plan.work is not None:
+            self._work.operator(plan.work)
         label: Label = "logits" if func._schema.name in LOGITS else "working"
         if label == "logits" and tensors:
             self._memory.label(max(tensors, key=lambda each: each.nbytes), label)
@@ -180,7 +189,8 @@ class DryMode(TorchDispatchMode):
                 shape, offset = tuple(each.shape), int(each.storage_offset())
                 inferred.append(_New(group, storage.nbytes(), shape, each.stride(), offset, each.dtype))
         small = all(each.nbytes <= SMALL_NBYTES for each in inferred if isinstance(each, _New))
-        return _Inferred(tuple(inferred), tree, small)
+        work = None if self._work is None else work_of(func, call.run, fakes, found, outputs)
+        return _Inferred(tuple(inferred), tree, small, work)
 
     def _fake_of(self, tensor: Tensor) -> FakeTensor:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

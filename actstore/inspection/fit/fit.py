@@ -11,6 +11,7 @@ import torch
 from actstore.base.units import parse_nbytes
 from actstore.errors import ConfigError, StateError
 from actstore.inspection.fit.largest import largest
+from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
 from actstore.session.activation_store import MIN_NBYTES
@@ -25,6 +26,7 @@ def fit_step(
     policies: Iterable[str] = POLICIES,
     *,
     memory: int | str | None = None,
+    device: str | None = None,
     make_optimizer: MakeOptimizer | None = torch.optim.AdamW,
     min_bytes: int | str = MIN_NBYTES,
     **sizes: int,
@@ -40,6 +42,8 @@ def fit_step(
     policies : texts, as for `ActivationStore`
     memory : of the device, such as ``"24GiB"``. The result then has the largest batch and context that fit, where
         `make_step` takes arguments `batch` and `context`
+    device : where the step would train: ``"cpu"``, whose rates are measured now, or a GPU such as ``"h100-sxm"``, with
+        the rates of its data sheet. The result then has times. On a GPU the host tier is outside of its memory
     make_optimizer : makes the optimizer from the parameters where the step returns its loss; None for none. A step that
         runs backward itself has its own
     min_bytes : as of `ActivationStore`
@@ -52,13 +56,16 @@ def fit_step(
     Raises
     ------
     ConfigError : `make_step` returns something else, or its step fits no form, asks for an accelerator, or computes no
-        gradient; a policy is one that measures steps
+        gradient; a policy is one that measures steps; the device is unknown
     PolicyError : a policy does not parse
     StateError : a store is active here
 
     Notes
     -----
     Operators on at most 64 KiB compute, so that lengths and counters have their values; all other tensors are zeros.
+
+    An operator's time is the longer one of its floating-point operations (those of `torch.utils.flop_counter`) and the
+    bytes that it reads and writes, each at its rate: the roofline model of Williams, Waterman and Patterson (2009).
     """
     if is_active():
         raise StateError("fit_step was called inside a store's context. Call it outside: it makes stores of its own.")
@@ -68,8 +75,10 @@ def fit_step(
         if text.strip().startswith(("auto", "bits")):
             raise ConfigError(f"policy={text!r}: must be one that measures no steps. Make a plan with `actstore plan`.")
 
+    rates = None if device is None else rates_of(device)
+
     def steps(**changed: int) -> DrySteps:
-        return DrySteps(make_step, {**sizes, **changed}, make_optimizer, min_bytes=min_bytes)
+        return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, min_bytes=min_bytes)
 
     made = steps()
     rows = tuple(made.row(text) for text in texts)
@@ -83,7 +92,7 @@ def fit_step(
 
             assert limit is not None
             found.setdefault(row.policy, {})[size] = largest(needed, limit, start, row.most_bytes)
-    return Fit(rows, limit, dict(sizes), found)
+    return Fit(rows, limit, dict(sizes), found, device)
 
 
 def _searched(make_step: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:

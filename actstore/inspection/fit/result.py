@@ -22,6 +22,8 @@ class FitRow(NamedTuple):
         in the middle. Otherwise all are equal
     at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that plain autograd
         holds, and working (what operators have just made; with a store, what it keeps, too)
+    ms : least and most milliseconds of the step on the device; None where no device was given
+    times_plain : least and most times that of plain PyTorch
     """
 
     policy: str
@@ -29,6 +31,8 @@ class FitRow(NamedTuple):
     least_bytes: int
     most_bytes: int
     at_peak: dict[Label, int]
+    ms: tuple[float, float] | None = None
+    times_plain: tuple[float, float] | None = None
 
     @property
     def largest(self) -> Label:
@@ -47,19 +51,22 @@ class Fit:
     sizes : the arguments that make_step got
     largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
         not even 1 fits. Only those that make_step takes
+    device : whose rates give the times; None where none was given
     """
 
     rows: tuple[FitRow, ...]
     memory_bytes: int | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     largest: dict[str, dict[str, int]] = field(default_factory=dict)
+    device: str | None = None
 
     def __str__(self) -> str:
         """Return a table with a row for each policy."""
         labels = [label for label in get_args(Label) if any(label in row.at_peak for row in self.rows)]
         sizes = list(dict.fromkeys(size for found in self.largest.values() for size in found))
         fits = [] if self.memory_bytes is None else ["fits"]
-        head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), "largest part"]
+        times = [] if self.device is None else ["ms", "times plain"]
+        head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), *times, "largest part"]
         lines = [head, *(self._cells(row, labels, sizes) for row in self.rows)]
         return "\n".join([*columns(lines), *self._notes()])
 
@@ -72,15 +79,19 @@ class Fit:
             *(format_nbytes(row.at_peak.get(label, 0)) for label in labels),
             *fits,
             *(str(found.get(size, "")) for size in sizes),
+            *(() if row.ms is None else (_range(row.ms, 1), _range(row.times_plain, 2))),
             row.largest,
         ]
 
     def _notes(self) -> list[str]:
-        return [
-            f"{row.policy}: {format_nbytes(row.least_bytes)} to {format_nbytes(row.most_bytes)}, as fast as the disk is"
+        notes = [
+            f"{row.policy}: {format_nbytes(row.least_bytes)} to {format_nbytes(row.most_bytes)}, as fast as copies are"
             for row in self.rows
             if row.most_bytes > row.least_bytes
         ]
+        if self.device not in (None, "cpu"):
+            notes.append(f"times: by the data sheet of {self.device}; not measured")
+        return notes
 
     def to_dict(self) -> dict[str, object]:
         """Return all figures, under the names of the attributes."""
@@ -89,3 +100,9 @@ class Fit:
     def to_json(self) -> str:
         """Return the same as one JSON object."""
         return json.dumps(self.to_dict(), indent=1)
+
+
+def _range(found: tuple[float, float] | None, digits: int) -> str:
+    """Return the least and the most as text, once where they are the same; from 100 on without digits."""
+    texts = [f"{each:.{digits if each < 100 else 0}f}" for each in found or ()]
+    return " to ".join(dict.fromkeys(texts))

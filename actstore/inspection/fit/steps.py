@@ -17,6 +17,8 @@ from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.store import DryStore
+from actstore.inspection.fit.work import DryTimes, Work
+from actstore.plan.hardware import Hardware
 from actstore.rerun.made import read_target
 from actstore.rerun.optimizers import live_optimizers
 from actstore.rerun.step import leaves_of, run_backward, takes_store
@@ -34,14 +36,23 @@ class DrySteps:
     make : returns (model, step), as for `actstore inspect`
     sizes : arguments for `make`
     make_optimizer : for a step that runs no backward itself; None for backward alone
+    device : its rates; None for no times
     options : of each store
     """
 
     def __init__(
-        self, make: Callable[..., Any], sizes: dict[str, int], make_optimizer: MakeOptimizer | None, **options: Any
+        self,
+        make: Callable[..., Any],
+        sizes: dict[str, int],
+        make_optimizer: MakeOptimizer | None,
+        device: Hardware | None = None,
+        **options: Any,
     ) -> None:
         self._memory = LiveMemory()
-        self._mode = DryMode(self._memory)
+        self._work = None if device is None else Work(device)
+        self._mode = DryMode(self._memory, self._work)
+        self._on_host = device is None or device.links.on_host
+        self._plain: DryTimes | None = None
         self._options = options
         with self._dry():
             target = read_target(getattr(make, "__name__", "make_step"), make(**sizes))
@@ -57,25 +68,34 @@ class DrySteps:
             if policy == PLAIN:
                 self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))
                 return self._row(policy)
-            row, uses_disk = self._stored(policy, slow=False)
-            if not uses_disk:
+            row, moves = self._stored(policy, slow=False)
+            if not moves:
                 return row
             most = self._stored(policy, slow=True)[0].peak_bytes
             return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
 
     def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
-        """Return the row of one policy, and whether a payload has gone to the disk."""
-        store = DryStore(self._model, policy, self._memory, slow=slow, **self._options)
+        """Return the row of one policy, and whether a payload has left the device's memory."""
+        store = DryStore(
+            self._model, policy, self._memory, self._work, slow=slow, on_host=self._on_host, **self._options
+        )
         try:
             self._run(store, nullcontext())
-            return self._row(policy), store.disk.is_used
+            return self._row(policy), any(tier.is_used for tier in store.moves)
         finally:
             store.close()
 
     def _row(self, policy: str) -> FitRow:
         peak = self._memory.peak_bytes
         found = {label: nbytes for label, nbytes in self._memory.at_peak.items() if nbytes}
-        return FitRow(policy, peak, peak, peak, found)
+        row = FitRow(policy, peak, peak, peak, found)
+        if self._work is None:
+            return row
+        times = self._work.times()
+        if self._plain is None:
+            self._plain = times  # the first row
+        ms = min(times.hidden), max(times.exposed)
+        return row._replace(ms=ms, times_plain=times.times(self._plain))
 
     def _run(self, store: Any, hooks: Any) -> None:
         """Run the warm-up steps, then the one that counts."""
@@ -84,6 +104,8 @@ class DrySteps:
         gc.collect()
         self._label_state()
         self._memory.reset()
+        if self._work is not None:
+            self._work.reset()
         with hooks:
             self._train(store)
 

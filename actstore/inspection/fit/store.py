@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,11 +16,13 @@ from actstore.codecs import Codec
 from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.inspection.fit.memory import LiveMemory
+from actstore.inspection.fit.work import Work
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors
-from actstore.tiers import Disk, Slot, Tier
+from actstore.tiers import Disk, Host, Slot, Tier, Window
 
-MOST_LATE_NBYTES, LEAST_LATE_NBYTES = 32 << 20, 4 << 20  # of copies that a slow disk has not ended: the window of a CPU
+LEAST_LATE_NBYTES, MOST_LATE_NBYTES = 4 << 20, 32 << 20  # of copies that a slow tier has not ended: the window of a CPU
+GPU_WINDOW_NBYTES = 256 << 20
 
 
 class DryStore(ActivationStore):
@@ -29,15 +31,32 @@ class DryStore(ActivationStore):
     Parameters
     ----------
     memory : the book of the step
-    slow : whether copies to and from the disk are late; by default each ends at once
+    work : counts codecs and copies; None for no times
+    slow : whether copies to and from the tiers are late; by default each ends at once
+    on_host : whether the device is a CPU, whose memory the host tier shares
+
+    Attributes
+    ----------
+    moves : tiers whose bytes do not count as memory of the device
     """
 
-    def __init__(self, model: Module, policy: Any, memory: LiveMemory, *, slow: bool = False, **options: Any) -> None:
-        self.disk = DryDiskTier(slow=slow)
+    def __init__(
+        self,
+        model: Module,
+        policy: Any,
+        memory: LiveMemory,
+        work: Work | None = None,
+        *,
+        slow: bool = False,
+        on_host: bool = True,
+        **options: Any,
+    ) -> None:
+        window_nbytes = MOST_LATE_NBYTES if on_host else GPU_WINDOW_NBYTES
+        self.moves = [DryTier(name, window_nbytes, work, slow=slow) for name in ("disk", "host")[: 1 if on_host else 2]]
         self._memory = memory
-        tiers = [_DryDisk(tier=self.disk)]
+        tiers = [*map(_options_of, self.moves), Window(window_nbytes)]
         super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
-        self._store.observers.measure(_DryCodecs(memory))
+        self._store.observers.measure(_DryCodecs(memory, work))
 
     def __exit__(self, *error: Any) -> None:
         for entry in self._inside:
@@ -51,8 +70,9 @@ class _DryCodecs:
 
     measures = False
 
-    def __init__(self, memory: LiveMemory) -> None:
+    def __init__(self, memory: LiveMemory, work: Work | None) -> None:
         self._memory = memory
+        self._work = work
 
     def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
         """Return a codec of the same sizes; a payload of variable size has its bound."""
@@ -60,20 +80,26 @@ class _DryCodecs:
 
         def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             self._memory.label(out, "payloads")
+            self._count(src, out)
             return used
 
         def decode(buf: Tensor, out: Tensor, key: int) -> None:
             self._memory.label(buf, "payloads")
+            self._count(buf, out)
 
         return bound._replace(encode=encode, decode=decode, blank=True)
+
+    def _count(self, source: Tensor, target: Tensor) -> None:
+        if self._work is not None:
+            self._work.codec(source.nbytes + target.nbytes)
 
     def recomputing(self, account: Account) -> Callable[[], None]:
         """Measure nothing."""
         return _nothing
 
 
-class DryDiskTier(Tier):
-    """A disk without a file, whose copies end at once.
+class DryTier(Tier):
+    """A tier without memory or a file, whose copies end at once.
 
     On a `slow` one, as many bytes have not ended as the window admits; a copy ends when later ones come, or someone
     waits for it.
@@ -83,10 +109,11 @@ class DryDiskTier(Tier):
     is_used : whether a payload has gone there
     """
 
-    name: ClassVar[str] = "disk"
-
-    def __init__(self, *, slow: bool) -> None:
+    def __init__(self, name: str, window_nbytes: int, work: Work | None, *, slow: bool) -> None:
+        self.name = name  # type: ignore[misc]  # of the tier for which it stands
         self.is_used = False
+        self._window_nbytes = window_nbytes
+        self._work = work
         self._slow = slow
         self._late_nbytes = self._written_nbytes = self._nbytes = 0
         self._queue = deque[tuple[_LateCopy, int]]()
@@ -97,11 +124,11 @@ class DryDiskTier(Tier):
     def write(self, slot: Slot, src: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         self.is_used = True
         self._written_nbytes += slot.nbytes
-        slot.written = self._copy(slot.nbytes)
+        slot.written = self._copy(slot.nbytes, back=False)
         return slot.written
 
     def read(self, slot: Slot, dst: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        return self._copy(slot.nbytes)
+        return self._copy(slot.nbytes, back=True)
 
     def free(self, slot: Slot) -> None:
         """Do nothing: a slot takes no room here."""
@@ -109,13 +136,15 @@ class DryDiskTier(Tier):
     def trim(self) -> None:
         """Begin a step: its window is a third of the bytes that the last step has moved."""
         if self._slow:
-            self._late_nbytes = min(MOST_LATE_NBYTES, max(LEAST_LATE_NBYTES, self._written_nbytes // 3))
+            self._late_nbytes = min(self._window_nbytes, max(LEAST_LATE_NBYTES, self._written_nbytes // 3))
         self._written_nbytes = 0
 
     def close(self) -> None:
         """Do nothing: no file is open."""
 
-    def _copy(self, nbytes: int) -> Ticket:
+    def _copy(self, nbytes: int, *, back: bool) -> Ticket:
+        if self._work is not None:
+            self._work.copy(self.name, nbytes, back=back)
         copy = _LateCopy()
         self._queue.append((copy, nbytes))
         self._nbytes += nbytes
@@ -130,11 +159,26 @@ class DryDiskTier(Tier):
 class _DryDisk(Disk):
     """The disk tier of a dry step."""
 
-    tier: DryDiskTier | None = None
+    tier: DryTier | None = None
 
     def open(self, device: Device) -> Tier:
         assert self.tier is not None, "DryStore gives it"
         return self.tier
+
+
+@dataclass(frozen=True)
+class _DryHost(Host):
+    """The host tier of a dry step for a GPU."""
+
+    tier: DryTier | None = None
+
+    def open(self, device: Device) -> Tier:
+        assert self.tier is not None, "DryStore gives it"
+        return self.tier
+
+
+def _options_of(tier: DryTier) -> Disk | Host:
+    return _DryDisk(tier=tier) if tier.name == "disk" else _DryHost(tier=tier)
 
 
 class _LateCopy(Ticket):

@@ -1,8 +1,9 @@
-"""Machines for the simulator: compute and copy rates from data sheets and reports. None was measured here.
+"""Machines with their compute and copy rates, from data sheets and reports. None was measured here.
 
 Rates of links are commonly seen rates of pinned copies, not those of the bus: 12 of 15.75 GB/s on
-PCIe 3.0 x16, 25 of 31.5 on PCIe 4.0, 55 of 63 on PCIe 5.0. `flops` are dense, of bfloat16 (float16 on Volta). Disks,
-`latency` and `both_ways` are assumptions: a common NVMe drive, 10 µs a copy, a tenth lost when both ways run.
+PCIe 3.0 x16, 25 of 31.5 on PCIe 4.0, 55 of 63 on PCIe 5.0. `flops` are dense, of bfloat16 (float16 on Volta), and
+`single_flops` of float32 outside of tensor cores, as PyTorch multiplies unless told otherwise. Disks, `latency` and
+`both_ways` are assumptions: a common NVMe drive, 10 µs a copy, a tenth lost when both ways run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Hardware:
     latency : ms that a link needs for each copy beyond its bytes
     both_ways : part of its rate that each direction of a link keeps while the other direction runs
     beside_copies : part of its speed that compute keeps while a copy runs
-    flops : operations in a millisecond, at best
+    flops : operations of bfloat16 in a millisecond, at best
+    single_flops : operations of float32 in a millisecond, at best
     memory_rate : bytes in a millisecond that the device reads or writes in its own memory, at best
     memory : bytes of the device
     """
@@ -39,28 +41,31 @@ class Hardware:
     both_ways: float = 1.0
     beside_copies: float = 1.0
     flops: float = inf
+    single_flops: float = inf
     memory_rate: float = inf
     memory: float = inf
 
 
-# NVIDIA H100 data sheet, SXM5: 989 TFLOPS, 3.35 TB/s, 80 GB, PCIe 5.0. Disk: two drives.
+# NVIDIA H100 data sheet, SXM5: 989 TFLOPS, 67 of float32, 3.35 TB/s, 80 GB, PCIe 5.0. Disk: two drives.
 H100_SXM = Hardware(
     Links(55 * GBPS, 55 * GBPS, 12 * GBPS, 13 * GBPS),
     Links(disk_out=12 * GBPS, disk_back=13 * GBPS),
     latency=0.01,
     both_ways=0.9,
     flops=989 * TFLOPS,
+    single_flops=67 * TFLOPS,
     memory_rate=3350 * GBPS,
     memory=80e9,
 )
 
-# NVIDIA A100 data sheet, 80 GB PCIe: 312 TFLOPS, 1,935 GB/s, PCIe 4.0.
+# NVIDIA A100 data sheet, 80 GB PCIe: 312 TFLOPS, 19.5 of float32, 1,935 GB/s, PCIe 4.0.
 A100_PCIE = Hardware(
     Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
     Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
     latency=0.01,
     both_ways=0.9,
     flops=312 * TFLOPS,
+    single_flops=19.5 * TFLOPS,
     memory_rate=1935 * GBPS,
     memory=80e9,
 )
@@ -73,40 +78,45 @@ A100_SXM = Hardware(
     latency=0.01,
     both_ways=0.9,
     flops=312 * TFLOPS,
+    single_flops=19.5 * TFLOPS,
     memory_rate=2039 * GBPS,
     memory=80e9,
 )
 
-# NVIDIA GH200 data sheet, 96 GB: 990 TFLOPS, 4 TB/s. The link is NVLink-C2C, 450 GB/s each way on paper; on one machine
-# copies out reached 170 GB/s and copies back 411.
+# NVIDIA GH200 data sheet, 96 GB: 990 TFLOPS, 67 of float32, 4 TB/s. The link is NVLink-C2C, 450 GB/s each way on paper;
+# on one machine copies out reached 170 GB/s and copies back 411.
 GH200 = Hardware(
     Links(170 * GBPS, 411 * GBPS, 5 * GBPS, 6.5 * GBPS),
     Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
     latency=0.01,
     both_ways=0.9,
     flops=990 * TFLOPS,
+    single_flops=67 * TFLOPS,
     memory_rate=4000 * GBPS,
     memory=96e9,
 )
 
-# NVIDIA Ada white paper, RTX 4090: 165.2 TFLOPS (accumulating in float32), 1,008 GB/s, 24 GB, PCIe 4.0.
+# NVIDIA Ada white paper, RTX 4090: 165.2 TFLOPS (accumulating in float32), 82.6 of float32, 1,008 GB/s, 24 GB, PCIe
+# 4.0.
 RTX_4090 = Hardware(
     Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
     Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
     latency=0.01,
     both_ways=0.9,
     flops=165.2 * TFLOPS,
+    single_flops=82.6 * TFLOPS,
     memory_rate=1008 * GBPS,
     memory=24e9,
 )
 
-# NVIDIA Titan V page: 110 TFLOPS of float16, 652.8 GB/s, 12 GB, PCIe 3.0 x16.
+# NVIDIA Titan V page: 110 TFLOPS of float16, 5,120 cores at 1.455 GHz, 652.8 GB/s, 12 GB, PCIe 3.0 x16.
 TITAN_V = Hardware(
     Links(12 * GBPS, 12 * GBPS, 2 * GBPS, 3 * GBPS),
     Links(disk_out=2 * GBPS, disk_back=3 * GBPS),
     latency=0.01,
     both_ways=0.9,
     flops=110 * TFLOPS,
+    single_flops=14.9 * TFLOPS,
     memory_rate=652.8 * GBPS,
     memory=12e9,
 )

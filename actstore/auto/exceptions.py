@@ -1,0 +1,125 @@
+"""Exceptions from the recomputation of a unit: parts and operators of it that do not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
+from actstore.plan.profile import KEEP, UnitBytes, UnitFigures, except_from_recompute
+from actstore.recompute.attributes import PartAttributes
+from actstore.recompute.outputs import can_wait
+from actstore.recompute.running import current
+
+DERIVE = "derive"
+OPERATORS = ("@matmul", "@sdpa", "@conv")  # dear to compute, and their results are few
+MAX_EXCEPTED_PARTS = 2  # parts of a unit to try as exceptions: those that save most
+MIN_RATE_SHARE = 0.8  # of the ms per byte that keeping a whole unit saves: one sample is noisy
+
+
+class Separability:
+    """Record of the parts of units that can be excepted, from the first call of each.
+
+    Attributes
+    ----------
+    seen : names of the parts that have run
+    bound : names of those that cannot be excepted: they change their arguments, leave objects in attributes, return
+        what cannot wait, or run in a checkpoint of the model's own
+    """
+
+    def __init__(self) -> None:
+        self.seen = set[str]()
+        self.bound = set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.seen and name not in self.bound
+
+    def watch(self, name: str, module: Module) -> Iterator[Any]:
+        """Yield the handles of hooks on a part that has not run yet."""
+        if name in self.seen:
+            return
+        entered: list[tuple[list[Any], list[int], PartAttributes]] = []
+
+        def enter(_module: Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() == -1 and name not in self.seen:
+                leaves = tree_leaves((args, kwargs))
+                entered.append((leaves, _versions(leaves), PartAttributes(module.modules())))
+
+        def leave(_module: Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1 or not entered:
+                return
+            leaves, versions, attributes = entered.pop()
+            now = tree_leaves((args, kwargs))
+            same = len(now) == len(leaves) and all(a is b for a, b in zip(now, leaves, strict=True))
+            if not same or _versions(now) != versions or attributes.effects().hidden or not can_wait(output):
+                self.bound.add(name)
+            if _is_checkpointed():
+                self.bound.add(name)
+            self.seen.add(name)
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave, with_kwargs=True)
+
+    def exceptions(
+        self,
+        unit: str,
+        parts: Mapping[str, UnitBytes],
+        figures: Mapping[str, UnitFigures],
+        tiers: Sequence[str],
+        *,
+        lossy: bool,
+    ) -> Iterator[str]:
+        """Yield the exceptions to try on a unit: those that were not tried yet, and those whose first try has gained.
+
+        Parameters
+        ----------
+        parts : bytes of the parts that are worth it
+        figures : of all decisions that were measured
+        lossy : whether payloads of parts may lose; the effect of operators' results with an error is not measured
+        """
+        keep, recompute = figures.get(KEEP), figures.get("recompute")
+        if keep is None or recompute is None:
+            return
+        separable = (name for name in parts if f"{unit}.{name}" in self)
+        chosen = sorted(separable, key=lambda name: -parts[name].saved)[:MAX_EXCEPTED_PARTS]
+        for what in (*OPERATORS, *chosen):
+            first = figures.get(except_from_recompute(what, KEEP))
+            waits = [KEEP]
+            if first is not None and first.total("held") > recompute.total("held"):
+                moved = [f"raw @ {tier}" for tier in tiers]
+                waits += [*([DERIVE] if what in parts else []), *moved, *(["int8"] if lossy and what in parts else [])]
+            for wait in waits:
+                decision = except_from_recompute(what, wait)
+                found = figures.get(decision)
+                if found is None or _gains(found, recompute, keep):
+                    yield decision
+
+
+def _gains(found: UnitFigures, recompute: UnitFigures, keep: UnitFigures) -> bool:
+    """Return whether an exception may do better than whole units that are kept, beside recomputed ones.
+
+    Such units buy time for bytes at one rate, and the exception must come near it.
+    """
+    bytes_bought = found.total("held") - recompute.total("held")
+    rate = _work(recompute) / max(1, keep.total("held") - recompute.total("held"))
+    saved = _work(recompute) - _work(found)
+    return saved > 0 and saved >= MIN_RATE_SHARE * rate * bytes_bought
+
+
+def _work(f: UnitFigures) -> float:
+    return f.work_forward + f.work_backward
+
+
+def _is_checkpointed() -> bool:
+    """Return whether a checkpoint of the model's own is the innermost one now."""
+    pack, run = innermost_pack(), current()
+    return getattr(pack, "__module__", "") in CHECKPOINTS and (run is None or pack is not run.hook)
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
