@@ -105,6 +105,7 @@ class Probes:
 
     def state(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
+        parts = self._profiler.separability
         return {
             "steps": self.steps,
             "largest": self.largest,
@@ -112,7 +113,7 @@ class Probes:
             "tables": [self._calls, self._kinds, self._ran, self._noise],
             "rest": self._rest,
             "links": None if self._links is None else asdict(self._links),
-            "writers": sorted(self._profiler.writers),
+            "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
         }
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -124,7 +125,9 @@ class Probes:
         self._calls, self._kinds, ran, self._noise = state["tables"]
         self._ran = Counter(ran)
         self._links = None if state["links"] is None else Links(**state["links"])
-        self._profiler.writers.update(state["writers"])
+        parts = self._profiler.separability
+        for names, found in zip((self._profiler.writers, parts.seen, parts.bound), state["modules"], strict=True):
+            names.update(found)
 
     def add(self, sample: Sample) -> None:
         first = not self.steps

@@ -123,8 +123,8 @@ def _difference(name: str, saved: Any, mine: Any) -> str:
     """Return in words how a field of a state differs from the store's."""
     if name == "model":
         saved, mine = (
-            f"{len(names)} modules{_with(sorted({*names} - {*others}))}"
-            for names, others in ((saved, mine), (mine, saved))
+            f"{len(names)} modules{_with(sorted({*names} - {*known}))}"
+            for names, known in ((saved, mine), (mine, saved))
         )
         return f"the model of the state has {saved}, and that of the store {mine}"
     texts = repr(saved), repr(mine)

@@ -1,4 +1,4 @@
-"""Ranks of a group run one plan, or each the plan that it had; none waits for ever."""
+"""Ranks of a group run one plan, or each the plan that it had; none waits for ever. So do ranks that resume."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ JOBS = [
     "a_budget_that_is_too_small_is_refused_on_all_ranks",
     "a_report_has_all_ranks",
     "a_group_is_checked",
+    "resuming:a_checkpoint_has_the_stores_of_all_ranks",
+    "resuming:a_group_runs_its_plan_at_once",
+    "resuming:a_rank_with_another_state_is_named",
+    "resuming:a_restart_finds_no_values_of_the_ranks_before",
 ]
 SLOW_JOBS = [
     "many_seeds",
     "tensor_parallel_with_a_plan",
     "a_failed_step_is_measured_again",
     "evaluations_count_for_no_rank",
+    "resuming:other_groups_and_budgets_measure_again",
 ]
 
 
 def check(world: int, names: list[str], folder: Path) -> None:
-    names = [f"tests.distributed.agreeing:{name}" for name in names]
+    names = [f"tests.distributed.{name if ':' in name else f'agreeing:{name}'}" for name in names]
     outcome = launch(world, names, folder, 240)
     failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
     assert not failures, "\n\n".join(failures)
