@@ -54,8 +54,6 @@ class Traffic(Parcels):
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
         serial = run.number(id(account), nbytes)
-        if serial == 0:
-            self.quota.begin(run)
         berth = Berth(engine, parcel, parcel.used, nbytes, account, serial)
         parcel.used += size
         parcel.filling += 1
@@ -63,6 +61,8 @@ class Traffic(Parcels):
             parcel.berths.add(berth)
             parcel.unread.add(berth)
             run.berths[berth.serial] = berth
+            if serial == 0:
+                self.quota.begin(run)
             self.ledger.add(account, 0, 0, nbytes, has_room=True, booking=berth.booking)
         except BaseException:  # an interrupt
             parcel.filling -= 1
