@@ -14,7 +14,7 @@ from actstore.rerun.leaves import Value
 
 
 def live_optimizers() -> list[Optimizer]:
-    """Return all optimizers of the process."""
+    """Return all optimizers of the process, but for those that `gc.freeze` has hidden: no list of Python's has them."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]  # isinstance asks proxies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -42,7 +43,8 @@ class ModelState:
     Notes
     -----
     Copies of values are in host memory. An optimizer is restored from its first step on. By then backward has added to
-    the gradients; so those of all optimizers that exist at construction are recorded at once.
+    the gradients; so those of all optimizers that exist at construction are recorded at once. Those that `gc.freeze`
+    has hidden are refused where the model does not have their parameters.
     Known generators: Python's, NumPy's global one, torch's of the CPU and of the devices of the tensors, and those that
     are attributes of modules.
     Modules get back their attributes, the elements of lists, sets, dicts and deques among and inside these, and the
@@ -72,6 +74,7 @@ class ModelState:
             else:
                 self._stateful.append((thing, deepcopy(thing.state_dict())))
         self._outside = [(optimizer, list(self._unknown(optimizer))) for optimizer in live_optimizers()]
+        self._has_frozen = gc.get_freeze_count() > 0
         self._generators = _SharedGenerators({value.tensor.device for value in self._values.values()}, modules)
 
     def __enter__(self) -> ModelState:
@@ -123,11 +126,28 @@ class ModelState:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() == self._thread and id(optimizer) not in self._optimizers:
+            if self._has_frozen and any(self._unknown(optimizer)):
+                self._refuse_frozen(optimizer)
             self._meet(optimizer)
             for gradient, value in (each for other, pairs in self._outside if other is optimizer for each in pairs):
                 self._grads.setdefault(id(gradient.leaf), gradient)
                 if value is not None:
                     self._values.setdefault(id(value.tensor), value)
+
+    def _refuse_frozen(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that `live_optimizers` did not see, whose parameters the model does not have.
+
+        Raises
+        ------
+        ConfigError : `gc.freeze` has hidden it
+        """
+        seen = [other for other, _ in self._outside] + live_optimizers()  # the latter for those that the step makes
+        if not any(other is optimizer for other in seen):
+            raise ConfigError(
+                f"{type(optimizer).__name__}: a step that is to be put back must not train, by an optimizer that "
+                "gc.freeze() has hidden, parameters that the model does not have: their gradients from before are "
+                "unknown. Give the optimizer by stateful=[optimizer], or call gc.unfreeze() first."
+            )
 
     def _meet(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = OptimizerState(optimizer)

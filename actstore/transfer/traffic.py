@@ -53,8 +53,6 @@ class Traffic(Parcels):
     def assign(self, engine: Carrier, parcel: Parcel, size: int, nbytes: int, account: Account) -> Berth:
         run = parcel.run
         serial = run.number(id(account), nbytes)
-        if serial == 0:
-            self.quota.begin(run)
         berth = Berth(engine, parcel, parcel.used, nbytes, account, serial)
         parcel.used += size
         parcel.filling += 1
@@ -62,6 +60,8 @@ class Traffic(Parcels):
             parcel.berths.add(berth)
             parcel.unread.add(berth)
             run.berths[berth.serial] = berth
+            if serial == 0:
+                self.quota.begin(run)
             held = nbytes + parcel.held_nbytes(berth)
             self.ledger.add(account, 0, 0, held, has_room=True, booking=berth.booking)
         except BaseException:  # an interrupt

@@ -1,5 +1,6 @@
 """Whatever the step does, everything is as it was found."""
 
+import gc
 import random
 from collections import deque
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, check_gradients
+from actstore.errors import ConfigError
 from actstore.rerun.state import ModelState
 from actstore.session.entries import is_active
 from tests.check.planted import Chatty
@@ -177,6 +179,48 @@ def test_gradients_outside_of_the_model_are_put_back(how, had):
     assert result.equal, str(result)
     after = list(found(nn.Sequential(model, head), optimizer))[:-1]
     assert after == before
+
+
+@pytest.mark.parametrize("how", ["stateful", "model", "not at all"])
+def test_optimizers_that_the_collector_does_not_list(how):
+    """After ``gc.freeze()`` a step is put back wholly, or refused."""
+    torch.manual_seed(0)
+    model, head, x = nn.Linear(4, 4), nn.Linear(4, 1), torch.randn(3, 4)
+    whole = nn.ModuleList([model, head])
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
+
+    def step():
+        loss = head(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach() + head.weight.grad.sum()
+
+    step()
+    before = list(found(whole, optimizer))[:-1]
+    gc.freeze()
+    store = ActivationStore(whole if how == "model" else model, "raw", min_bytes=0)
+    given = {"stateful": [optimizer]} if how == "stateful" else {}
+    if how == "not at all":
+        with pytest.raises(ConfigError, match=r"Adam: .*gc\.unfreeze"):
+            check_gradients(step, store)
+    else:
+        result = check_gradients(step, store, **given)
+        assert result.equal, str(result)
+        assert list(found(whole, optimizer))[:-1] == before
+
+
+def test_an_optimizer_that_the_step_makes_beside_a_frozen_heap():
+    model, head, x = nn.Linear(4, 4), nn.Linear(4, 1), torch.randn(3, 4)
+    gc.freeze()
+
+    def step():
+        loss = head(model(x)).square().mean()
+        loss.backward()
+        torch.optim.SGD(head.parameters(), lr=0.0).step()
+        head.zero_grad()
+        return loss.detach()
+
+    assert check_gradients(step, ActivationStore(model, "raw", min_bytes=0)).equal
 
 
 def test_optimizers_that_do_not_step_are_left_alone():
