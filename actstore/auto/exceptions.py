@@ -11,23 +11,26 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
+from actstore.base.operators import operator_of_node
 from actstore.plan.profile import KEEP, UnitBytes, UnitFigures, except_from_recompute
+from actstore.policy.operators import covers
 from actstore.recompute.attributes import PartAttributes
 from actstore.recompute.outputs import can_wait
 from actstore.recompute.running import current
 
 DERIVE = "derive"
-OPERATORS = ("@matmul", "@sdpa", "@conv")  # dear to compute, and their results are few
+OPERATORS = ("matmul", "sdpa", "conv")  # dear to compute, and their results are few
 MAX_EXCEPTED_PARTS = 2  # parts of a unit to try as exceptions: those that save most
-MIN_RATE_SHARE = 0.8  # of the ms per byte that keeping a whole unit saves: one sample is noisy
+MAX_NODES = 2000  # of autograd's graph, inspected once for each unit
 
 
 class Separability:
-    """Record of the parts of units that can be excepted, from the first call of each.
+    """Record of the parts of units that can be excepted, and of the units' operators, from the first call of each.
 
     Attributes
     ----------
-    seen : names of the parts that have run
+    seen : names of the units and parts that have run
+    operators : by unit or part, the classes of `OPERATORS` that ran in it
     bound : names of those that cannot be excepted: they change their arguments, leave objects in attributes, return
         what cannot wait, or run in a checkpoint of the model's own
     """
@@ -35,12 +38,13 @@ class Separability:
     def __init__(self) -> None:
         self.seen = set[str]()
         self.bound = set[str]()
+        self.operators: dict[str, set[str]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.seen and name not in self.bound
 
     def watch(self, name: str, module: Module) -> Iterator[Any]:
-        """Yield the handles of hooks on a part that has not run yet."""
+        """Yield the handles of hooks on a unit or a part that has not run yet."""
         if name in self.seen:
             return
         entered: list[tuple[list[Any], list[int], PartAttributes]] = []
@@ -60,6 +64,7 @@ class Separability:
                 self.bound.add(name)
             if _is_checkpointed():
                 self.bound.add(name)
+            self.operators[name] = _operators_between(leaves, output)
             self.seen.add(name)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -87,12 +92,15 @@ class Separability:
             return
         separable = (name for name in parts if f"{unit}.{name}" in self)
         chosen = sorted(separable, key=lambda name: -parts[name].saved)[:MAX_EXCEPTED_PARTS]
-        for what in (*OPERATORS, *chosen):
+        operators = (f"@{name}" for name in OPERATORS if name in self.operators.get(unit, ()))
+        derive = figures.get(DERIVE, keep).parts
+        for what in (*operators, *chosen):
             first = figures.get(except_from_recompute(what, KEEP))
             waits = [KEEP]
             if first is not None and first.total("held") > recompute.total("held"):
                 moved = [f"raw @ {tier}" for tier in tiers]
-                waits += [*([DERIVE] if what in parts else []), *moved, *(["int8"] if lossy and what in parts else [])]
+                derives = what in parts and what in derive and derive[what].held < parts[what].saved
+                waits += [*([DERIVE] if derives else []), *moved, *(["int8"] if lossy and what in parts else [])]
             for wait in waits:
                 decision = except_from_recompute(what, wait)
                 found = figures.get(decision)
@@ -103,12 +111,12 @@ class Separability:
 def _gains(found: UnitFigures, recompute: UnitFigures, keep: UnitFigures) -> bool:
     """Return whether an exception may do better than whole units that are kept, beside recomputed ones.
 
-    Such units buy time for bytes at one rate, and the exception must come near it.
+    Such units buy time for bytes at one rate, and the exception must not be below it.
     """
     bytes_bought = found.total("held") - recompute.total("held")
     rate = _work(recompute) / max(1, keep.total("held") - recompute.total("held"))
     saved = _work(recompute) - _work(found)
-    return saved > 0 and saved >= MIN_RATE_SHARE * rate * bytes_bought
+    return saved > 0 and saved >= rate * bytes_bought
 
 
 def _work(f: UnitFigures) -> float:
@@ -119,6 +127,22 @@ def _is_checkpointed() -> bool:
     """Return whether a checkpoint of the model's own is the innermost one now."""
     pack, run = innermost_pack(), current()
     return getattr(pack, "__module__", "") in CHECKPOINTS and (run is None or pack is not run.hook)
+
+
+def _operators_between(inputs: Sequence[Any], output: Any) -> set[str]:
+    """Return the classes of `OPERATORS` in autograd's graph between the inputs of a module and its output."""
+    found = set[str]()
+    seen = {leaf.grad_fn for leaf in inputs if isinstance(leaf, Tensor)} | {None}
+    waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        operator = f"aten.{operator_of_node(node.name())}"
+        found.update(name for name in OPERATORS if covers(name, operator))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

@@ -87,7 +87,8 @@ class Profiler:
             if shape.name:
                 timed |= {shape.name: shape.module, **shape.inner}
         self._modules = {name: outer.get(module, module) for name, module in timed.items()}
-        self._parts = {name for shape in self.shapes if shape.recomputable for name in shape.inner}
+        recomputable = [shape for shape in self.shapes if shape.recomputable]
+        self._separable = {name for shape in recomputable for name in (shape.name, *shape.inner)}
         self._unit_of = {name: shape.name for shape in self.shapes for name in (shape.name, *shape.inner)}
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
@@ -102,7 +103,7 @@ class Profiler:
             if call is None:
                 self._hooks.append(module.register_forward_pre_hook(enter))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
-                if name in self._parts:
+                if name in self._separable:
                     self._hooks.extend(self.separability.watch(name, module))
             elif isinstance(call, NamedCall):  # hooks of the module itself would recompile it in each step
                 self._hooks.append(call.watch(enter, leave))
