@@ -18,20 +18,21 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 JOBS = ["group_is_exact", "group_holds_a_slice", "other_tensors_are_refused", "ranks_read_in_their_own_order"]
 
 
-def check(world: int, folder: Path, timeout_s: float) -> None:
-    names = [f"tests.distributed.groups:{name}" for name in JOBS]
+def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
+    names = [f"tests.distributed.groups:{name}" for name in jobs]
     outcome = launch(world, names, folder, timeout_s)
     failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
     assert not failures, "\n\n".join(failures)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, tmp_path, 120)
+    check(2, JOBS, tmp_path, 120)
 
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    check(4, tmp_path, 240)
+    pytest.importorskip("transformers")
+    check(4, [*JOBS, "llama"], tmp_path, 480)
 
 
 @pytest.mark.slow
