@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from actstore.compiled.names import NodeNames
 from actstore.compiled.region import accounted
 from actstore.compiled.rules import GraphRules
-from actstore.errors import ConfigError
+from actstore.errors import CapacityError, ConfigError
 
 Compiler = Callable[..., Any]
 INDUCTOR, EAGER = "inductor", "aot_eager"
@@ -53,11 +53,22 @@ class GraphBackend:
 
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph)
-        partitioner = Partitioner(self._rules, names, self._decompositions)
+        partitioner = Partitioner(self._rules, names, self._decompositions, fuses=self._inner != EAGER)
         # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
-        with torch._functorch.config.patch(donated_buffer=False):
-            compiled = self._compile(graph, inputs, mode, options, partitioner, digest)
-        return accounted(compiled, self._rules.target, lambda: partitioner.table)
+        try:
+            with torch._functorch.config.patch(donated_buffer=False):
+                compiled = self._compile(graph, inputs, mode, options, partitioner, digest)
+        except Exception:
+            refusal = None if partitioner.within is None else partitioner.within.refusal
+            if refusal is None:
+                raise
+            return partial(_refuse, refusal)  # Dynamo would replace an error of now by one of its own
+        return accounted(compiled, self._rules.target, partitioner.find)
+
+    @property
+    def has_budget(self) -> bool:
+        """True where the graphs follow a plan within a budget."""
+        return self._rules.budget is not None
 
     def reset(self) -> None:
         """Forget what Inductor keeps of CUDA graphs, when the compiler is reset."""
@@ -97,6 +108,11 @@ class GraphBackend:
         from torch._inductor.decomposition import select_decomp_table
 
         return select_decomp_table()
+
+
+def _refuse(error: CapacityError, *args: Any) -> NoReturn:
+    """Raise the error of a region that no plan fits."""
+    raise error.with_traceback(None)
 
 
 @cache

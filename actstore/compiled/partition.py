@@ -10,14 +10,16 @@ from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
+from actstore.compiled.budget.plan import GraphPlan
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.recomputed import mark_recomputed
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import Decompositions
-from actstore.compiled.table import Table, attach, metadata_of_partition
+from actstore.compiled.table import Table, attach, attach_plan, metadata_of_partition, running_plan
 from actstore.compiled.treatment import treat
+from actstore.compiled.within import BudgetPartition
 from actstore.errors import StateError
 
 
@@ -29,14 +31,20 @@ class Partitioner:
     rules : the policy for the region
     names : of its nodes
     decompositions : returns those of the compiler behind
+    fuses : whether that compiler fuses operators
 
     Attributes
     ----------
     table : what the region saves; None until it is partitioned
+    within : the partition under a budget; None for no budget
     """
 
-    def __init__(self, rules: GraphRules, names: NodeNames, decompositions: Callable[[], Decompositions]) -> None:
+    def __init__(
+        self, rules: GraphRules, names: NodeNames, decompositions: Callable[[], Decompositions], *, fuses: bool = False
+    ) -> None:
         self.table: Table | None = None
+        budget = rules.budget
+        self.within = None if budget is None else BudgetPartition(budget.nbytes, names, fuses=fuses)
         self._rules = rules
         self._names = names
         self._decompositions = decompositions
@@ -44,7 +52,8 @@ class Partitioner:
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         metadata = metadata_of_partition()
         mark_recomputed(joint, self._rules, self._names)
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        partition = self.within or min_cut_rematerialization_partition
+        forward, backward = partition(joint, inputs, **options)
         num_outputs: int = options["num_fwd_outputs"]
         try:
             boundary = boundary_of(forward, backward, num_outputs)
@@ -67,8 +76,20 @@ class Partitioner:
         self.table = editor.apply(treatments, self._rules)
         if metadata is not None:
             attach(metadata, self.table)
+            if self.within is not None and self.within.plan is not None:
+                attach_plan(metadata, self.within.plan.to_dict())
             metadata.bw_donated_idxs = []  # None would stand for unknown
         return forward, backward
+
+    def find(self) -> Table | None:
+        """Return the table, as a region saves its first tensor, and tell the budget of the plan."""
+        budget = self._rules.budget
+        if budget is not None and self.within is not None:
+            found = self.within.plan
+            if found is None and (cached := running_plan()) is not None:
+                found = GraphPlan.from_dict(cached)
+            budget.plan = found or budget.plan
+        return self.table
 
 
 def _active(forward: GraphModule, metadata: Any) -> set[Node] | None:

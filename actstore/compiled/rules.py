@@ -16,6 +16,7 @@ from torch.fx import Graph
 from torch.nn import Module
 
 from actstore.base.spec import Site, Spec
+from actstore.compiled.budget.plan import RegionBudget
 from actstore.compiled.names import NodeNames
 from actstore.policy import Decision, Keep, Policy, Rules
 
@@ -35,6 +36,7 @@ class GraphRules:
     target : name of the module that is compiled
     min_nbytes : smaller tensors are kept
     roots, parts : names of modules that run again in backward, and of modules inside of them that do not
+    budget : of the region, which then chooses what it saves; None for none
     """
 
     policy: Policy
@@ -43,6 +45,7 @@ class GraphRules:
     min_nbytes: int
     roots: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
+    budget: RegionBudget | None = None
 
     def relative(self, name: str) -> str:
         """Return a module's name relative to the compiled module."""
@@ -71,6 +74,7 @@ class GraphRules:
         order = {call: number for number, call in enumerate(dict.fromkeys(chain.from_iterable(calls)))}
         regions = [[order[call] for call in each] for each in calls]
         parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
+        parts += [] if self.budget is None else [self.budget.nbytes]
         return sha256(json.dumps(parts).encode()).hexdigest()
 
 

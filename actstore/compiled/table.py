@@ -9,6 +9,7 @@ from actstore.base.operators import APPLY_CODE
 
 INPUT, KEPT, PAYLOAD, TOKEN = "input", "kept", "payload", "token"
 _ATTRIBUTE = "_actstore_table"
+_PLAN = "_actstore_plan"
 
 
 class SavedRow(NamedTuple):
@@ -43,6 +44,11 @@ def attach(metadata: Any, table: Table) -> None:
     metadata.__dict__[_ATTRIBUTE] = [tuple(row) for row in table]
 
 
+def attach_plan(metadata: Any, plan: dict[str, Any]) -> None:
+    """Put a plan into the metadata of a region, with which PyTorch's caches keep it."""
+    metadata.__dict__[_PLAN] = plan
+
+
 def metadata_of_partition() -> Any:
     """Return the metadata of the region that is partitioned now; None where PyTorch does not show it."""
     frame: Any = sys._getframe(1)
@@ -56,11 +62,22 @@ def metadata_of_partition() -> Any:
 
 def running_table() -> Table | None:
     """Return the table of the region that saves tensors now; None where it has none."""
+    rows = _running(_ATTRIBUTE)
+    return None if rows is None else tuple(SavedRow(*row) for row in rows)
+
+
+def running_plan() -> dict[str, Any] | None:
+    """Return the plan of the region that saves tensors now; None where it has none."""
+    found: dict[str, Any] | None = _running(_PLAN)
+    return found
+
+
+def _running(attribute: str) -> Any:
+    """Return what the metadata of the region that saves tensors now has under a name; None for nothing."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is APPLY_CODE:
             metadata = getattr(frame.f_locals["cls"], "metadata", None)
-            rows = getattr(metadata, "__dict__", {}).get(_ATTRIBUTE)
-            return None if rows is None else tuple(SavedRow(*row) for row in rows)
+            return getattr(metadata, "__dict__", {}).get(attribute)
         frame = frame.f_back
     return None

@@ -3,6 +3,7 @@
 from actstore.accuracy import ErrorFigures, GradientEffect, SiteEffect
 from actstore.accuracy.bits.payloads import Choice
 from actstore.check import Difference, GradientCheck, GradientDeviation
+from actstore.compiled.budget.plan import GraphPlan, GraphUnit
 from actstore.inspection import (
     BesideActivations,
     Fit,
@@ -30,6 +31,8 @@ __all__ = [
     "GradientCheck",
     "GradientDeviation",
     "GradientEffect",
+    "GraphPlan",
+    "GraphUnit",
     "InspectedTensor",
     "Inspection",
     "JobReport",

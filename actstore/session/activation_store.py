@@ -20,6 +20,7 @@ from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
 from actstore.compiled.backend import GraphBackend
+from actstore.compiled.budget.plan import RegionBudget
 from actstore.devices import cpu_memory
 from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
@@ -33,6 +34,7 @@ from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.figures import StoreFigures
 from actstore.session.fitted import Fitted
+from actstore.session.graph_controller import GraphController
 from actstore.session.graphs import graph_rules
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
@@ -283,7 +285,12 @@ class ActivationStore(StoreFigures):
         part = self._model if model is None else model
         if part is None:
             raise ConfigError("model=None: the store has no model. Give the module to compile.")
-        part.compile(backend=self._backend(part, options.pop("backend", "inductor")), **options)
+        backend = self._backend(part, options.pop("backend", "inductor"))
+        if backend.has_budget and not options.setdefault("fullgraph", True):
+            raise ConfigError(
+                "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
+            )
+        part.compile(backend=backend, **options)
 
     def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
         """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
@@ -299,16 +306,31 @@ class ActivationStore(StoreFigures):
         ------
         ConfigError : `inner` is unknown, or the policy is one that chooses
         """
-        return self._backend(self._model, inner)
+        backend = self._backend(self._model, inner)
+        if backend.has_budget:
+            raise ConfigError(
+                f"policy={self._given_policy}: a budget is for a model, and a back end may compile more. Use "
+                "store.compile()."
+            )
+        return backend
 
     def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
-        chooser = "" if self._controller is None else str(self._given_policy)
+        chooser = read_chooser(self._model, self._given_policy)
         rules = graph_rules(self._fitted.policy, chooser, self._model, part, self._min_nbytes)
         backend = GraphBackend(rules, inner)
         if self._inside:
             raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
+        if rules.budget is not None:
+            self._plan_in_graphs(rules.budget)
         self._fitted.leave_to_graphs(rules.target)
         return backend
+
+    def _plan_in_graphs(self, budget: RegionBudget) -> None:
+        """Leave the budget to the graphs."""
+        if self._controller is not None:
+            self._controller.close()
+        self._controller = GraphController(budget)
+        self._ledger.budget.set(inf)
 
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""

@@ -10,6 +10,7 @@ from actstore.accuracy.bits.payloads import Choice
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger, Transient
 from actstore.base.note import SMALL
+from actstore.compiled.budget.plan import GraphPlan
 from actstore.plan.plan import Plan
 from actstore.policy import Derive, Offload, Policy, Recompute, Rules
 from actstore.session.advice import StepFigures
@@ -35,13 +36,13 @@ class Request:
 
 
 def request_of(
-    policy: Policy, controller: StepPolicy | None, plan: Plan | Choice | None, hidden: tuple[str, ...]
+    policy: Policy, controller: StepPolicy | None, plan: Plan | GraphPlan | Choice | None, hidden: tuple[str, ...]
 ) -> Request:
     """Return the request of a store whose `plan`, if any, comes from its `controller` or was given."""
     if controller is None and plan is None:
         return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden)
     chooser = "plan" if controller is None else controller.name
-    budget = int(plan.budget) if isinstance(plan, Plan) else 0
+    budget = int(plan.budget) if isinstance(plan, Plan | GraphPlan) else 0
     return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
 
 

@@ -11,6 +11,7 @@ from actstore.accuracy import Sampler
 from actstore.accuracy.bits.payloads import Choice
 from actstore.accuracy.influence.influence import Influence
 from actstore.base.ledger import Ledger
+from actstore.compiled.budget.plan import GraphPlan
 from actstore.errors import StateError
 from actstore.plan.plan import Plan
 from actstore.policy import Decision, Policy, Rules
@@ -54,8 +55,9 @@ class StoreFigures:
         return self._fitted.policy
 
     @property
-    def plan(self) -> Plan | Choice | None:
-        """Current result of `Auto` (a Plan) or `Bits` (a Choice); None while steps are measured."""
+    def plan(self) -> Plan | GraphPlan | Choice | None:
+        """Current result of `Auto` (a Plan, of a compiled model a GraphPlan) or `Bits` (a Choice); None while steps are
+        measured."""
         return self._given_plan if self._controller is None else self._controller.plan
 
     def report(self) -> Report:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from torch.nn import Module
 
+from actstore.compiled.budget.plan import RegionBudget
 from actstore.compiled.rules import GraphRules
 from actstore.errors import ConfigError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
-from actstore.policy import Policy, Recompute, Rules
+from actstore.policy import Auto, Bits, Policy, Recompute, Rules
 
 
-def graph_rules(policy: Policy, chooser: str, model: Module | None, part: Module | None, min_nbytes: int) -> GraphRules:
+def graph_rules(
+    policy: Policy, chooser: Auto | Bits | None, model: Module | None, part: Module | None, min_nbytes: int
+) -> GraphRules:
     """Return the policy of a store for a compiled module.
 
     Parameters
     ----------
-    chooser : the policy that chooses, as text; empty for rules
+    chooser : the policy that chooses; None for rules
     model : the store's; None for none
     part : the module that is compiled, `model` or one inside of it; None where it is unknown
 
     Raises
     ------
-    ConfigError : the policy chooses by itself, recomputes chains, or `part` is not a part of `model`
+    ConfigError : the policy is `Bits`, or `Auto` with arguments that graphs do not follow, or for a part of the model;
+        it recomputes chains; or `part` is not a part of `model`
     """
-    if chooser:
-        raise ConfigError(f"policy={chooser}: does not choose for compiled graphs. Give rules, such as 'int8'.")
+    if chooser is not None:
+        budget = _budget(chooser, whole=part is model)
+        return GraphRules(
+            Rules([]), lambda: [] if model is None else named_modules(model), "", min_nbytes, budget=budget
+        )
     for decision in policy.decisions if isinstance(policy, Rules) else ():
         if isinstance(decision, Recompute) and (decision.replays or decision.first is not None):
             raise ConfigError(
@@ -52,3 +59,16 @@ def graph_rules(policy: Policy, chooser: str, model: Module | None, part: Module
         return [] if whole is None else named_modules(whole)
 
     return GraphRules(policy, modules, targets[0], min_nbytes, roots, parts)
+
+
+def _budget(chooser: Auto | Bits, *, whole: bool) -> RegionBudget:
+    if isinstance(chooser, Bits):
+        raise ConfigError(f"policy={chooser}: does not choose for compiled graphs. Give rules, such as 'int8'.")
+    if chooser.max_noise or chooser.group is not None:
+        raise ConfigError(
+            f"policy={chooser}: max_noise and group are not for compiled models. Leave them out: "
+            f"Auto({chooser.budget!r})."
+        )
+    if not whole:
+        raise ConfigError(f"policy={chooser}: a budget is for the whole model. Compile it by store.compile().")
+    return RegionBudget(chooser.budget_nbytes)

@@ -11,6 +11,7 @@ from math import isfinite
 from actstore.accuracy.bits.payloads import Choice
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
+from actstore.compiled.budget.plan import GraphPlan
 from actstore.display import html
 from actstore.display.text import columns
 from actstore.plan.plan import Plan
@@ -43,7 +44,7 @@ class RankReport:
     decisions: str
 
     @classmethod
-    def of(cls, rank: int, ledger: Ledger, policy: Policy, plan: Plan | Choice | None) -> RankReport:
+    def of(cls, rank: int, ledger: Ledger, policy: Policy, plan: Plan | GraphPlan | Choice | None) -> RankReport:
         """Return the figures of `ledger` as they are now."""
         accounts, text, limit = ledger.accounts(), str(policy), ledger.budget.limit
         words = "; ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from actstore.accuracy.bits.payloads import Choice
+from actstore.compiled.budget.plan import GraphPlan
 from actstore.plan.plan import Plan
 from actstore.policy import Policy
 from actstore.store.observers import Gauge
@@ -26,7 +27,7 @@ class StepPolicy(Protocol):
     name: str
 
     @property
-    def plan(self) -> Plan | Choice | None:
+    def plan(self) -> Plan | GraphPlan | Choice | None:
         """Current result; None while steps are measured."""
 
     @property

@@ -75,11 +75,33 @@ class Convolutions(nn.Module):
         return self.head(self.layers(image).mean((2, 3)))
 
 
+class WideMlp(Mlp):
+    """A model whose activations take more than its gradients."""
+
+
+class DeepConvolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.mean((2, 3)))
+
+
 BATCHES = {
     Mlp: lambda: torch.randn(32, WIDTH),
+    WideMlp: lambda: torch.randn(1024, WIDTH),
     ReluNet: lambda: torch.randn(64, WIDTH),
     AttentionNet: lambda: torch.randn(2, 32, WIDTH),
     Convolutions: lambda: torch.randn(8, 3, 16, 16),
+    DeepConvolutions: lambda: torch.randn(8, 3, 32, 32),
 }
 
 

@@ -1,0 +1,1 @@
+"""Plans under a budget for compiled regions."""

@@ -1,0 +1,127 @@
+"""Times and working memory of the operators of a graph, each measured once on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
+
+RUNS = 3  # the fastest counts
+LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
+RATE_NBYTES = 1 << 24
+
+
+class Cost(NamedTuple):
+    """Time of an operator in ms, and the bytes that it needs while it runs, beside its results."""
+
+    ms: float
+    workspace: int = 0
+
+
+_known: dict[Any, Cost] = {}  # of this process
+
+
+class Costs:
+    """Costs of operators. Those of equal arguments are measured once."""
+
+    def __init__(self) -> None:
+        self._end = perf_counter() + LIMIT_S
+
+    def by_bytes(self, node: Node) -> Cost:
+        """Return the time in which the device writes the node's results."""
+        values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        return Cost(sum(hinted_nbytes(value) / _bytes_per_ms(value.device) for value in values))
+
+    def measured(self, node: Node) -> Cost:
+        """Return the cost of the node's operator alone, on tensors of its sizes."""
+        target = node.target
+        leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val")))
+        values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
+        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+        if not isinstance(target, OpOverload) or not tensors:
+            return self.by_bytes(node)
+        key = (target, *map(_key, values))
+        if key not in _known:
+            found = self._run(target, node) if perf_counter() < self._end else None
+            _known[key] = self.by_bytes(node) if found is None else found
+        return _known[key]
+
+    def _run(self, target: OpOverload[..., Any], node: Node) -> Cost | None:
+        """Return the cost of an operator; None where it does not run on tensors that hold one number everywhere."""
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map(_real, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+            device = _device_of(args)
+            try:
+                ms = _fastest(lambda: target(*args, **kwargs), device)
+                return Cost(ms, _workspace(lambda: target(*args, **kwargs), device))
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                return None
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (*map(hint, value.shape), *map(hint, value.stride()), value.dtype, value.device)
+    return str(value)
+
+
+def _real(leaf: Any) -> Any:
+    """Return a tensor with data for a node, and numbers for sizes."""
+    value = leaf.meta["val"] if isinstance(leaf, Node) else leaf
+    if isinstance(value, Tensor):
+        sizes, strides = map(hint, value.shape), map(hint, value.stride())
+        made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
+        return made.fill_(0.5 if value.dtype.is_floating_point else 0)
+    return hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _device_of(values: Iterable[Any]) -> torch.device:
+    return next((value.device for value in tree_leaves(values) if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def _fastest(call: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(RUNS):
+        begin = perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(1e3 * (perf_counter() - begin))
+    return min(times)
+
+
+def _workspace(call: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes that exist during a call, less those that exist after it; 0 while a profiler runs."""
+    legacy: Any = torch.autograd  # the other profiler writes to standard error
+    if legacy._profiler_enabled():
+        return 0
+    kind = legacy.ProfilerState.CPU if device.type == "cpu" else legacy.ProfilerState.CUDA
+    legacy._enable_profiler_legacy(legacy.ProfilerConfig(kind, False, True, False, False, False, _ExperimentalConfig()))
+    try:
+        result = call()
+    finally:
+        threads = legacy._disable_profiler_legacy()
+    del result
+    now, most = 0, 0
+    for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
+        now += event.cpu_memory_usage() if device.type == "cpu" else event.cuda_memory_usage()
+        most = max(most, now)
+    return most - now
+
+
+@cache
+def _bytes_per_ms(device: torch.device) -> float:
+    """Return the rate at which the device makes a tensor from another."""
+    with _disable_current_modes(), torch.no_grad():
+        source = torch.ones(RATE_NBYTES // 4, device=device)
+        return RATE_NBYTES / max(1e-6, _fastest(lambda: source + 1, device))

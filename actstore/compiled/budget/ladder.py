@@ -1,0 +1,134 @@
+"""The choices of saved tensors that no other one beats, from the least memory to the least time.
+
+The solver of `actstore.plan` finds them: each unit of the region is a layer of its chain. A choice is then evaluated on
+the whole step, operator by operator. The list does not depend on a budget: a larger budget never gives a slower plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from math import inf
+
+from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.budget.units import RegionUnit, cuts_of
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
+from actstore.plan.solver.pareto import pareto
+from actstore.plan.solver.solve import Solution
+
+MAX_POINTS = 24  # limits for which the solver looks
+TIME_LIMIT_S = 1.0  # for each of them
+GAP = 0.005
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One choice of saved tensors.
+
+    Attributes
+    ----------
+    units : of the step; empty for what PyTorch itself saves
+    choice : option of each unit
+    evaluation : of the step
+    solution : of the solver; None for what PyTorch itself saves
+    """
+
+    units: tuple[RegionUnit, ...]
+    choice: tuple[int, ...]
+    evaluation: RegionEvaluation
+    solution: Solution | None = None
+
+
+@dataclass(frozen=True)
+class PlanLadder:
+    """The choices of a region, the fastest first; each later one needs less memory.
+
+    Attributes
+    ----------
+    plain : what PyTorch itself saves
+    """
+
+    plain: RegionEvaluation
+    rungs: tuple[Rung, ...]
+
+    def within(self, budget: int) -> tuple[Rung, ...]:
+        """Return the choices that need no more than `budget` bytes, the fastest first."""
+        return tuple(rung for rung in self.rungs if rung.evaluation.peak <= budget)
+
+
+def ladder_of(step: RegionStep, saved: Set[int]) -> PlanLadder:
+    """Return the choices of a region. `saved` are the tensors that PyTorch itself saves."""
+    plain = step.evaluate(saved)
+    found = [Rung((), (), plain)]
+    for units in cuts_of(step, plain):
+        points = min(MAX_POINTS, 2 * len(units) + 1)
+        for point in pareto(chain_of(step, units), Limits(inf), points, time_limit=TIME_LIMIT_S, gap=GAP):
+            choice = point.solution.choice
+            found.append(Rung(units, choice, step.evaluate(wanted_by(units, choice)), point.solution))
+    rungs: list[Rung] = []
+    for rung in sorted(found, key=lambda rung: (rung.evaluation.ms, rung.evaluation.peak)):
+        if not rungs or rung.evaluation.peak < rungs[-1].evaluation.peak:
+            rungs.append(rung)
+    return PlanLadder(plain, tuple(rungs))
+
+
+def wanted_by(units: Sequence[RegionUnit], choice: Sequence[int]) -> frozenset[int]:
+    """Return the tensors that a choice saves: inputs of units, and those of the options."""
+    chosen = (unit.inputs | unit.options[option] for unit, option in zip(units, choice, strict=True))
+    return frozenset().union(*chosen)
+
+
+def chain_of(step: RegionStep, units: Sequence[RegionUnit]) -> LayerChain:
+    """Return the chain of the units: each option evaluated alone, where all other units save what PyTorch saves."""
+    base = [0] * len(units)
+    layers = []
+    for number, unit in enumerate(units):
+        options, times = [], (0.0, 0.0)
+        for option in range(len(unit.options)):
+            choice = [*base[:number], option, *base[number + 1 :]]
+            figures = _LayerFigures(step, units, number, step.evaluate(wanted_by(units, choice)))
+            times = times if option else (figures.forward, figures.backward)
+            options.append(
+                LayerOption(
+                    str(option),
+                    figures.held,
+                    forward=figures.forward - times[0],
+                    backward=figures.backward - times[1],
+                    forward_peak=figures.peaks[0],
+                    backward_peak=figures.peaks[1],
+                )
+            )
+        layers.append(Layer(str(number), *times, tuple(options)))
+    return LayerChain(tuple(layers))
+
+
+class _LayerFigures:
+    """Bytes and times of one unit in an evaluated step.
+
+    Attributes
+    ----------
+    held : bytes of the unit that forward leaves for backward
+    forward, backward : ms
+    peaks : most bytes in forward and backward of the unit, without what earlier units hold
+    """
+
+    def __init__(self, step: RegionStep, units: Sequence[RegionUnit], number: int, found: RegionEvaluation) -> None:
+        operators, firsts = step.operators, [unit.first for unit in units]
+        before = sum(nbytes for owner, nbytes in found.held.items() if owner < units[number].first)
+        mine = [nbytes for owner, nbytes in found.held.items() if units[number].first <= owner < units[number].last]
+        self.held = sum(mine)
+        end, latest, zones = units[-1].last, 0, [0] * len(found.backward)
+        for position in range(len(found.backward) - 1, -1, -1):
+            for source in operators[found.backward[position]].inputs:
+                if source < end and not operators[source].given:
+                    latest = max(latest, bisect_right(firsts, source) - 1)
+            zones[position] = latest
+        runs = [bisect_right(firsts, index) - 1 for index in found.forward]
+        times, peaks = [], []
+        for order, of, live in ((found.forward, runs, found.live[0]), (found.backward, zones, found.live[1])):
+            here = [position for position, unit in enumerate(of) if unit == number]
+            times.append(sum(operators[order[position]].ms for position in here))
+            peaks.append(max(self.held, max((live[position] - before for position in here), default=0)))
+        self.forward, self.backward = times
+        self.peaks = peaks

@@ -1,0 +1,95 @@
+"""Plans of compiled regions: what was chosen under a budget, for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actstore.base.units import format_nbytes
+
+
+@dataclass(frozen=True)
+class GraphUnit:
+    """A unit of a compiled region: operators of forward that run one after the other. Sizes in bytes, times in ms.
+
+    Attributes
+    ----------
+    name : the modules of its first and its last operator
+    saved : bytes that PyTorch itself saves of it
+    held : bytes that the plan saves of it
+    again : operators of it that backward runs again
+    """
+
+    name: str
+    saved: int
+    held: int
+    again: int
+
+
+@dataclass
+class RegionBudget:
+    """The budget of a compiled model.
+
+    Attributes
+    ----------
+    nbytes : most bytes that the model may allocate in a step
+    plan : what was chosen last; None until the model is compiled
+    """
+
+    nbytes: int
+    plan: GraphPlan | None = None
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan of a compiled region: what it saves, and what it runs again. Sizes in bytes, times in ms.
+
+    Attributes
+    ----------
+    budget : most bytes that the region may allocate in a step
+    predicted_peak : most bytes of the plan at any moment
+    held : bytes that forward leaves for backward
+    predicted_ms : time of the operators of a step
+    plain_peak, plain_held, plain_ms : the same of what PyTorch itself saves
+    least : the smallest budget that has a plan
+    certificate : prediction and bound of the planner's model as text; empty where everything fits
+    units : in the order of forward
+    """
+
+    budget: int
+    predicted_peak: int
+    held: int
+    predicted_ms: float
+    plain_peak: int
+    plain_held: int
+    plain_ms: float
+    least: int
+    certificate: str
+    units: tuple[GraphUnit, ...]
+
+    @property
+    def times_plain(self) -> float:
+        """Predicted time over that of what PyTorch itself saves."""
+        return self.predicted_ms / self.plain_ms if self.plain_ms else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GraphPlan:
+        """Build a plan from the result of `to_dict`."""
+        return cls(**values | {"units": tuple(GraphUnit(**unit) for unit in values["units"])})
+
+    def __str__(self) -> str:
+        lines = [
+            f"Compiled plan within {format_nbytes(self.budget)}: peak {format_nbytes(self.predicted_peak)} where plain "
+            f"compilation has {format_nbytes(self.plain_peak)}, {self.times_plain:.2f} times its time.",
+            self.certificate or "Everything fits: the graphs are PyTorch's own.",
+        ]
+        lines += [
+            f"  {unit.name}: holds {format_nbytes(unit.held)} of {format_nbytes(unit.saved)}, runs {unit.again} "
+            "operators again"
+            for unit in self.units
+            if unit.again or unit.held != unit.saved
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""A training step of a compiled region: its operators, and what each choice of saved tensors makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A node of a joint graph.
+
+    Attributes
+    ----------
+    inputs : indices of the nodes that it reads
+    nbytes : of the memory that it allocates; 0 for a view, and of several results only those that nothing reads
+    ms : its time
+    workspace : bytes that it needs while it runs, beside its result
+    view : whether its result is memory of its first input, or several results as one value
+    fused : whether the compiler runs it in a loop with the operators that make its inputs
+    inlined : whether it writes nothing where all that read it are fused
+    barred : whether it must not run twice, such as one that draws random numbers
+    given : whether the caller brings it: an input, or a gradient
+    late : whether it depends on a gradient, and so runs in backward alone
+    owner : index of the node whose memory it is; its own for no view
+    """
+
+    inputs: tuple[int, ...]
+    owner: int
+    nbytes: int = 0
+    ms: float = 0.0
+    workspace: int = 0
+    view: bool = False
+    fused: bool = False
+    inlined: bool = False
+    barred: bool = False
+    given: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class RegionEvaluation:
+    """A step with one choice of saved tensors.
+
+    Attributes
+    ----------
+    saved : indices of the tensors that backward gets from forward, inputs included
+    again : indices of the operators that both graphs run
+    held : bytes by owner of the memory that forward leaves for backward
+    ms : time of all operators
+    forward, backward : operators in the order in which they run
+    live : bytes while each of `forward` runs, and each of `backward`
+    """
+
+    saved: frozenset[int]
+    again: frozenset[int]
+    held: dict[int, int]
+    ms: float
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    live: tuple[list[int], list[int]]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any moment."""
+        return max(max(live, default=0) for live in self.live)
+
+
+@dataclass(frozen=True)
+class RegionStep:
+    """A step of one region, as its joint graph has it: forward first, then backward.
+
+    Its bytes are those that the region allocates: what forward saves and returns, temporary results of both graphs, and
+    gradients. What the caller brings is not among them, except for gradients of what forward returned.
+
+    Attributes
+    ----------
+    operators : in the order of the joint graph
+    returned : indices of what forward returns
+    gradients : indices of what backward returns
+    """
+
+    operators: Sequence[Operator]
+    returned: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    @cached_property
+    def forward(self) -> tuple[int, ...]:
+        """Operators that make what forward returns."""
+        return self.sources(self.returned, frozenset())
+
+    def evaluate(self, wanted: Set[int]) -> RegionEvaluation:
+        """Evaluate a choice of saved tensors. Those that backward does not read are not saved."""
+        operators = self.operators
+        saved, backward = self._backward(wanted)
+        own = {index for index in saved if not operators[index].given}
+        forward = self.sources((*self.returned, *own), frozenset())
+        held = {owner: operators[owner].nbytes for owner in sorted({operators[index].owner for index in own})}
+        first = self._live(forward, {*self.returned, *own}, {}, ())
+        kept = {operators[index].owner: operators[operators[index].owner].nbytes for index in self.returned}
+        second = self._live(backward, set(self.gradients), held | kept, saved | kept.keys(), lasting=kept.keys())
+        return RegionEvaluation(
+            frozenset(saved),
+            frozenset(backward).intersection(forward),
+            held,
+            sum(operators[index].ms for index in (*forward, *backward)),
+            forward,
+            backward,
+            (first, second),
+        )
+
+    def sources(self, targets: Iterable[int], stop: Set[int]) -> tuple[int, ...]:
+        """Return the operators that `targets` need, in their order, where nodes in `stop` are known."""
+        todo, found = [index for index in targets if index not in stop], set[int]()
+        while todo:
+            index = todo.pop()
+            if index not in found and not self.operators[index].given:
+                found.add(index)
+                todo.extend(source for source in self.operators[index].inputs if source not in stop)
+        return tuple(sorted(found))
+
+    def _backward(self, wanted: Set[int]) -> tuple[set[int], tuple[int, ...]]:
+        """Return what backward gets from forward, and its operators in the order of PyTorch's partitioner.
+
+        It runs an operator of forward again right before the first operator of backward that needs it.
+        """
+        operators = self.operators
+        saved, needed, todo = set[int](), set[int](), list(self.gradients)
+        while todo:
+            index = todo.pop()
+            operator = operators[index]
+            if index in needed or index in saved:
+                continue
+            if operator.given or (not operator.late and (index in wanted or operator.barred)):
+                saved.add(index)
+                continue
+            needed.add(index)
+            todo.extend(operator.inputs)
+        saved = {index for index in saved if not (operators[index].given and operators[index].late)}
+        late = [index for index in needed if operators[index].late]
+        start = min(late, default=0)
+        placed, order = set[int](), list[int]()
+        for target in sorted(index for index in needed if index >= start):
+            missing, todo = set[int](), [target]
+            while todo:
+                index = todo.pop()
+                if index in needed and index not in placed and index not in missing:
+                    missing.add(index)
+                    todo.extend(operators[index].inputs)
+            placed |= missing
+            order += sorted(missing)
+        rest = self.sources(self.gradients, placed | saved)  # gradients that depend on no gradient of an output
+        return saved, (*order, *rest)
+
+    def _live(
+        self,
+        run: Sequence[int],
+        stays: Set[int],
+        begin: dict[int, int],
+        members: Collection[int],
+        lasting: Collection[int] = (),
+    ) -> list[int]:
+        """Return the bytes while each operator of a graph runs.
+
+        Parameters
+        ----------
+        stays : what the graph returns
+        begin : bytes by owner that exist at the beginning
+        members : nodes from before the graph: owners, and views of them
+        lasting : owners that exist to the end
+        """
+        operators, end = self.operators, len(run)
+        written, last = set(stays), dict.fromkeys(stays, end)
+        unwritten = set[int]()
+        for position in range(end - 1, -1, -1):
+            index = run[position]
+            operator = operators[index]
+            read = position
+            inlined = operator.inlined and index not in written
+            if inlined:
+                unwritten.add(index)
+            if inlined or operator.view:
+                read = last.get(index, position)
+            through = not operator.fused or (operator.view and index in written)
+            for source in operator.inputs:
+                last[source] = max(last.get(source, -1), read)
+                if through:
+                    written.add(source)
+        ends = [0] * (end + 1)
+        until = dict.fromkeys(begin, 0) | dict.fromkeys(lasting, end)
+        for index in members:
+            owner = operators[index].owner
+            if owner in until:
+                until[owner] = max(until[owner], last.get(index, 0))
+        for index in (index for index in last if operators[index].given and operators[index].late):
+            begin = begin | {index: operators[index].nbytes}
+            until[index] = last[index]
+        for owner, nbytes in begin.items():
+            ends[until[owner]] += nbytes
+        live, now = list[int](), sum(begin.values())
+        for position, index in enumerate(run):
+            if index not in unwritten:
+                now += operators[index].nbytes
+                ends[last.get(index, position)] += operators[index].nbytes
+            live.append(now + operators[index].workspace)
+            now -= ends[position]
+        return live

@@ -1,0 +1,131 @@
+"""Steps of compiled regions, read from their joint graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from actstore.compiled.budget.costs import Cost, Costs
+from actstore.compiled.budget.step import Operator, RegionStep
+from actstore.compiled.exact import depending
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
+from actstore.compiled.graph import GETITEM, VIEWS, name_of, outputs_of, positions, root_of
+
+_SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
+
+
+class JointReader:
+    """The reader of one joint graph.
+
+    Parameters
+    ----------
+    num_outputs : outputs that forward returns; the remaining ones are gradients
+    fuses : whether the compiler fuses operators
+    costs : of operators
+    """
+
+    def __init__(self, joint: torch.fx.GraphModule, num_outputs: int, costs: Costs, *, fuses: bool) -> None:
+        self.nodes = list(joint.graph.nodes)[:-1]
+        self._places = positions(self.nodes)
+        self._outputs = outputs_of(joint)
+        self._num_outputs = num_outputs
+        self._costs = costs
+        self._types: Any = None
+        if fuses:
+            from torch._functorch.partitioners import get_default_op_list
+
+            self._types = get_default_op_list()
+
+    def step(self, rerun: Collection[str]) -> RegionStep:
+        """Return the step. `rerun` are names of operators that PyTorch itself runs twice."""
+        tangents = {node for node in self.nodes if node.op == "placeholder" and "tangents" in node.name}
+        late = depending(self.nodes, tangents) | {node for node in self.nodes if _is_backward(node)}
+        operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
+        returned = self._outputs[: self._num_outputs]
+        gradients = self._outputs[self._num_outputs :]
+        return RegionStep(operators, self._indices(returned), self._indices(gradients))
+
+    def indices(self, names: Collection[str]) -> frozenset[int]:
+        """Return the indices of nodes by their names."""
+        return frozenset(index for index, node in enumerate(self.nodes) if node.name in names)
+
+    def _indices(self, outputs: list[Any]) -> tuple[int, ...]:
+        return tuple(self._places[node] for node in outputs if isinstance(node, Node))
+
+    def _operator(self, node: Node, *, late: bool, rerun: bool) -> Operator:
+        index, value = self._places[node], node.meta.get("val")
+        inputs = tuple(self._places[source] for source in node.all_input_nodes)
+        if node.op != "call_function":
+            nbytes = hinted_nbytes(value) if late and isinstance(value, Tensor) else 0
+            return Operator(inputs, index, nbytes, given=True, late=late)
+        name = name_of(node)
+        of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in _SPLITS
+        view = name in VIEWS or of_split or not isinstance(value, Tensor)
+        fused = self._types is not None and bool(self._types.is_fusible(node))
+        cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
+        nbytes, taken = (0, 0) if name in VIEWS or of_split else _nbytes(node)
+        return Operator(
+            inputs,
+            self._places[root_of(node)],
+            nbytes,
+            cost.ms,
+            workspace=cost.workspace + (taken if cost.workspace else 0),
+            view=view,
+            fused=fused,
+            inlined=fused and not view and _is_elementwise(node),
+            barred=_is_barred(node) and not rerun,
+            late=late,
+        )
+
+    def _cost(self, node: Node, *, fused: bool) -> Cost:
+        tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        if not tensors:
+            return Cost(0.0)
+        return self._costs.by_bytes(node) if fused else self._costs.measured(node)
+
+
+def _nbytes(node: Node) -> tuple[int, int]:
+    """Return the bytes of a node's result; of several results those that no node takes out, and those that nodes do."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return hinted_nbytes(value), 0
+    taken = {user.args[1] for user in node.users if name_of(user) == GETITEM}
+    left = found = 0
+    for at, part in enumerate(value if isinstance(value, tuple | list) and name_of(node) not in _SPLITS else ()):
+        nbytes = hinted_nbytes(part) if isinstance(part, Tensor) else 0
+        left, found = (left, found + nbytes) if at in taken else (left + nbytes, found)
+    return left, found
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "must_be_in_backward"
+
+
+def _is_barred(node: Node) -> bool:
+    """Return whether an operator must not run twice: it draws random numbers, communicates, writes or is unknown."""
+    if name_of(node) == GETITEM:
+        return _is_barred(node.all_input_nodes[0])
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return any(isinstance(value, Tensor) for value in tree_leaves(node.meta.get("val")))
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return True
+    return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Return whether an operator computes each element of its result where that is read."""
+    if name_of(node) == "cat":
+        return False
+    sizes = [
+        hint(source.meta["val"].numel())
+        for source in node.all_input_nodes
+        if isinstance(source.meta.get("val"), Tensor)
+    ]
+    return hint(node.meta["val"].numel()) >= max(sizes, default=0)

@@ -1,0 +1,158 @@
+"""The partition of a joint graph under a budget."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from copy import deepcopy
+from typing import Any
+
+from torch._functorch import config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from actstore.base.units import format_nbytes
+from actstore.compiled.budget.costs import Costs
+from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
+from actstore.compiled.budget.plan import GraphPlan, GraphUnit
+from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.graph import outputs_of
+from actstore.compiled.joint import JointReader
+from actstore.compiled.names import NodeNames
+from actstore.errors import CapacityError, ConfigError
+
+Graphs = tuple[GraphModule, GraphModule]
+
+
+class BudgetPartition:
+    """The partition of one region under a budget.
+
+    Parameters
+    ----------
+    budget : most bytes that the region may allocate in a step
+    names : of its nodes
+    fuses : whether the compiler behind fuses operators
+
+    Attributes
+    ----------
+    plan : of the region; None until it is partitioned
+    refusal : the error of a budget that is too small; None for no error
+    """
+
+    def __init__(self, budget: int, names: NodeNames, *, fuses: bool) -> None:
+        self.plan: GraphPlan | None = None
+        self.refusal: CapacityError | None = None
+        self._budget = budget
+        self._names = names
+        self._fuses = fuses
+
+    def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> Graphs:
+        """Partition a joint graph as PyTorch's partitioner does, with the saved tensors of the fastest plan.
+
+        Raises
+        ------
+        CapacityError : no plan fits into the budget; the error names the least possible
+        ConfigError : a size of the graph is known in the run alone
+        """
+        joint.graph.eliminate_dead_code()
+        if config.cse:
+            joint.graph = fx_graph_cse(joint.graph)  # as PyTorch does, so that its nodes are these
+        num_outputs: int = options["num_fwd_outputs"]
+        plain = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
+        try:
+            reader = JointReader(joint, num_outputs, Costs(), fuses=self._fuses)
+            step = reader.step(_names_of(plain[0]) & _names_of(plain[1]))
+        except ValueError as error:
+            raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
+        saved = reader.indices(_saved_names(plain[0], num_outputs))
+        found = step.evaluate(saved)
+        if found.peak <= self._budget:
+            self.plan = self._plan(found, found, 0, "", ())
+            return plain
+        ladder = ladder_of(step, saved)
+        for rung in ladder.within(self._budget):
+            graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
+            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            if found.peak <= self._budget:
+                self.plan = self._described(step, ladder, rung, found, reader)
+                return graphs
+        self.refusal = self._refused(ladder)
+        raise self.refusal
+
+    def _refused(self, ladder: PlanLadder) -> CapacityError:
+        least, budget = ladder.rungs[-1].evaluation.peak, self._budget
+        return CapacityError(
+            f"no plan for the compiled model fits: at least {format_nbytes(least)} of device memory are needed, "
+            f"gradients included, and {format_nbytes(budget)} are allowed. Raise the budget by "
+            f"{format_nbytes(least - budget)}, use a smaller batch, or compute the loss in parts.",
+            least=least,
+            limit=budget,
+        )
+
+    def _described(
+        self, step: RegionStep, ladder: PlanLadder, rung: Rung, found: RegionEvaluation, reader: JointReader
+    ) -> GraphPlan:
+        firsts = [unit.first for unit in rung.units]
+        again = [0] * len(firsts)
+        for index in found.again - ladder.plain.again:
+            again[bisect_right(firsts, index) - 1] += not step.operators[index].view
+        units = []
+        for unit, count in zip(rung.units, again, strict=True):
+            modules = [
+                self._names.of(node) for node in reader.nodes[unit.first : unit.last] if node.op != "placeholder"
+            ]
+            ends = dict.fromkeys(name or "loss" for name in (modules[0], modules[-1]))
+            saved, held = (
+                sum(nbytes for owner, nbytes in each.held.items() if unit.first <= owner < unit.last)
+                for each in (ladder.plain, found)
+            )
+            units.append(GraphUnit(" to ".join(ends), saved, held, count))
+        certificate = "" if rung.solution is None else rung.solution.certificate
+        return self._plan(found, ladder.plain, ladder.rungs[-1].evaluation.peak, certificate, tuple(units))
+
+    def _plan(
+        self,
+        found: RegionEvaluation,
+        plain: RegionEvaluation,
+        least: int,
+        certificate: str,
+        units: tuple[GraphUnit, ...],
+    ) -> GraphPlan:
+        return GraphPlan(
+            self._budget,
+            found.peak,
+            sum(found.held.values()),
+            found.ms,
+            plain.peak,
+            sum(plain.held.values()),
+            plain.ms,
+            least,
+            certificate,
+            units,
+        )
+
+
+def _copied(joint: GraphModule) -> GraphModule:
+    return GraphModule(joint, deepcopy(joint.graph))
+
+
+def _marked(joint: GraphModule, reader: JointReader, rung: Rung) -> GraphModule:
+    """Return a copy of a joint graph with the marks that PyTorch's partitioner follows."""
+    saved = {reader.nodes[index].name for index in rung.evaluation.saved}
+    again = {reader.nodes[index].name for index in rung.evaluation.again}
+    copy = _copied(joint)
+    for node in copy.graph.nodes:
+        if node.op == "call_function" and node.name in saved:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.op == "call_function" and node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return copy
+
+
+def _names_of(module: GraphModule) -> set[str]:
+    return {node.name for node in module.graph.nodes if node.op == "call_function"}
+
+
+def _saved_names(forward: GraphModule, num_outputs: int) -> set[str]:
+    return {node.name for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node)}

@@ -1,0 +1,189 @@
+"""Budgets of compiled models, against PyTorch's counts of the bytes of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore, Auto, Bits
+from actstore.errors import CapacityError, ConfigError
+from tests.autograd.checks import check_drained, check_same
+from tests.compiled.models import BATCHES, DeepConvolutions, WideMlp, gradients, make, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+
+# PyTorch's own allocator, as the store's gives some tensors a larger block
+MEASURE = """
+import json, sys, warnings
+from contextlib import nullcontext
+import torch
+from actstore import ActivationStore, Auto
+from actstore.devices import cpu_memory
+from actstore.errors import CapacityError
+from tests.compiled import models
+
+warnings.simplefilter("ignore")
+kind, backend, shares = getattr(models, sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+cpu_memory.count()
+
+
+def step(model, x, store):
+    for _ in range(2):
+        model.zero_grad()
+        before = cpu_memory.memory_allocated()
+        cpu_memory.reset_peak()
+        with store or nullcontext():
+            loss = model(x).square().mean()
+        loss.backward()
+        peak = cpu_memory.max_memory_allocated() - before
+        del loss
+    return peak
+
+
+def measured(budget):
+    torch._dynamo.reset()
+    model, x = models.make(kind)
+    store = None if budget is None else ActivationStore(model, Auto(budget))
+    model.compile(backend=backend) if store is None else store.compile(backend=backend)
+    try:
+        peak = step(model, x, store)
+    except CapacityError as error:
+        return {**measured(error.least), "refused": budget, "least": error.least}
+    grads = [p.grad.double().sum().item() for p in model.parameters()]
+    plan = None if store is None else store.plan.to_dict()
+    return {"peak": peak, "grads": grads, "plan": plan, "budget": budget, "refused": 0}
+
+
+plain = measured(None)
+print(json.dumps([plain, *(measured(int(share * plain["peak"])) for share in shares)]))
+"""
+
+
+def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-c", MEASURE, kind.__name__, backend, json.dumps(shares)]
+    environment = {**os.environ, "ACTSTORE_CPU_ALLOCATOR": "system"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+OUTSIDE_NBYTES = 64 << 10  # of the loss, which is not in the graph
+
+
+@pytest.mark.parametrize("kind", [WideMlp, DeepConvolutions])
+def test_budgets_are_kept_and_gradients_are_plain_compilations(kind: type[nn.Module]) -> None:
+    plain, *rows = measured(kind, "aot_eager", (0.7, 0.1))
+    assert rows[0]["plan"]["plain_peak"] == pytest.approx(plain["peak"], abs=OUTSIDE_NBYTES)
+    last = 0.0
+    for row in rows:
+        assert row["peak"] <= row["budget"] + OUTSIDE_NBYTES
+        assert row["peak"] == pytest.approx(row["plan"]["predicted_peak"], abs=OUTSIDE_NBYTES)
+        assert row["grads"] == plain["grads"]
+        assert row["plan"]["predicted_ms"] >= last
+        last = row["plan"]["predicted_ms"]
+    assert not rows[0]["refused"]
+    assert rows[0]["peak"] < plain["peak"]
+    assert rows[-1]["refused"]
+    assert rows[-1]["least"] == rows[-1]["budget"]
+
+
+def planned(kind: Any, budget: int | str, **options: Any) -> tuple[nn.Module, torch.Tensor, Any]:
+    model, x = make(kind)
+    store = ActivationStore(model, Auto(budget))
+    store.compile(backend="aot_eager", **options)
+    return model, x, store
+
+
+def test_gradients_bit_for_bit_and_what_the_plan_says() -> None:
+    wanted = plain(WideMlp)
+    model, x, store = planned(WideMlp, "1GiB")
+    assert not store.plan
+    check_same(gradients(model, x, store), wanted)
+    full = store.plan
+    assert full is not None
+    assert full.predicted_peak == full.plain_peak
+    assert "Everything fits" in str(full)
+    torch._dynamo.reset()
+    model, x, store = planned(WideMlp, int(0.7 * full.plain_peak))
+    for _ in range(2):
+        check_same(gradients(model, x, store), wanted)
+        check_drained(store)
+    small = store.plan
+    assert small.predicted_peak <= small.budget < full.plain_peak
+    assert small.held < full.held
+    assert small.times_plain > 1
+    assert "operators again" in str(small)
+    assert "optimal" in small.certificate
+    assert store.report().saved_bytes < 0.9 * full.held
+    assert type(small).from_dict(json.loads(json.dumps(small.to_dict()))) == small
+
+
+def test_a_budget_that_is_too_small_names_the_least() -> None:
+    model, x, store = planned(WideMlp, 1000)
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="no plan for the compiled model fits") as refusal, store:
+            model(x)
+    least = refusal.value.facts["least"]
+    torch._dynamo.reset()
+    model, x, store = planned(WideMlp, least)
+    check_same(gradients(model, x, store), plain(WideMlp))
+    torch._dynamo.reset()
+    model, x, store = planned(WideMlp, least - 1)
+    with pytest.raises(CapacityError), store:
+        model(x)
+
+
+def test_text_means_the_same() -> None:
+    model, x = make(WideMlp)
+    store: Any = ActivationStore(model, "auto(8MiB)")
+    store.compile(backend="aot_eager")
+    gradients(model, x, store)
+    assert store.plan.budget == 8 << 20
+    assert "8.0 MiB" in str(store.plan)
+
+
+def test_evaluation_needs_no_plan() -> None:
+    model, x, store = planned(WideMlp, 1000)
+    with torch.no_grad(), store:
+        model(x)
+
+
+def test_what_a_budget_refuses() -> None:
+    model: Any = make(WideMlp)[0]
+    for policy, message in ((Auto(1000, max_noise=0.1), "max_noise and group"), (Bits(0.1), "does not choose")):
+        with pytest.raises(ConfigError, match=message):
+            ActivationStore(model, policy).compile(backend="aot_eager")
+    store = ActivationStore(model, Auto(1000))
+    with pytest.raises(ConfigError, match="a budget is for the whole model"):
+        store.compile(model.blocks[0], backend="aot_eager")
+    with pytest.raises(ConfigError, match="a budget is for one graph"):
+        store.compile(backend="aot_eager", fullgraph=False)
+    with pytest.raises(ConfigError, match="a budget is for a model"):
+        store.backend("aot_eager")
+
+
+def test_dropout_is_not_drawn_again() -> None:
+    class Noisy(WideMlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = nn.functional.dropout(block(x), 0.5)
+            found: torch.Tensor = self.head(x)
+            return found
+
+    BATCHES[Noisy] = BATCHES[WideMlp]
+    wanted = plain(Noisy)
+    torch._dynamo.reset()
+    model, x, store = planned(Noisy, "1GiB")
+    gradients(model, x, store)
+    budget = int(0.8 * store.plan.plain_peak)
+    torch._dynamo.reset()
+    model, x, store = planned(Noisy, budget)
+    check_same(gradients(model, x, store), wanted)
+    assert store.plan.held < store.plan.plain_held

@@ -1,0 +1,119 @@
+"""Bytes and times of a step, operator by operator."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from actstore.compiled.budget.step import Operator, RegionEvaluation, RegionStep
+from tests.compiled.budget.random_steps import random_step
+
+
+def step_of(*operators: Operator, returned: int, gradients: tuple[int, ...]) -> RegionStep:
+    return RegionStep(operators, (returned,), gradients)
+
+
+def chain() -> RegionStep:
+    """input -> 1 -> 2 (a view) -> 3, and backward: 5 reads 3, 6 reads the view."""
+    return step_of(
+        Operator((), 0, given=True),
+        Operator((0,), 1, 100, 1.0),
+        Operator((1,), 1, view=True),
+        Operator((2,), 3, 10, 2.0),
+        Operator((), 4, 10, given=True, late=True),
+        Operator((3, 4), 5, 7, 3.0, late=True),
+        Operator((2, 5), 6, 50, 4.0, late=True),
+        returned=3,
+        gradients=(6,),
+    )
+
+
+def test_all_saved() -> None:
+    found = chain().evaluate(frozenset({2, 3}))
+    assert found.saved == {2, 3}
+    assert not found.again
+    assert found.held == {1: 100, 3: 10}
+    assert found.forward == (1, 2, 3)
+    assert found.backward == (5, 6)
+    assert found.live == ([100, 100, 110], [127, 167])
+    assert found.peak == 167
+    assert found.ms == 10.0
+
+
+def test_one_runs_again_right_before_it_is_read() -> None:
+    found = chain().evaluate(frozenset({3}))
+    assert found.saved == {0, 3}
+    assert found.again == {1, 2}
+    assert found.held == {3: 10}
+    assert found.backward == (5, 1, 2, 6)
+    assert found.live == ([100, 100, 110], [27, 117, 117, 167])
+    assert found.ms == 11.0
+
+
+def test_what_is_barred_is_saved() -> None:
+    step = chain()
+    operators = [*step.operators]
+    operators[1] = Operator((0,), 1, 100, 1.0, barred=True)
+    operators[2] = Operator((1,), 1, view=True)
+    found = RegionStep(operators, step.returned, step.gradients).evaluate(frozenset())
+    assert 1 in found.saved
+    assert 1 not in found.again
+
+
+def test_a_fused_operator_writes_nothing_for_fused_ones() -> None:
+    step = step_of(
+        Operator((), 0, given=True),
+        Operator((0,), 1, 100, fused=True),
+        Operator((1,), 2, 100, fused=True, inlined=True),
+        Operator((2,), 3, 10, fused=True),
+        returned=3,
+        gradients=(),
+    )
+    assert step.evaluate(frozenset()).live[0] == [100, 100, 110]
+    operators = [*step.operators[:3], Operator((2,), 3, 10)]
+    assert RegionStep(operators, (3,), ()).evaluate(frozenset()).live[0] == [100, 200, 110]
+
+
+def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], list[int]]:
+    """The bytes while each operator runs, by a naive interpreter that looks ahead at each moment."""
+    operators = step.operators
+
+    def needed_behind(run: tuple[int, ...], position: int, stays: set[int]) -> set[int]:
+        later = {source for index in run[position:] for source in operators[index].inputs} | stays
+        return {operators[index].owner for index in later}
+
+    def size(owners: set[int]) -> int:
+        return sum(operators[owner].nbytes for owner in owners)
+
+    own = {index for index in found.saved if not operators[index].given}
+    stays = {*step.returned, *own}
+    live: tuple[list[int], list[int]] = ([], [])
+    exists = set[int]()
+    for position, index in enumerate(found.forward):
+        exists.add(operators[index].owner)
+        live[0].append(size(exists))
+        exists &= needed_behind(found.forward, position + 1, stays)
+    kept = {("forward", operators[index].owner) for index in stays}
+    kept |= {("forward", index) for index, each in enumerate(operators) if each.given and each.late}
+    place: dict[int, tuple[str, int]] = {index: ("forward", operators[index].owner) for index in own}
+    place |= {index: ("forward", index) for index, each in enumerate(operators) if each.given}
+    for index in found.backward:
+        view = operators[index].view
+        place[index] = place[operators[index].inputs[0]] if view else ("backward", index)
+    returned = {("forward", operators[index].owner) for index in step.returned}
+    for position, index in enumerate(found.backward):
+        kept.add(place[index])
+        live[1].append(sum(operators[owner].nbytes for _, owner in kept))
+        later = {source for each in found.backward[position + 1 :] for source in operators[each].inputs}
+        kept &= {place[source] for source in later | set(step.gradients)} | returned
+    return live
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_are_those_of_a_naive_interpreter(seed: int) -> None:
+    step, plain = random_step(seed)
+    for count in (0, 1, 2, len(plain)):
+        for wanted in list(combinations(sorted(plain), count))[:10]:
+            found = step.evaluate(frozenset(wanted))
+            assert found.live == interpreted(step, found)
