@@ -19,10 +19,8 @@ from actstore.autograd.tracker import Tracker
 from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
-from actstore.compiled.backend import GraphBackend
-from actstore.compiled.budget.plan import RegionBudget
 from actstore.devices import cpu_memory
-from actstore.errors import ConfigError, StateError
+from actstore.errors import StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
@@ -30,12 +28,10 @@ from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
 from actstore.session.arguments import check_plan, listed, read_chooser, read_model, read_policy
+from actstore.session.compiling import StoreGraphs
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
-from actstore.session.figures import StoreFigures
 from actstore.session.fitted import Fitted
-from actstore.session.graph_controller import GraphController
-from actstore.session.graphs import graph_rules
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
 from actstore.session.process import Optimizers
@@ -53,7 +49,7 @@ R = TypeVar("R")
 MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
 
 
-class ActivationStore(StoreFigures):
+class ActivationStore(StoreGraphs):
     """The store of a model's activations, which decides for each of them where it waits for backward.
 
     Use it as a context manager around forward, again and again, or as a decorator of a function. Backward may run
@@ -264,73 +260,6 @@ class ActivationStore(StoreFigures):
             return result
 
         return inside
-
-    def compile(self, model: Module | None = None, **options: Any) -> None:
-        """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
-
-        What a graph saves for backward leaves forward as payloads, and is decoded right before backward reads it. Enter
-        the store around forward as always: the report then tells of the tensors inside of the compiled regions.
-
-        Parameters
-        ----------
-        model : a module of the store's model; None for the store's model
-        options : as for `torch.compile`: fullgraph, dynamic, mode, options, and backend, which `backend` takes as
-            `inner`
-
-        Raises
-        ------
-        ConfigError : the module is not a part of the store's model, the store has none, or the policy is one that
-            chooses
-        """
-        part = self._model if model is None else model
-        if part is None:
-            raise ConfigError("model=None: the store has no model. Give the module to compile.")
-        backend = self._backend(part, options.pop("backend", "inductor"))
-        if backend.has_budget and not options.setdefault("fullgraph", True):
-            raise ConfigError(
-                "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
-            )
-        part.compile(backend=backend, **options)
-
-    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-        """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
-
-        It is for the whole model, or for a function around it. `compile` also takes a part of the model.
-
-        Parameters
-        ----------
-        inner : "inductor"; "aot_eager", which runs the graphs as they are; or a function that compiles a graph of ATen
-            operators
-
-        Raises
-        ------
-        ConfigError : `inner` is unknown, or the policy is one that chooses
-        """
-        backend = self._backend(self._model, inner)
-        if backend.has_budget:
-            raise ConfigError(
-                f"policy={self._given_policy}: a budget is for a model, and a back end may compile more. Use "
-                "store.compile()."
-            )
-        return backend
-
-    def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
-        chooser = read_chooser(self._model, self._given_policy)
-        rules = graph_rules(self._fitted.policy, chooser, self._model, part, self._min_nbytes)
-        backend = GraphBackend(rules, inner)
-        if self._inside:
-            raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
-        if rules.budget is not None:
-            self._plan_in_graphs(rules.budget)
-        self._fitted.leave_to_graphs(rules.target)
-        return backend
-
-    def _plan_in_graphs(self, budget: RegionBudget) -> None:
-        """Leave the budget to the graphs."""
-        if self._controller is not None:
-            self._controller.close()
-        self._controller = GraphController(budget)
-        self._ledger.budget.set(inf)
 
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""

@@ -42,5 +42,13 @@ class GraphController:
     def end_forward(self, error: BaseException | None, /) -> None:
         """Do nothing: the plan stays as it is."""
 
+    def state(self) -> dict[str, Any]:
+        """Return that no plan was measured: the graphs of another process have their own, and all plans are exact."""
+        return {"plan": None}
+
+    def resume(self, state: dict[str, Any], place: TierSet, /) -> str:
+        """Go on: nothing is planned again."""
+        return ""
+
     def close(self) -> None:
         """Do nothing."""

@@ -155,6 +155,21 @@ def test_evaluation_needs_no_plan() -> None:
         model(x)
 
 
+def test_a_state_is_that_of_a_store_without_measurements() -> None:
+    model, x = make(WideMlp)
+    store = ActivationStore(model, Auto("1GiB"))
+    store.compile(backend="aot_eager")
+    with store:
+        loss = model(x).square().mean()
+    loss.backward()
+    state = store.state_dict()
+    store.load_state_dict(state)
+    eager = ActivationStore(model, Auto("1GiB"))
+    eager.load_state_dict(state)
+    assert eager.plan is None
+    assert eager._store.steps == store._store.steps == 1
+
+
 def test_what_a_budget_refuses() -> None:
     model: Any = make(WideMlp)[0]
     for policy, message in ((Auto(1000, max_noise=0.1), "max_noise and group"), (Bits(0.1), "does not choose")):

@@ -1,0 +1,93 @@
+"""Compilation of a store's model, with the policy in the graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.compiled.backend import GraphBackend
+from actstore.compiled.budget.plan import RegionBudget
+from actstore.errors import ConfigError, StateError
+from actstore.plan.plan import Plan
+from actstore.policy import Auto, Bits, Decision, Policy, Rules
+from actstore.session.entries import StoreEntry
+from actstore.session.figures import StoreFigures
+from actstore.session.graph_controller import GraphController
+from actstore.session.graphs import graph_rules
+
+
+class StoreGraphs(StoreFigures):
+    """Base of `ActivationStore`: what puts its policy into compiled graphs."""
+
+    _given_policy: str | Rules | Decision | Policy | Auto | Bits | Plan
+    _chooser: Auto | Bits | None
+    _inside: set[StoreEntry]
+
+    def compile(self, model: Module | None = None, **options: Any) -> None:
+        """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
+
+        What a graph saves for backward leaves forward as payloads, and is decoded right before backward reads it. Enter
+        the store around forward as always: the report then tells of the tensors inside of the compiled regions.
+
+        Parameters
+        ----------
+        model : a module of the store's model; None for the store's model
+        options : as for `torch.compile`: fullgraph, dynamic, mode, options, and backend, which `backend` takes as
+            `inner`
+
+        Raises
+        ------
+        ConfigError : the module is not a part of the store's model, the store has none, or the policy is one that
+            chooses
+        """
+        part = self._model if model is None else model
+        if part is None:
+            raise ConfigError("model=None: the store has no model. Give the module to compile.")
+        backend = self._backend(part, options.pop("backend", "inductor"))
+        if backend.has_budget and not options.setdefault("fullgraph", True):
+            raise ConfigError(
+                "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
+            )
+        part.compile(backend=backend, **options)
+
+    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+        """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
+
+        It is for the whole model, or for a function around it. `compile` also takes a part of the model.
+
+        Parameters
+        ----------
+        inner : "inductor"; "aot_eager", which runs the graphs as they are; or a function that compiles a graph of ATen
+            operators
+
+        Raises
+        ------
+        ConfigError : `inner` is unknown, or the policy is one that chooses
+        """
+        backend = self._backend(self._model, inner)
+        if backend.has_budget:
+            raise ConfigError(
+                f"policy={self._given_policy}: a budget is for a model, and a back end may compile more. Use "
+                "store.compile()."
+            )
+        return backend
+
+    def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
+        rules = graph_rules(self._fitted.policy, self._chooser, self._model, part, self._min_nbytes)
+        backend = GraphBackend(rules, inner)
+        if self._inside:
+            raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
+        if rules.budget is not None:
+            self._plan_in_graphs(rules.budget)
+        self._fitted.leave_to_graphs(rules.target)
+        return backend
+
+    def _plan_in_graphs(self, budget: RegionBudget) -> None:
+        """Leave the budget to the graphs."""
+        if self._controller is not None:
+            self._controller.close()
+        self._controller = GraphController(budget)
+        self._ledger.budget.set(inf)
