@@ -331,7 +331,7 @@ def test_a_policy_that_is_a_function() -> None:
 def test_what_cannot_be_compiled_says_so() -> None:
     model, _ = make(Mlp)
     with pytest.raises(ConfigError, match="does not choose for compiled graphs"):
-        ActivationStore(model, "auto(1GiB)").compile()
+        ActivationStore(model, "bits(0.1)").compile()
     with pytest.raises(ConfigError, match="is not a part of the store's model, Mlp"):
         ActivationStore(model, "int8").compile(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="the store has no model"):

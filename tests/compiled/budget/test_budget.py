@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Bits
 from actstore.errors import CapacityError, ConfigError
@@ -202,3 +204,21 @@ def test_dropout_is_not_drawn_again() -> None:
     model, x, store = planned(Noisy, budget)
     check_same(gradients(model, x, store), wanted)
     assert store.plan.held < store.plan.plain_held
+
+
+@pytest.mark.slow
+def test_inductors_caches_keep_the_plan() -> None:
+    with fresh_cache():
+        wanted = plain(WideMlp, backend="inductor")
+        plans = []
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            model, x = make(WideMlp)
+            store: Any = ActivationStore(model, Auto("5MiB"))
+            store.compile()
+            check_same(gradients(model, x, store), wanted)
+            plans.append(store.plan)
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert plans[0] == plans[1]
+    assert plans[0].held < plans[0].plain_held
