@@ -14,6 +14,7 @@ BUILTINS = {
     "PayloadError": ValueError,
     "CapacityError": MemoryError,
     "TransferError": OSError,
+    "ReplicaError": ValueError,
     "KernelError": RuntimeError,
     "KernelBuildError": RuntimeError,
     "KernelUnavailable": RuntimeError,
