@@ -13,7 +13,7 @@ from actstore.base import operators
 from actstore.errors import StateError
 
 VIEWS = operators.VIEWS | {"reshape", "narrow", "movedim"}  # Inductor's passes make operators of other operators, too
-_SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
+SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
 GETITEM = "getitem"
 _RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
@@ -107,7 +107,7 @@ def root_of(node: Node) -> Node:
         name = name_of(node)
         if name in VIEWS:
             node = node.all_input_nodes[0]
-        elif name == GETITEM and name_of(node.all_input_nodes[0]) in _SPLITS:
+        elif name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS:
             node = node.all_input_nodes[0].all_input_nodes[0]
         else:
             return node

@@ -15,9 +15,7 @@ from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.step import Operator, RegionStep
 from actstore.compiled.exact import depending
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
-from actstore.compiled.graph import GETITEM, VIEWS, name_of, outputs_of, positions, root_of
-
-_SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
+from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
 
 class JointReader:
@@ -65,7 +63,7 @@ class JointReader:
             nbytes = hinted_nbytes(value) if late and isinstance(value, Tensor) else 0
             return Operator(inputs, index, nbytes, given=True, late=late)
         name = name_of(node)
-        of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in _SPLITS
+        of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS
         view = name in VIEWS or of_split or not isinstance(value, Tensor)
         fused = self._types is not None and bool(self._types.is_fusible(node))
         cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
@@ -97,7 +95,7 @@ def _nbytes(node: Node) -> tuple[int, int]:
         return hinted_nbytes(value), 0
     taken = {user.args[1] for user in node.users if name_of(user) == GETITEM}
     left = found = 0
-    for at, part in enumerate(value if isinstance(value, tuple | list) and name_of(node) not in _SPLITS else ()):
+    for at, part in enumerate(value if isinstance(value, tuple | list) and name_of(node) not in SPLITS else ()):
         nbytes = hinted_nbytes(part) if isinstance(part, Tensor) else 0
         left, found = (left, found + nbytes) if at in taken else (left + nbytes, found)
     return left, found
