@@ -41,7 +41,8 @@ def sections_joined(sections: list[Tensor]) -> Tensor:
 def check_as_eager(codec: Codec, tensor: Tensor) -> None:
     form, reason = graph_codec(codec, tensor)
     assert form is not None, reason
-    sections = [section.contiguous() for section in form.encode(tensor)]  # as a payload has them
+    contiguous = torch.contiguous_format
+    sections = [section.clone(memory_format=contiguous) for section in form.encode(tensor)]  # as a payload has them
     payload = eager_payload(codec, tensor)
     assert torch.equal(sections_joined(sections), payload)
     back = form.decode(sections)
