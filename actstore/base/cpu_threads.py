@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread, local
 
 import torch
 
@@ -25,6 +26,28 @@ def _find_openmp() -> tuple[Callable[[], int], Callable[[int], object]]:
 
 
 number, _set_number = _find_openmp()
+
+
+class _State(local):
+    is_settled = False  # of this thread
+
+
+_thread = _State()
+
+
+def is_settled() -> bool:
+    """Return whether the calling thread has the number of `torch.set_num_threads` already.
+
+    Otherwise an operator will give it that number, and a second run of the operators before would have another one. The
+    number of torch is asked for on a thread of its own, which then has it.
+    """
+    if not _thread.is_settled:
+        found = list[int]()
+        asking = Thread(target=lambda: found.append(torch.get_num_threads()))
+        asking.start()
+        asking.join()
+        _thread.is_settled = number() == found[0]
+    return _thread.is_settled
 
 
 @contextmanager

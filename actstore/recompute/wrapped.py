@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from actstore.autograd.handles import is_lossy
+from actstore.base import cpu_threads
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.note import Note
 from actstore.base.storage import storages_of
@@ -121,6 +122,8 @@ class Wrapped(ForwardWrapper):
                 self._double.tell_inside(self._region)
             return forward(*args, **kwargs)
         if forward_ad._current_level >= 0:  # a second run has no tangents, and so saves other tensors
+            return forward(*args, **kwargs)
+        if not cpu_threads.is_settled():  # its operators may get another number of threads half way
             return forward(*args, **kwargs)
         first = self._decision.first
         scope, calls = entry.scope, entry.calls

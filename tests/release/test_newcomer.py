@@ -123,7 +123,7 @@ import actstore
 from actstore import ActivationStore, Encode, Host, Keep, Report, Rules, Window
 from actstore.codecs import Int8, Zmask
 from actstore.policy import Decision, Site, Spec
-from actstore.results import Choice
+from actstore.results import Choice, GraphPlan
 
 
 def policy(site: Site, spec: Spec) -> Decision:
@@ -140,7 +140,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Report:
     rules: Rules = Rules([("head", Keep())], default=Encode(Int8()))
     step: Callable[[int], str] = ActivationStore(model, rules)(lambda count: name * count)
     ratio: float = actstore.encode(torch.zeros(3), "int8").ratio
-    plan: actstore.Plan | Choice | None = store.plan
+    plan: actstore.Plan | GraphPlan | Choice | None = store.plan
     return store.report() if plan is None and ratio and step(1) else ActivationStore(model, rules).report()
 """
 

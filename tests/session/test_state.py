@@ -177,7 +177,7 @@ def test_auto_runs_its_plan_at_once(auto, caplog):
     assert (
         again.store._controller.profiler.separability.seen
         == parts.seen
-        == {f"blocks.{n}.{part}" for n in range(3) for part in ("up", "act", "down")}
+        == {f"blocks.{n}{part}" for n in range(3) for part in ("", ".up", ".act", ".down")}
     )
     last = run.steps + 12
     assert equal(again.to(last), run.to(last))

@@ -6,6 +6,7 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.base import cpu_threads
+from tests.autograd.checks import check_same, train_step
 from tests.autograd.models import WIDTH
 from tests.autograd.random_training import on_a_thread
 
@@ -36,6 +37,32 @@ def test_a_new_thread_keeps_the_number_of_openmp(policy):
     on_a_thread(forward)
     on_a_thread(backward)
     assert numbers == [OPENMP, OPENMP, 1]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["recompute", "recompute(segment=2)", "recompute(schedule=revolve, slots=1)"])
+def test_an_operator_of_a_region_gives_a_new_thread_its_number(policy):
+    """BatchNorm does so, and sums in another order with another number of threads."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(4)))
+
+    model, x = build(), torch.randn(64, 16)
+    store = ActivationStore(model, f"[0-9] : {policy}", min_bytes=0)
+    wanted = train_step(build(), (x,))
+    found = []
+
+    def step():
+        cpu_threads._set_number(OPENMP)
+        settled.append(cpu_threads.is_settled())
+        found.append(train_step(model, (x,), store))
+        settled.append(cpu_threads.is_settled())
+
+    settled = []
+    on_a_thread(step)
+    check_same(found[0], wanted)
+    assert settled == [False, True]
 
 
 def test_another_number_for_a_while():

@@ -19,7 +19,10 @@ PLANTED = {
     "a buffer that is never given back": (
         "from actstore.transfer.buffers import Buffers\n"
         "give, lost = Buffers.give, []\n"
-        "Buffers.give = lambda self, buffer, after: lost.append(buffer.memory.fill_(1))",
+        "def keep(self, buffer, after, holder=None):\n"
+        "    lost.append(buffer.memory.fill_(1))\n"
+        "    if holder is not None: holder.buffer = None\n"
+        "Buffers.give = keep",
         "memory",
     ),
     "a tier that is not closed": (
