@@ -56,6 +56,7 @@ class Replica:
     posted : its bytes are read no more
     ended : the check of it has ended; with `everywhere`, all ranks have posted it
     freed, released : its slot was given back; its slices were, too
+    reads : the number of reads that have begun; its slices stay until these have ended
     """
 
     __slots__ = (
@@ -69,13 +70,14 @@ class Replica:
         "nbytes",
         "posted",
         "prints",
+        "reads",
         "released",
         "step",
     )
 
     def __init__(self) -> None:
         self.name = ""
-        self.step = self.nbytes = self.begin_ns = 0
+        self.step = self.nbytes = self.begin_ns = self.reads = 0
         self.prints = b""
         self.posted = self.ended = self.everywhere = self.freed = self.released = False
         self.error: ActstoreError | None = None
@@ -276,9 +278,22 @@ class GroupTier(Tier):
         )
 
     def _gather(self, replica: Replica, dst: torch.Tensor, after: Iterable[Ticket]) -> Span:
-        """Read all slices, and check each against its fingerprint."""
-        for ticket in after:
-            ticket.result()
+        """Read all slices, and check each against its fingerprint; none of a payload that was freed before."""
+        begin = perf_counter_ns()
+        with self._lock:
+            if replica.freed:
+                return begin, begin
+            replica.reads += 1
+        try:
+            for ticket in after:
+                ticket.result()
+            return self._read_slices(replica, dst)
+        finally:
+            with self._lock:
+                replica.reads -= 1
+            self._frees.give(partial(self._release, replica))
+
+    def _read_slices(self, replica: Replica, dst: torch.Tensor) -> Span:
         begin = perf_counter_ns()
         if dst.numel() != replica.nbytes:
             raise StateError(f"group: {dst.numel()} bytes were asked for, of a payload of {replica.nbytes}. Read all.")
@@ -301,9 +316,10 @@ class GroupTier(Tier):
         """Give back the slices of a payload once it is freed, and its check has ended."""
         if replica.freed and replica.posted:
             replica.job.run()
-        if not (replica.freed and replica.ended) or replica.released:
-            return
-        replica.released = True
+        with self._lock:
+            if not (replica.freed and replica.ended) or replica.released or replica.reads:
+                return
+            replica.released = True
         if not replica.everywhere:
             self._remove(replica)
             return
