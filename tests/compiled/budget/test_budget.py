@@ -79,7 +79,7 @@ def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...]) -> 
 OUTSIDE_NBYTES = 64 << 10  # of the loss, which is not in the graph
 
 
-@pytest.mark.parametrize("kind", [WideMlp, DeepConvolutions])
+@pytest.mark.parametrize("kind", [WideMlp, pytest.param(DeepConvolutions, marks=pytest.mark.slow)])
 def test_budgets_are_kept_and_gradients_are_plain_compilations(kind: type[nn.Module]) -> None:
     plain, *rows = measured(kind, "aot_eager", (0.7, 0.1))
     assert rows[0]["plan"]["plain_peak"] == pytest.approx(plain["peak"], abs=OUTSIDE_NBYTES)
