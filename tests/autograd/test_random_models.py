@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from actstore import ActivationStore
@@ -213,7 +214,8 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     plant, run = (PLANTED[bug], check) if bug in PLANTED else (draws_other_bits, check_lossy)
     with monkeypatch.context() as patch:
         plant(patch)
-        with pytest.raises((AssertionError, RuntimeError)):
+        # flaky: what a full tier does with a payload depends on time, and so a difference may not come again
+        with pytest.raises((AssertionError, RuntimeError, FlakyFailure)):
             draw(given(**ARGUMENTS)(run))()
 
 
