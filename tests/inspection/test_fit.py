@@ -216,6 +216,14 @@ def test_no_memory_of_the_model_is_taken():
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
+def test_a_tensor_may_be_larger_than_all_memory():
+    def make_step():
+        model = nn.Linear(8, 1)
+        return model, lambda: model(torch.ones(1 << 33, 8)).mean()
+
+    assert fit_step(make_step, []).rows[0].peak_bytes > 256 << 30
+
+
 def test_the_table_and_the_json_have_a_row_for_each_policy():
     found = fit_step(lambda batch: make_mlp(batch, context=1), ["int8"], memory="100MiB", batch=1024)
     lines = str(found).splitlines()
