@@ -82,3 +82,8 @@ def depending(nodes: list[Node], sources: Set[Node]) -> set[Node]:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def depending_on_gradients(nodes: list[Node]) -> set[Node]:
+    """Return the nodes of a joint graph that depend on a gradient of its outputs, which AOTAutograd calls tangents."""
+    return depending(nodes, {node for node in nodes if node.op == "placeholder" and "tangents" in node.name})

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.step import Operator, RegionStep
-from actstore.compiled.exact import depending
+from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
@@ -42,8 +42,7 @@ class JointReader:
 
     def step(self, rerun: Collection[str]) -> RegionStep:
         """Return the step. `rerun` are names of operators that PyTorch itself runs twice."""
-        tangents = {node for node in self.nodes if node.op == "placeholder" and "tangents" in node.name}
-        late = depending(self.nodes, tangents) | {node for node in self.nodes if _is_backward(node)}
+        late = depending_on_gradients(self.nodes) | {node for node in self.nodes if _is_backward(node)}
         operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
         returned = self._outputs[: self._num_outputs]
         gradients = self._outputs[self._num_outputs :]

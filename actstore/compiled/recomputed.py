@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from actstore.compiled.exact import depending
+from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 
@@ -15,8 +15,7 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
     if not rules.roots:
         return
     nodes = list(joint.graph.nodes)
-    tangents = {node for node in nodes if node.op == "placeholder" and "tangents" in node.name}
-    backward = depending(nodes, tangents)
+    backward = depending_on_gradients(nodes)
     regions: dict[str, int] = {}
     for node in nodes:
         if node.op != "call_function" or node in backward or node.meta.get("partitioner_tag") == "is_backward":

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from actstore import ActivationStore, fit_step
 from actstore.errors import ConfigError
 from actstore.inspection.fit import rates, work
-from actstore.inspection.fit.store import GPU_WINDOW_NBYTES
 from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Links
+from actstore.transfer.engine import DEVICE_WINDOW_NBYTES
 
 ROWS, WIDTH, HIDDEN = 2048, 256, 1024
 PRODUCTS = Hardware(flops=1e6, single_flops=1e6)  # no time for anything but products
@@ -122,7 +122,7 @@ def test_host_memory_is_outside_of_a_gpu(monkeypatch):
     )
     plain = on_gpu["plain"]
     assert on_gpu["raw @ host"].most_bytes == on_gpu["raw @ disk"].most_bytes
-    left = GPU_WINDOW_NBYTES + plain.at_peak["weights"]  # a full window, beside the gradients that are there by then
+    left = DEVICE_WINDOW_NBYTES + plain.at_peak["weights"]  # a full window, beside the gradients that are there by then
     assert on_gpu["raw @ host"].most_bytes < plain.peak_bytes - plain.at_peak["activations"] + left
     assert on_cpu["raw @ host"].least_bytes > plain.peak_bytes
     assert on_gpu["raw @ host"].ms[1] == on_gpu["raw @ disk"].ms[1] > plain.ms[1]  # this disk takes no time

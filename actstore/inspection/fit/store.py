@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +18,10 @@ from actstore.inspection.fit.memory import LiveMemory
 from actstore.inspection.fit.work import Work
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors
-from actstore.tiers import Disk, Host, Slot, Tier, Window
+from actstore.tiers import PluginTier, Slot, Tier, Window
+from actstore.transfer.engine import DEVICE_WINDOW_NBYTES, HOST_WINDOW_NBYTES
 
-LEAST_LATE_NBYTES, MOST_LATE_NBYTES = 4 << 20, 32 << 20  # of copies that a slow tier has not ended: the window of a CPU
-GPU_WINDOW_NBYTES = 256 << 20
+LEAST_LATE_NBYTES = 4 << 20  # of copies that a slow tier has not ended
 
 
 class DryStore(ActivationStore):
@@ -51,10 +50,10 @@ class DryStore(ActivationStore):
         on_host: bool = True,
         **options: Any,
     ) -> None:
-        window_nbytes = MOST_LATE_NBYTES if on_host else GPU_WINDOW_NBYTES
+        window_nbytes = HOST_WINDOW_NBYTES if on_host else DEVICE_WINDOW_NBYTES
         self.moves = [DryTier(name, window_nbytes, work, slow=slow) for name in ("disk", "host")[: 1 if on_host else 2]]
         self._memory = memory
-        tiers = [*map(_options_of, self.moves), Window(window_nbytes)]
+        tiers: list[PluginTier | Window] = [*map(_Ready, self.moves), Window(window_nbytes)]
         super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
         self._store.observers.measure(_DryCodecs(memory, work))
 
@@ -155,30 +154,17 @@ class DryTier(Tier):
         return copy
 
 
-@dataclass(frozen=True)
-class _DryDisk(Disk):
-    """The disk tier of a dry step."""
+class _Ready(PluginTier):
+    """Options of a tier that is there, in place of the tier of its name."""
 
-    tier: DryTier | None = None
+    tier: DryTier
 
-    def open(self, device: Device) -> Tier:
-        assert self.tier is not None, "DryStore gives it"
-        return self.tier
-
-
-@dataclass(frozen=True)
-class _DryHost(Host):
-    """The host tier of a dry step for a GPU."""
-
-    tier: DryTier | None = None
+    def __init__(self, tier: DryTier) -> None:
+        super().__init__(tier.name)
+        object.__setattr__(self, "tier", tier)
 
     def open(self, device: Device) -> Tier:
-        assert self.tier is not None, "DryStore gives it"
         return self.tier
-
-
-def _options_of(tier: DryTier) -> Disk | Host:
-    return _DryDisk(tier=tier) if tier.name == "disk" else _DryHost(tier=tier)
 
 
 class _LateCopy(Ticket):

@@ -154,7 +154,9 @@ def test_text_means_the_same() -> None:
 def test_evaluation_needs_no_plan() -> None:
     model, x, store = planned(WideMlp, 1000)
     with torch.no_grad(), store:
-        model(x)
+        found = model(x)
+    assert store.plan is None
+    check_same(found, make(WideMlp)[0](x).detach())
 
 
 def test_a_state_is_that_of_a_store_without_measurements() -> None:
