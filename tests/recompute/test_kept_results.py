@@ -22,6 +22,7 @@ from tests.recompute.test_excepted import (
     WIDTH,
     Branch,
     Stack,
+    check_three_backwards,
     held,
     make,
     step,
@@ -529,16 +530,7 @@ def test_writes_that_no_version_tells(build, decision):
     model = nn.ModuleDict({"blocks": nn.Sequential(build(), nn.Tanh(), build())})
     x = torch.randn(4, WIDTH, requires_grad=True)
     store = make(model, policy("@matmul", decision))
-    with gc_off():
-        with store:
-            loss = model["blocks"](x).square().sum()
-        found = [torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(3)]
-        check_same(found[1], found[0])
-        check_same(found[2], found[0])
-        if decision in EXACT:
-            check_same(found[0], torch.autograd.grad(model["blocks"](x).square().sum(), [x, *model.parameters()]))
-        del loss
-        check_drained(store)
+    check_three_backwards(model, x, store, exact=decision in EXACT)
 
 
 def test_a_region_that_goes_another_way():
