@@ -47,14 +47,16 @@ def frozen_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_entered() -> Iterator[None]:
-    """Fail where a test leaves saved-tensor hooks behind: all that later tests save would go through them."""
+def nothing_left() -> Iterator[None]:
+    """Fail where a test leaves saved-tensor hooks or another number of threads behind, which later tests would meet."""
+    threads = torch.get_num_threads()
     yield
     left = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
         left.append(hooks[0])
         _pop_saved_tensors_default_hooks()
     assert not left, f"saved-tensor hooks were left entered: {left}"
+    assert torch.get_num_threads() == threads
 
 
 @pytest.fixture

@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, local
+from typing import TypeVar, cast
 
 import torch
 
 
-def _find_openmp() -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Find the functions of the OpenMP runtime that torch uses; those of torch if it uses none that can be found."""
+def _find_openmp() -> Callable[[], int]:
+    """Find the function of the OpenMP runtime that torch uses; that of torch if it uses none that can be found."""
     try:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-        return library.omp_get_max_threads, library.omp_set_num_threads
+        return cast(Callable[[], int], library.omp_get_max_threads)
     except (OSError, AttributeError, StopIteration):
-        return torch.get_num_threads, torch.set_num_threads
+        return torch.get_num_threads
 
 
-number, _set_number = _find_openmp()
+_T = TypeVar("_T")
+number = _find_openmp()
 
 
 class _State(local):
@@ -38,25 +40,41 @@ _thread = _State()
 def is_settled() -> bool:
     """Return whether the calling thread has the number of `torch.set_num_threads` already.
 
-    Otherwise an operator will give it that number, and a second run of the operators before would have another one. The
-    number of torch is asked for on a thread of its own, which then has it.
+    Otherwise an operator will give it that number, and a second run of the operators before would have another one.
     """
-    if not _thread.is_settled:
-        found = list[int]()
-        asking = Thread(target=lambda: found.append(torch.get_num_threads()))
-        asking.start()
-        asking.join()
-        _thread.is_settled = number() == found[0]
+    if not _thread.is_settled and number() == _elsewhere(torch.get_num_threads):
+        settle()
     return _thread.is_settled
+
+
+def settle() -> None:
+    """Give the calling thread the number of `torch.set_num_threads`, as its first parallel operator would."""
+    if not _thread.is_settled:
+        torch.get_num_threads()
+        _thread.is_settled = True
 
 
 @contextmanager
 def using(threads: int) -> Iterator[None]:
-    """Let the calling thread use this number of CPU threads; its own number comes back afterwards."""
-    before, of_torch = number(), torch.get_num_threads()
+    """Let the calling thread use this number of CPU threads; its own number comes back afterwards.
+
+    A new thread has that of torch afterwards, and not OpenMP's: once an operator has run, none gives it torch's.
+    """
+    settle()
+    own, of_torch = number(), _elsewhere(torch.get_num_threads)
     torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(of_torch)
-        _set_number(before)
+        torch.set_num_threads(own)
+        if own != of_torch:
+            _elsewhere(lambda: torch.set_num_threads(of_torch))
+
+
+def _elsewhere(work: Callable[[], _T]) -> _T:
+    """Call `work` on a thread of its own, which has the number of torch then."""
+    found = list[_T]()
+    thread = Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]

@@ -56,6 +56,7 @@ class Switches:
         ------
         StateError : the precision of float32 products is another one
         """
+        cpu_threads.settle()  # else an operator of the second run might do so half way
         now = Switches()
         if now._precisions != self._precisions:
             place, was, found = next(

@@ -12,6 +12,8 @@ from actstore.bench.peers.rows import ROWS, Row
 from actstore.bench.trainer import Trainer, relative_error
 from actstore.bench.workloads.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # a trainer sets the number of threads of its process
+
 BY_NAME = {row.name: row for row in ROWS}
 
 
