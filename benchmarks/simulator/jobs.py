@@ -1,8 +1,8 @@
 """Whole jobs: what a group of ranks stores once, and the same plan on 8, 64 and 1,024 ranks.
 
 Ranks of tensor parallelism have equal inputs of each block. With `recompute(raw @ group)` each of t ranks keeps 1/t of
-an input, and reads the rest from the others in backward; nothing leaves a device in forward. A rank serves what others
-read while it reads itself: links are full duplex.
+an input, and reads the rest from the other ranks in backward; nothing leaves a device in forward. A rank serves
+while it reads: links are full duplex.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WINDOW = 256 * 2**20
 NODE_RANKS = 8
 GROUP = "recompute(raw @ group)"
 
-# Rates of one direction, of one device. NVLink: A100 data sheet, 600 GB/s both ways. The others: nine tenths of their
-# name, and one adapter for each device.
+# Rates of one direction, of one device. NVLink: A100 data sheet, 600 GB/s both ways. Other links: nine tenths of
+# their name, and one adapter for each device.
 GROUP_LINKS = {
     "NVLink 3": 270 * GBPS,
     "InfiniBand, 200 Gb/s": 22.5 * GBPS,
@@ -99,7 +99,7 @@ def rows_of_jobs() -> list[dict[str, Any]]:
     found = []
     for layout in LAYOUTS:
         for name, hardware in DECISIONS.items():
-            ranks = NODE_RANKS if name == "raw @ host" else 1  # others share nothing
+            ranks = NODE_RANKS if name == "raw @ host" else 1  # the rest share nothing
             choice = chosen(chain, [name] * 63 + ["keep"])
             step = simulate(chain, choice, hardware, window=WINDOW, ranks=ranks, stages=layout.stages, microbatches=32)
             found.append(
@@ -126,7 +126,7 @@ def slower(hardware: Hardware, share: float, ranks: int) -> Hardware:
 
 
 def rows_of_slowest() -> list[dict[str, Any]]:
-    """Compare a plan for the usual node with one for the slowest, both on the slowest, which all others wait for."""
+    """Compare a plan for the usual node with one for the slowest, both on the slowest, for which all ranks wait."""
     block = Block(hidden=4096, heads=32, sequence=4096)
     found = []
     for spread in (0.05, 0.1, 0.2):
