@@ -13,7 +13,7 @@ from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hook
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup, _StopRecomputationError
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.spec import Site, describe
@@ -60,6 +60,21 @@ class Delegating:
 
     def end(self, seen: _RegionBytes) -> None:
         """End the count, after the region has run or stopped early."""
+
+
+def _is_read_again(error: CheckpointError) -> bool:
+    """Return whether a backward reads a tensor for the second time, which it has from a run that the first has used up.
+
+    The saved output of an operator that wrote to a view is such a tensor, where its gradient is differentiated: once
+    the view is gone, autograd goes through the operator by itself and through the whole that it wrote to.
+    """
+    return "already unpacked once" in str(error) and torch._C._get_graph_exec_group() is None
+
+
+def _read_again(unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
+    """Unpack a tensor from one more run of the region, which is for this tensor alone."""
+    with GraphExecGroup():
+        return unpack(packed)
 
 
 def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
@@ -136,7 +151,9 @@ class CountSaved(Delegating):
             try:
                 tensor = unpack(packed)
             except CheckpointError as error:
-                raise diverged(call, error) from None
+                if not _is_read_again(error):
+                    raise diverged(call, error) from None
+                tensor = _read_again(unpack, packed)
             except Exception as error:
                 error.add_note(f"while recomputing {region}")
                 raise
