@@ -11,10 +11,11 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.step import Operator, RegionStep
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.formats.sizes import hint, hinted_nbytes
+from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
 
@@ -34,6 +35,7 @@ class JointReader:
         self._outputs = outputs_of(joint)
         self._num_outputs = num_outputs
         self._costs = costs
+        self._blocks = Blocks(self.nodes)
         self._types: Any = None
         if fuses:
             from torch._functorch.partitioners import get_default_op_list
@@ -59,14 +61,14 @@ class JointReader:
         index, value = self._places[node], node.meta.get("val")
         inputs = tuple(self._places[source] for source in node.all_input_nodes)
         if node.op != "call_function":
-            nbytes = hinted_nbytes(value) if late and isinstance(value, Tensor) else 0
+            nbytes = self._blocks.nbytes(value) if late and isinstance(value, Tensor) else 0
             return Operator(inputs, index, nbytes, given=True, late=late)
         name = name_of(node)
         of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS
         view = name in VIEWS or of_split or not isinstance(value, Tensor)
         fused = self._types is not None and bool(self._types.is_fusible(node))
         cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
-        nbytes, taken = (0, 0) if name in VIEWS or of_split else _nbytes(node)
+        nbytes, taken = (0, 0) if name in VIEWS or of_split else self._nbytes(node)
         return Operator(
             inputs,
             self._places[root_of(node)],
@@ -86,18 +88,17 @@ class JointReader:
             return Cost(0.0)
         return self._costs.by_bytes(node) if fused else self._costs.measured(node)
 
-
-def _nbytes(node: Node) -> tuple[int, int]:
-    """Return the bytes of a node's result; of several results those that no node takes out, and those that nodes do."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return hinted_nbytes(value), 0
-    taken = {user.args[1] for user in node.users if name_of(user) == GETITEM}
-    left = found = 0
-    for at, part in enumerate(value if isinstance(value, tuple | list) and name_of(node) not in SPLITS else ()):
-        nbytes = hinted_nbytes(part) if isinstance(part, Tensor) else 0
-        left, found = (left, found + nbytes) if at in taken else (left + nbytes, found)
-    return left, found
+    def _nbytes(self, node: Node) -> tuple[int, int]:
+        """Return the bytes of a result; of several results those that no node takes out, and those that nodes do."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            return self._blocks.nbytes(value), 0
+        taken = {user.args[1] for user in node.users if name_of(user) == GETITEM}
+        left = found = 0
+        for at, part in enumerate(value if isinstance(value, tuple | list) and name_of(node) not in SPLITS else ()):
+            nbytes = self._blocks.nbytes(part) if isinstance(part, Tensor) else 0
+            left, found = (left, found + nbytes) if at in taken else (left + nbytes, found)
+        return left, found
 
 
 def _is_backward(node: Node) -> bool:

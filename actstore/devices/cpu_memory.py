@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -38,6 +39,9 @@ Choice = Literal["pages", "threshold", "system"]
 VARIABLE = "ACTSTORE_CPU_ALLOCATOR"
 MIN_PAGED_NBYTES = 64 * 1024  # tensors of this size and more come from pages
 MMAP_THRESHOLD_NBYTES = 1 << 20
+PAGE_NBYTES, HUGE_NBYTES, HUGE_GRAIN_NBYTES = 4 << 10, 2 << 20, 64 << 10  # of pages.hpp: blocks end at these multiples
+REUSE_SHARE = 8  # of pages.hpp: a block serves a tensor that is smaller by this fraction
+MALLOC_NBYTES = 64  # most that glibc adds to a block for its alignment
 COMPILERS = ("c++", "g++", "clang++")
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
@@ -118,6 +122,43 @@ def reset_peak() -> None:
     """Forget the high-water so far."""
     if _library is not None:
         _library.actstore_reset_max_allocated()
+
+
+def most_counted(nbytes: int, sizes: Collection[int] = ()) -> int:
+    """Return the most bytes that `memory_allocated` counts for a tensor: allocators round up.
+
+    Under ``system`` glibc rounds some tensors of the first step to whole pages, which are not counted here.
+
+    nbytes : of the tensor
+    sizes : bytes of other tensors of the process, whose idle blocks the tensor may get
+    """
+    choice = "system" if _status is None else _status.choice
+    if choice != "pages" or nbytes < MIN_PAGED_NBYTES:
+        mapped = choice == "threshold" and nbytes >= MMAP_THRESHOLD_NBYTES
+        return nbytes and nbytes + MALLOC_NBYTES + (PAGE_NBYTES if mapped else 0)
+    most = nbytes + nbytes // REUSE_SHARE
+    fit = max((size for size in sizes if nbytes < size <= most), default=nbytes)
+    room = fit + (HUGE_GRAIN_NBYTES if fit >= HUGE_NBYTES else PAGE_NBYTES)
+    return room if fit == nbytes else max(most_counted(nbytes), min(room, most))
+
+
+def most_during(call: Callable[[], object]) -> int | None:
+    """Return the most bytes that exist during a call, less those after it; None before `install` or `count`.
+
+    The high-water of before stays.
+    """
+    if _library is None:
+        return None
+    known = max_memory_allocated() or 0
+    reset_peak()
+    result = call()
+    now, most = memory_allocated() or 0, max_memory_allocated() or 0
+    del result
+    if known > most:
+        more = known - (memory_allocated() or 0)
+        _library.actstore_add(more)
+        _library.actstore_subtract(more, None)
+    return max(0, most - now)
 
 
 class CountedPages(mmap.mmap):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,41 @@ def test_tensors_are_counted(pages: None, nbytes: int) -> None:
     del tensor
     assert cpu_memory.memory_allocated() == before
     assert cpu_memory.max_memory_allocated() == found
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 64 * 1024 - 1, 64 * 1024, 300_001, 2 * MIB, 5 * MIB + 3])
+def test_no_tensor_takes_more_than_the_most(pages: None, nbytes: int) -> None:
+    sizes = [nbytes + nbytes // 16, nbytes + nbytes // 10, 2 * nbytes]
+    most = cpu_memory.most_counted(nbytes, sizes)
+    assert most <= nbytes + max(nbytes // cpu_memory.REUSE_SHARE, cpu_memory.HUGE_GRAIN_NBYTES)
+    others = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    others.clear()
+    counts = [cpu_memory.memory_allocated() or 0]
+    tensors = []
+    for _ in range(70):  # more than there are offsets
+        tensors.append(torch.empty(nbytes, dtype=torch.uint8))
+        counts.append(cpu_memory.memory_allocated() or 0)
+    taken = [after - before for before, after in pairwise(counts)]
+    assert nbytes <= min(taken)
+    assert max(taken) <= most
+    if nbytes >= 2 * MIB:
+        assert max(taken) > nbytes + nbytes // 20, "no tensor took a larger block"
+    assert cpu_memory.most_counted(0) == 0
+
+
+def test_the_most_during_a_call_and_the_high_water_of_others(pages: None) -> None:
+    kept = torch.empty(8 * MIB, dtype=torch.uint8)
+    del kept
+    high = cpu_memory.max_memory_allocated()
+
+    def call() -> torch.Tensor:
+        work = torch.empty(3 * MIB, dtype=torch.uint8)
+        return torch.empty(work.numel() // 3, dtype=torch.uint8)
+
+    found = cpu_memory.most_during(call)
+    assert found is not None
+    assert 3 * MIB <= found <= cpu_memory.most_counted(3 * MIB)
+    assert cpu_memory.max_memory_allocated() == high
 
 
 def test_large_tensors_begin_at_different_lines_of_a_page(pages: None) -> None:

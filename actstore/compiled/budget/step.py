@@ -6,37 +6,10 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+from actstore.compiled.budget.loops import Loops
+from actstore.compiled.budget.operator import Operator
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """A node of a joint graph.
-
-    Attributes
-    ----------
-    inputs : indices of the nodes that it reads
-    nbytes : of the memory that it allocates; 0 for a view, and of several results only those that nothing reads
-    ms : its time
-    workspace : bytes that it needs while it runs, beside its result
-    view : whether its result is memory of its first input, or several results as one value
-    fused : whether the compiler runs it in a loop with the operators that make its inputs
-    inlined : whether it writes nothing where all that read it are fused
-    barred : whether it must not run twice, such as one that draws random numbers
-    given : whether the caller brings it: an input, or a gradient
-    late : whether it depends on a gradient, and so runs in backward alone
-    owner : index of the node whose memory it is; its own for no view
-    """
-
-    inputs: tuple[int, ...]
-    owner: int
-    nbytes: int = 0
-    ms: float = 0.0
-    workspace: int = 0
-    view: bool = False
-    fused: bool = False
-    inlined: bool = False
-    barred: bool = False
-    given: bool = False
-    late: bool = False
+__all__ = ["Operator", "RegionEvaluation", "RegionStep"]
 
 
 @dataclass(frozen=True)
@@ -161,7 +134,7 @@ class RegionStep:
         members: Collection[int],
         lasting: Collection[int] = (),
     ) -> list[int]:
-        """Return the bytes while each operator of a graph runs.
+        """Return the bytes while each operator of a graph runs: the most, where loops may run at either place.
 
         Parameters
         ----------
@@ -170,6 +143,51 @@ class RegionStep:
         members : nodes from before the graph: owners, and views of them
         lasting : owners that exist to the end
         """
+        live = self._placed(run, range(len(run)), stays, begin, members, lasting)
+        if not any(self.operators[index].inlined for index in run):
+            return live
+        loops = Loops(self.operators, run, self._readers(run, stays)[1])
+        other = self._placed(loops.order, loops.last, stays, begin, members, lasting)
+        later = dict(zip(loops.order, other, strict=True))
+        return [max(nbytes, later[index]) for index, nbytes in zip(run, live, strict=True)]
+
+    def _placed(
+        self,
+        run: Sequence[int],
+        places: Sequence[int],
+        stays: Set[int],
+        begin: dict[int, int],
+        members: Collection[int],
+        lasting: Collection[int],
+    ) -> list[int]:
+        """Return the bytes while each operator of a graph runs, where those up to the same place run at once."""
+        operators, end = self.operators, len(run)
+        last, unwritten = self._readers(run, stays)
+        ends = [0] * (end + 1)
+        until = dict.fromkeys(begin, 0) | dict.fromkeys(lasting, end)
+        for index in members:
+            owner = operators[index].owner
+            if owner in until:
+                until[owner] = max(until[owner], last.get(index, 0))
+        for index in (index for index in last if operators[index].given and operators[index].late):
+            begin = begin | {index: operators[index].nbytes}
+            until[index] = last[index]
+        for owner, nbytes in begin.items():
+            ends[until[owner]] += nbytes
+        made = [0 if index in unwritten else operators[index].nbytes for index in run]
+        for position, index in enumerate(run):
+            ends[last.get(index, position)] += made[position]
+        live, now, start = list[int](), sum(begin.values()), 0
+        while start < end:
+            stop = places[start] + 1
+            now += sum(made[start:stop])
+            live += [now + operators[index].workspace for index in run[start:stop]]
+            now -= sum(ends[start:stop])
+            start = stop
+        return live
+
+    def _readers(self, run: Sequence[int], stays: Set[int]) -> tuple[dict[int, int], set[int]]:
+        """Return the position of the last operator that reads each one's result, and those that write nothing."""
         operators, end = self.operators, len(run)
         written, last = set(stays), dict.fromkeys(stays, end)
         unwritten = set[int]()
@@ -187,22 +205,4 @@ class RegionStep:
                 last[source] = max(last.get(source, -1), read)
                 if through:
                     written.add(source)
-        ends = [0] * (end + 1)
-        until = dict.fromkeys(begin, 0) | dict.fromkeys(lasting, end)
-        for index in members:
-            owner = operators[index].owner
-            if owner in until:
-                until[owner] = max(until[owner], last.get(index, 0))
-        for index in (index for index in last if operators[index].given and operators[index].late):
-            begin = begin | {index: operators[index].nbytes}
-            until[index] = last[index]
-        for owner, nbytes in begin.items():
-            ends[until[owner]] += nbytes
-        live, now = list[int](), sum(begin.values())
-        for position, index in enumerate(run):
-            if index not in unwritten:
-                now += operators[index].nbytes
-                ends[last.get(index, position)] += operators[index].nbytes
-            live.append(now + operators[index].workspace)
-            now -= ends[position]
-        return live
+        return last, unwritten

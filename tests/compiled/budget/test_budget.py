@@ -21,7 +21,6 @@ from tests.compiled.models import BATCHES, DeepConvolutions, WideMlp, gradients,
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
-# PyTorch's own allocator, as the store's gives some tensors a larger block
 MEASURE = """
 import json, sys, warnings
 from contextlib import nullcontext
@@ -68,9 +67,9 @@ print(json.dumps([plain, *(measured(int(share * plain["peak"])) for share in sha
 """
 
 
-def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...], allocator: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-c", MEASURE, kind.__name__, backend, json.dumps(shares)]
-    environment = {**os.environ, "ACTSTORE_CPU_ALLOCATOR": "system"}
+    environment = {**os.environ, "ACTSTORE_CPU_ALLOCATOR": allocator}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -79,14 +78,18 @@ def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...]) -> 
 OUTSIDE_NBYTES = 64 << 10  # of the loss, which is not in the graph
 
 
+@pytest.mark.parametrize("allocator", ["system", "pages"])
 @pytest.mark.parametrize("kind", [WideMlp, pytest.param(DeepConvolutions, marks=pytest.mark.slow)])
-def test_budgets_are_kept_and_gradients_are_plain_compilations(kind: type[nn.Module]) -> None:
-    plain, *rows = measured(kind, "aot_eager", (0.7, 0.1))
-    assert rows[0]["plan"]["plain_peak"] == pytest.approx(plain["peak"], abs=OUTSIDE_NBYTES)
+def test_budgets_are_kept_and_gradients_are_plain_compilations(kind: type[nn.Module], allocator: str) -> None:
+    plain, *rows = measured(kind, "aot_eager", (0.7, 0.1), allocator)
+    for row, predicted in ((plain, "plain_peak"), *((row, "predicted_peak") for row in rows)):
+        plan = row["plan"] or rows[0]["plan"]
+        if allocator == "system":  # PyTorch's own; the store's gives some tensors a larger block
+            assert row["peak"] == pytest.approx(plan[predicted], abs=OUTSIDE_NBYTES)
+        assert row["peak"] <= plan[predicted] + OUTSIDE_NBYTES <= 1.1 * row["peak"] + OUTSIDE_NBYTES
     last = 0.0
     for row in rows:
         assert row["peak"] <= row["budget"] + OUTSIDE_NBYTES
-        assert row["peak"] == pytest.approx(row["plan"]["predicted_peak"], abs=OUTSIDE_NBYTES)
         assert row["grads"] == plain["grads"]
         assert row["plan"]["predicted_ms"] >= last
         last = row["plan"]["predicted_ms"]

@@ -1,0 +1,37 @@
+"""Operators of a joint graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A node of a joint graph.
+
+    Attributes
+    ----------
+    inputs : indices of the nodes that it reads
+    nbytes : of the memory that it allocates; 0 for a view, and of several results only those that nothing reads
+    ms : its time
+    workspace : bytes that it needs while it runs, beside its result
+    view : whether its result is memory of its first input, or several results as one value
+    fused : whether the compiler runs it in a loop with the operators that make its inputs
+    inlined : whether it writes nothing where all that read it are fused
+    barred : whether it must not run twice, such as one that draws random numbers
+    given : whether the caller brings it: an input, or a gradient
+    late : whether it depends on a gradient, and so runs in backward alone
+    owner : index of the node whose memory it is; its own for no view
+    """
+
+    inputs: tuple[int, ...]
+    owner: int
+    nbytes: int = 0
+    ms: float = 0.0
+    workspace: int = 0
+    view: bool = False
+    fused: bool = False
+    inlined: bool = False
+    barred: bool = False
+    given: bool = False
+    late: bool = False

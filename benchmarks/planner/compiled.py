@@ -1,0 +1,138 @@
+"""Peaks and times of compiled models under a budget: ``python -m benchmarks.planner.compiled gpt --layers 2``.
+
+Each budget is a share of the peak of plain compilation. A budget that is refused names the least possible one, which
+then runs in its place. Peaks are those of the allocator's count, above what was there before forward, gradients
+included; the first step compiles, and is not counted. Steps of the plan take turns with plain steps: "times plain" is
+the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from actstore import ActivationStore, Auto
+from actstore.base.units import format_nbytes
+from actstore.bench import workloads
+from actstore.bench.environment import environment
+from actstore.bench.workloads.job import Job
+from actstore.bench.workloads.workload import Workload
+from actstore.devices import cpu_memory
+from actstore.errors import CapacityError
+
+SHARES = (0.6, 0.4, 0.25)
+
+
+def step(job: Job, store: ActivationStore | None) -> tuple[float, int]:
+    """Return the milliseconds of forward and backward, and the peak of a step."""
+    batch = job.batch(0)
+    before = cpu_memory.memory_allocated() or 0
+    cpu_memory.reset_peak()
+    begin = perf_counter()
+    with store or nullcontext():
+        loss = job.loss(*batch)
+    loss.backward()
+    ms = (perf_counter() - begin) * 1e3
+    peak = (cpu_memory.max_memory_allocated() or 0) - before
+    job.model.zero_grad()
+    return ms, peak
+
+
+def compiled(work: Workload, backend: str, budget: int | None) -> tuple[Job, ActivationStore | None, int]:
+    """Return a compiled model, its store, and the peak of its second step."""
+    torch._dynamo.reset()
+    job = workloads.make(work)
+    store = None if budget is None else ActivationStore(job.model, Auto(budget))
+    if store is None:
+        job.model.compile(backend=backend)
+    else:
+        store.compile(backend=backend)
+    step(job, store)  # compiles, and measures operators
+    return job, store, step(job, store)[1]
+
+
+def run(work: Workload, backend: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
+    plain, _, plain_peak = compiled(work, backend, None)
+    rows = []
+    for share in shares:
+        budget, refused = int(share * plain_peak), False
+        try:
+            job, store, peak = compiled(work, backend, budget)
+        except CapacityError as error:
+            budget, refused = error.facts["least"], True
+            job, store, peak = compiled(work, backend, budget)
+        assert store is not None
+        plan: Any = store.plan
+        ratios = []
+        for _ in range(rounds):
+            ms = step(plain, None)[0]
+            mine, now = step(job, store)
+            ratios.append(mine / ms)
+            peak = max(peak, now)
+        rows.append(
+            {
+                "model": work.model, "layers": work.layers, "batch": work.batch, "backend": backend, "share": share,
+                "allocator": str(cpu_memory.status()), "budget": budget, "refused": refused, "peak": peak,
+                "predicted_peak": plan.predicted_peak, "plain_peak": plain_peak, "times": median(ratios),
+                "predicted_times": plan.times_plain,
+            }
+        )  # fmt: skip
+        show(rows[-1:])
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "model", "backend", "share", "budget", "peak", "of the budget", "predicted", "times plain", "predicted"
+    )
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["backend"],
+            f"{row['share']:.0%}",
+            f"{format_nbytes(row['budget'])}{' (least)' if row['refused'] else ''}",
+            format_nbytes(row["peak"]),
+            f"{row['peak'] / row['budget']:.1%}",
+            f"{row['predicted_peak'] / row['peak'] - 1:+.1%}",
+            f"{row['times']:.2f}",
+            f"{row['predicted_times']:.2f}",
+        )
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=["gpt", "llama", "vit", "resnet"])
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--backend", choices=["aot_eager", "inductor"], default="inductor")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of timed steps")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the result to this file, beside other rows")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # of the compiler about itself
+    torch.set_num_threads(given.threads)
+    cpu_memory.install()
+    cpu_memory.count()
+    work = workloads.sized(given.model, layers=given.layers, batch=given.batch, threads=given.threads)
+    rows = run(work, given.backend, given.rounds, list(given.shares))
+    if given.json is not None:
+        new = {(row["model"], row["backend"], row["share"]) for row in rows}
+        old = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
+        others = [row for row in old if (row["model"], row["backend"], row["share"]) not in new]
+        given.json.write_text(json.dumps({"environment": environment(), "rows": [*others, *rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
