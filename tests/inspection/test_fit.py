@@ -5,6 +5,7 @@ import json
 import resource
 import sys
 from contextlib import closing, nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -244,17 +245,75 @@ def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():
     assert " no " in str(found)
 
 
-@pytest.mark.parametrize("true", [1, 2, 7, 1000, 123_456])
-@pytest.mark.parametrize("start", [1, 8, 5000])
-def test_search_finds_the_largest_size_in_few_steps(true, start):
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.up = nn.MultiheadAttention(64, 2, dropout=0.1, batch_first=True), nn.Linear(64, 256)
+
+    def forward(self, x):
+        return self.up(self.attention(x, x, x)[0]).relu()
+
+
+def make_attends(batch=8, context=128):
+    model, x = Attends(), torch.ones(batch, context, 64)
+    return model, lambda: model(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "tried", "start", "policies"),
+    [
+        ("batch", range(24, 28), 3, ["int8"]),
+        ("context", range(304, 308), 64, []),
+        pytest.param("batch", range(1, 32), 3, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
+        pytest.param("context", range(270, 330), 64, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
+    ],
+)
+def test_largest_sizes_are_those_of_a_trial_of_each_size(size, tried, start, policies):
+    """The bytes are linear in the batch, and quadratic in the context."""
+    rows = {value: fit_step(make_attends, policies, **{size: value}).rows for value in tried}
+    for i, policy in enumerate(["plain", *policies]):
+        limit = rows[tried[len(tried) // 2]][i].most_bytes + 1
+        fits = [value for value in tried if rows[value][i].most_bytes <= limit]
+        assert 0 < len(fits) < len(tried)
+        found = fit_step(make_attends, [policy], memory=limit, **{"batch": 8, "context": 128, size: start})
+        assert found.largest[policy][size] == fits[-1]
+
+
+SHAPES = {
+    "linear, with noise": lambda size: 1_000_000 + 100 * size + 40 * (size % 2),
+    "quadratic": lambda size: 1_000_000 + 1000 * size + 30 * size**2,
+    "linear, then steeper": lambda size: 1_000_000 + max(100 * size, 5000 * size - 10_000_000),
+    "cubic": lambda size: 1_000_000 + size**3,
+    "in steps": lambda size: 1_000_000 + 1000 * -(-size // 64),
+}
+
+
+@pytest.mark.parametrize(("shape", "most"), list(zip(SHAPES, [8, 8, 12, 19, 42], strict=True)))
+def test_search_finds_the_largest_size_in_few_steps(shape, most):
+    needed = SHAPES[shape]
+    for true, start, fixed in product([1, 2, 7, 64, 1000, 123_456], [1, 8, 512, 5000], [0, 1_000_000]):
+        asked = []
+
+        def count(size, asked=asked):
+            asked.append(size)
+            return needed(size)
+
+        found = largest(count, needed(true), start, needed(start), fixed)
+        assert needed(found) <= needed(true) < needed(found + 1)
+        assert found >= true
+        assert len(asked) <= most
+
+
+def test_context_is_found_in_few_dry_steps():
+    """A search once went down by one size at a time, from a guess that was eight times too large."""
     asked = []
 
-    def needed(size):
-        asked.append(size)
-        return 1_000_000 + 100 * size + 40 * (size % 2)
+    def make_step(batch=8, context=64):
+        asked.append(context)
+        return make_attends(batch, context)
 
-    assert largest(needed, needed(true), start, needed(start)) == true
-    assert len(asked) <= 2 + 14
+    fit_step(make_step, [], memory="2GiB")
+    assert len(asked) <= 16
 
 
 def test_what_cannot_be_fitted_is_refused():

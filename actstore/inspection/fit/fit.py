@@ -11,6 +11,7 @@ import torch
 from actstore.base.units import parse_nbytes
 from actstore.errors import ConfigError, StateError
 from actstore.inspection.fit.largest import largest
+from actstore.inspection.fit.memory import Label
 from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
@@ -19,6 +20,7 @@ from actstore.session.entries import is_active
 
 POLICIES = ("keep", "recompute", "int8", "int4", "raw @ host", "raw @ disk")
 SEARCHED = ("batch", "context")
+FIXED: tuple[Label, ...] = ("weights", "gradients", "optimizer")  # bytes that depend on no size
 
 
 def fit_step(
@@ -88,10 +90,11 @@ def fit_step(
         for row in rows:
 
             def needed(value: int, size: str = size, policy: str = row.policy) -> int:
-                return steps(**{size: value}).row(policy).most_bytes
+                return steps(**{size: value}).most_bytes(policy)
 
             assert limit is not None
-            found.setdefault(row.policy, {})[size] = largest(needed, limit, start, row.most_bytes)
+            fixed = sum(row.at_peak.get(label, 0) for label in FIXED)
+            found.setdefault(row.policy, {})[size] = largest(needed, limit, start, row.most_bytes, fixed)
     return Fit(rows, limit, dict(sizes), found, device)
 
 
