@@ -230,7 +230,8 @@ def test_the_table_and_the_json_have_a_row_for_each_policy():
     lines = str(found).splitlines()
     assert lines[0].startswith("policy ")
     assert lines[0].endswith("working  fits  largest batch  largest part")
-    assert [line.split("  ")[0] for line in lines[1:]] == ["plain", "int8"]
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["plain", "int8"]
+    assert lines[-1] == "fits: in 100.0 MiB; largest batch"
     values = json.loads(found.to_json())
     assert values["sizes"] == {"batch": 1024}
     assert values["memory_bytes"] == 100 << 20
@@ -243,6 +244,9 @@ def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():
     found = fit_step(make_mlp, [], memory="1MiB")
     assert found.largest == {"plain": {"batch": 0, "context": 0}}
     assert " no " in str(found)
+    assert str(found).splitlines()[-1] == (
+        "fits: in 1.0 MiB; largest batch: with context=1; largest context: with batch=2048"
+    )
 
 
 class Attends(nn.Module):
@@ -262,8 +266,8 @@ def make_attends(batch=8, context=128):
 @pytest.mark.parametrize(
     ("size", "tried", "start", "policies"),
     [
-        ("batch", range(24, 28), 3, ["int8"]),
-        ("context", range(304, 308), 64, []),
+        ("batch", range(25, 28), 20, ["recompute"]),
+        ("context", range(305, 308), 256, []),
         pytest.param("batch", range(1, 32), 3, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
         pytest.param("context", range(270, 330), 64, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
     ],
@@ -302,6 +306,55 @@ def test_search_finds_the_largest_size_in_few_steps(shape, most):
         assert needed(found) <= needed(true) < needed(found + 1)
         assert found >= true
         assert len(asked) <= most
+
+
+class Placed(nn.Module):
+    """Layer with a table of 100 places."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.up = nn.Parameter(torch.zeros(100, 256)), nn.Linear(256, 1024)
+
+    def forward(self, x):
+        return self.up(x + self.places[: x.shape[1]]).relu()
+
+
+def test_an_error_of_the_step_ends_the_search_and_is_named(caplog):
+    contexts = []
+
+    def make_step(context=50):
+        contexts.append(context)
+        model, x = Placed(), torch.ones(64, context, 256)
+        return model, lambda: model(x).mean()
+
+    found = fit_step(make_step, ["int8"], memory="1GiB")
+    assert [sizes["context"] for sizes in found.largest.values()] == [100, 100]
+    assert [contexts.count(each) for each in (100, 101)] == [2, 1]
+    assert list(found.errors) == ["plain", "int8"]
+    assert found.errors["int8"]["context"].startswith("RuntimeError: ")
+    assert str(found).splitlines()[-2] == "fits: in 1.0 GiB; largest context"
+    assert str(found).splitlines()[-1].startswith("plain, int8: the step fails at context=101: RuntimeError: ")
+    assert "failed while" not in caplog.text
+    assert fit_step(make_step, [], memory="24MiB").errors == {}
+
+
+def test_an_error_under_one_policy_ends_its_search_alone():
+    def make_step(batch=8):
+        model, x = Mlp(), torch.ones(batch, 64, 512)
+
+        def step(store):
+            if batch > 20 and "int8" in str(getattr(store, "policy", "")):
+                raise ValueError(batch)
+            with store:
+                return model(x).mean()
+
+        return model, step
+
+    found = fit_step(make_step, ["int8", "keep"], memory="256MiB")
+    assert found.largest["int8"]["batch"] == 20
+    assert found.errors == {"int8": {"batch": "ValueError: 21"}}
+    assert found.largest["keep"] == found.largest["plain"]
+    assert found.largest["keep"]["batch"] > 100
 
 
 def test_context_is_found_in_few_dry_steps():

@@ -25,12 +25,15 @@ def largest(needed: Callable[[int], int | None], limit: int, start: int, at_star
     low, high = (start, MOST_SIZE + 1) if at_start <= limit else (0, start)
     poor = 0
     while high - low > 1:
+        middle = (low + high) // 2 if high <= MOST_SIZE else min(2 * low, MOST_SIZE)
         if is_middle := poor == PATIENCE:
-            guess = (low + high) // 2 if high <= MOST_SIZE else min(2 * low, MOST_SIZE)
+            guess = middle
         else:
             near = sorted(known, key=lambda size: (size not in (low, high), abs(known[size] - limit)))[:POINTS]
             end = high if high <= MOST_SIZE else min(high, low * GROWTH + 1)
             guess = max(low + 1, _meeting([(size, known[size]) for size in near], limit, low, end))
+            if high <= MOST_SIZE and high not in known:  # it fails, and so may those before it
+                guess = min(guess, middle)
         before = low, high
         nbytes = needed(guess)
         if nbytes is not None:

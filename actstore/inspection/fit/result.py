@@ -48,9 +48,10 @@ class Fit:
     ----------
     rows : one for each policy, plain first
     memory_bytes : of the device; None where none was given
-    sizes : the arguments that make_step got
+    sizes : the arguments that make_step got, and those that were searched
     largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
         not even 1 fits. Only those that make_step takes
+    errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
     """
 
@@ -58,12 +59,13 @@ class Fit:
     memory_bytes: int | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     largest: dict[str, dict[str, int]] = field(default_factory=dict)
+    errors: dict[str, dict[str, str]] = field(default_factory=dict)
     device: str | None = None
 
     def __str__(self) -> str:
         """Return a table with a row for each policy."""
         labels = [label for label in get_args(Label) if any(label in row.at_peak for row in self.rows)]
-        sizes = list(dict.fromkeys(size for found in self.largest.values() for size in found))
+        sizes = self._names
         fits = [] if self.memory_bytes is None else ["fits"]
         times = [] if self.device is None else ["ms", "times plain"]
         head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), *times, "largest part"]
@@ -89,9 +91,27 @@ class Fit:
             for row in self.rows
             if row.most_bytes > row.least_bytes
         ]
+        if self.memory_bytes is not None:
+            notes.append("; ".join([f"fits: in {format_nbytes(self.memory_bytes)}", *map(self._searched, self._names)]))
+        ends: dict[str, list[str]] = {}
+        for policy, errors in self.errors.items():
+            for name, error in errors.items():
+                text = f"the step fails at {name}={self.largest[policy][name] + 1}: {error}"
+                ends.setdefault(text, []).append(policy)
+        notes += [f"{', '.join(policies)}: {text}" for text, policies in ends.items()]
         if self.device not in (None, "cpu"):
             notes.append(f"times: by the data sheet of {self.device}; not measured")
         return notes
+
+    @property
+    def _names(self) -> list[str]:
+        """Sizes that were searched."""
+        return list(dict.fromkeys(name for found in self.largest.values() for name in found))
+
+    def _searched(self, name: str) -> str:
+        """Return the other sizes of a search, as text."""
+        rest = ", ".join(f"{other}={value}" for other, value in self.sizes.items() if other != name)
+        return f"largest {name}: with {rest}" if rest else f"largest {name}"
 
     def to_dict(self) -> dict[str, object]:
         """Return all figures, under the names of the attributes."""
