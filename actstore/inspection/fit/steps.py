@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from actstore.devices.cpu_memory import unreserved
 from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.result import FitRow
@@ -166,7 +167,7 @@ class DrySteps:
 
     @contextmanager
     def _dry(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[]), self._mode:
+        with torch.random.fork_rng(devices=[]), unreserved(), self._mode:
             yield
 
 
