@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 MOST_SIZE = 1 << 24
 GROWTH = 8  # the most that a guess exceeds the largest size that fits, until one does not fit
@@ -49,9 +49,8 @@ def largest(needed: Callable[[int], int | None], limit: int, start: int, at_star
     return low
 
 
-def _meeting(points: Iterable[tuple[int, int]], limit: int, low: int, high: int) -> int:
+def _meeting(points: list[tuple[int, int]], limit: int, low: int, high: int) -> int:
     """Return the largest size from `low` to below `high` where the polynomial through `points` is at most `limit`."""
-    points = list(points)
 
     def nbytes(size: int) -> float:
         total = 0.0
