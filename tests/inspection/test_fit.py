@@ -241,6 +241,17 @@ def test_the_table_and_the_json_have_a_row_for_each_policy():
     assert values["largest"] == found.largest
     assert [row["policy"] for row in values["rows"]] == ["plain", "int8"]
     assert found.largest["plain"]["batch"] > 1024
+    assert values["parts"] == {
+        policy: {"batch": fit_step(make_mlp, [policy], batch=each["batch"] + 1).rows[-1].largest}
+        for policy, each in found.largest.items()
+    }
+
+
+def test_the_part_that_grows_too_large_is_named():
+    found = fit_step(make_mlp, [], memory="200MiB", batch=1)
+    assert found.rows[0].largest == "optimizer"
+    assert found.parts["plain"] == {"batch": "activations", "context": "activations"}
+    assert f"  {found.largest['plain']['batch']} (activations)  " in str(found)
 
 
 def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():

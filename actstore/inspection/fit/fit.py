@@ -11,6 +11,7 @@ import torch
 
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import ConfigError, StateError
+from actstore.inspection.fit.memory import Label
 from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
@@ -92,18 +93,21 @@ def fit_step(
         log.info("%d of %d: %s: %s", len(rows), count, text, format_nbytes(rows[-1].peak_bytes))
     del made
     found: dict[str, dict[str, int]] = {}
+    parts: dict[str, dict[str, Label]] = {}
     errors: dict[str, dict[str, str]] = {}
     for name, start in searched.items():
         assert limit is not None
         trials = SizeTrials(steps, name, limit, start)
         for row in rows:
-            most, error = trials.largest(row)
+            most, part, error = trials.largest(row)
             found.setdefault(row.policy, {})[name] = most
+            if part is not None:
+                parts.setdefault(row.policy, {})[name] = part
             if error is not None:
                 errors.setdefault(row.policy, {})[name] = error
             at = len(rows) + sum(map(len, found.values()))
             log.info("%d of %d: %s: largest %s %d", at, count, row.policy, name, most)
-    return Fit(tuple(rows), limit, {**searched, **sizes}, found, errors, device)
+    return Fit(tuple(rows), limit, {**searched, **sizes}, found, parts, errors, device)
 
 
 def _searched(make_step: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:

@@ -51,6 +51,7 @@ class Fit:
     sizes : the arguments that make_step got, and those that were searched
     largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
         not even 1 fits. Only those that make_step takes
+    parts : for each policy, the label with most bytes at the peak of the next batch or context, which does not fit
     errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
     """
@@ -59,6 +60,7 @@ class Fit:
     memory_bytes: int | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     largest: dict[str, dict[str, int]] = field(default_factory=dict)
+    parts: dict[str, dict[str, Label]] = field(default_factory=dict)
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     device: str | None = None
 
@@ -74,16 +76,21 @@ class Fit:
 
     def _cells(self, row: FitRow, labels: list[Label], sizes: list[str]) -> list[str]:
         fits = [] if self.memory_bytes is None else ["yes" if row.most_bytes <= self.memory_bytes else "no"]
-        found = self.largest.get(row.policy, {})
         return [
             row.policy,
             format_nbytes(row.peak_bytes),
             *(format_nbytes(row.at_peak.get(label, 0)) for label in labels),
             *fits,
-            *(str(found.get(size, "")) for size in sizes),
+            *(self._most(row, size) for size in sizes),
             *(() if row.ms is None else (_range(row.ms, 1), _range(row.times_plain, 2))),
             row.largest,
         ]
+
+    def _most(self, row: FitRow, name: str) -> str:
+        """Return the largest size, with the part that grows too large where it is another than in the row."""
+        part = self.parts.get(row.policy, {}).get(name, row.largest)
+        most = self.largest[row.policy][name]
+        return f"{most}" if part == row.largest else f"{most} ({part})"
 
     def _notes(self) -> list[str]:
         notes = [

@@ -75,13 +75,12 @@ class DrySteps:
             most = self._stored(policy, slow=True)[0].peak_bytes
             return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
 
-    def most_bytes(self, policy: str) -> int:
-        """Return `FitRow.most_bytes` of a policy, without the rest of the row."""
+    def slow_row(self, policy: str) -> FitRow:
+        """Return the row of a policy with the slowest disk alone: its bytes are the most ones."""
+        if policy == PLAIN:
+            return self.row(policy)
         with self._dry():
-            if policy == PLAIN:
-                self._run(nullcontext(), nullcontext())
-                return self._memory.peak_bytes
-            return self._stored(policy, slow=True)[0].peak_bytes
+            return self._stored(policy, slow=True)[0]
 
     def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has left the device's memory."""

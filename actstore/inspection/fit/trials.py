@@ -32,25 +32,30 @@ class SizeTrials:
         self._start = start
         self._failed: dict[int, str] = {}  # errors of the plain step, which it has under each policy
 
-    def largest(self, row: FitRow) -> tuple[int, str | None]:
-        """Return the largest value that fits under the policy of a row, and the error that ends the search, if any."""
-        failed = dict(self._failed)
+    def largest(self, row: FitRow) -> tuple[int, Label | None, str | None]:
+        """Return the largest value that fits under the policy of a row, and what the next one meets.
+
+        That is the part with most bytes at its peak, or the error that the step raises, or neither after `MOST_SIZE`.
+        """
+        failed, parts = dict(self._failed), {self._start: row.largest}
 
         def needed(value: int) -> int | None:
             if value >= min(failed, default=value + 1):
                 return None
             try:
                 with _quiet():
-                    return self._steps(**{self._name: value}).most_bytes(row.policy)
+                    tried = self._steps(**{self._name: value}).slow_row(row.policy)
             except Exception as error:  # of the user's code, such as a context that exceeds a table
                 failed[value] = f"{type(error).__name__}: {error}".partition("\n")[0][:ERROR_LENGTH]
                 return None
+            parts[value] = tried.largest
+            return tried.peak_bytes
 
         fixed = sum(row.at_peak.get(label, 0) for label in FIXED)
         found = largest(needed, self._limit, self._start, row.most_bytes, fixed)
         if row.policy == PLAIN:
             self._failed = failed
-        return found, failed.get(found + 1)
+        return found, parts.get(found + 1), failed.get(found + 1)
 
 
 @contextmanager
