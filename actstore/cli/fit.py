@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Annotated
 
 import torch
@@ -11,9 +15,11 @@ import typer
 from actstore import fit_step
 from actstore.bench.files import check_writable
 from actstore.cli.options import Arguments, Script
-from actstore.inspection.fit.fit import POLICIES
+from actstore.inspection.fit.fit import POLICIES, log
 from actstore.rerun.target import find_maker, users_code
 from actstore.session.activation_store import MIN_NBYTES
+
+SILENT_S = 2.0  # before the first line of progress
 
 
 def fit(
@@ -41,7 +47,7 @@ def fit(
     check_writable(json, "--json")
     sizes = {name: size for name, size in (("batch", batch), ("context", context)) if size is not None}
     make_optimizer = torch.optim.AdamW if optimizer else None
-    with users_code(script, "the memory was known"):
+    with users_code(script, "the memory was known"), _progress():
         make_step = find_maker(script, arguments or [])
         found = fit_step(
             make_step,
@@ -55,3 +61,27 @@ def fit(
     typer.echo(str(found))
     if json is not None:
         json.write_text(found.to_json() + "\n", encoding="utf-8")
+
+
+class _Lines(logging.Handler):
+    """Lines on stderr, from a moment after the start on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin_s = monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if monotonic() - self._begin_s > SILENT_S:
+            typer.echo(f"actstore: {record.getMessage()}", err=True)
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    lines, level = _Lines(), log.level
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(lines)

@@ -21,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -37,6 +38,7 @@ log = logging.getLogger("actstore")
 
 Choice = Literal["pages", "threshold", "system"]
 VARIABLE = "ACTSTORE_CPU_ALLOCATOR"
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: one mapping may be larger than all memory
 MIN_PAGED_NBYTES = 64 * 1024  # tensors of this size and more come from pages
 MMAP_THRESHOLD_NBYTES = 1 << 20
 PAGE_NBYTES, HUGE_NBYTES, HUGE_GRAIN_NBYTES = 4 << 10, 2 << 20, 64 << 10  # of pages.hpp: blocks end at these multiples
@@ -161,6 +163,19 @@ def most_during(call: Callable[[], object]) -> int | None:
     return max(0, most - now)
 
 
+@contextmanager
+def unreserved() -> Iterator[None]:
+    """Let the pages of all threads be more than there is memory, for as long as no one touches them."""
+    global _unreserved
+    with _lock:
+        _unreserved += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _unreserved -= 1
+
+
 class CountedPages(mmap.mmap):
     """Anonymous pages of the store, counted while they live.
 
@@ -170,7 +185,8 @@ class CountedPages(mmap.mmap):
     _made: ClassVar[dict[int, ref[CountedPages]]] = {}
 
     def __new__(cls, nbytes: int) -> CountedPages:
-        pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NO_RESERVE if _unreserved else 0)
+        pages = super().__new__(cls, -1, nbytes, flags=flags)
         gone = None
         if _library is not None:  # it counts these, too
             _library.actstore_add(nbytes)
@@ -217,6 +233,7 @@ def trim() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _library: Any = None
+_unreserved = 0  # blocks of `unreserved` that run
 
 
 class _MallInfo2(ctypes.Structure):

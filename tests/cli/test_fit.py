@@ -1,6 +1,7 @@
 """``actstore fit``, as a user meets it."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("typer")
 
 from actstore.cli import app as cli
+from actstore.cli import fit as command
 
 SCRIPT = """
 import sys
@@ -51,7 +53,7 @@ def test_fit_prints_the_table_and_writes_json(monkeypatch, tmp_path, capsys):
         )
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["policy", "plain", "int8", "recompute"]
+    assert [line.split()[0] for line in lines] == ["policy", "plain", "int8", "recompute", "fits:"]
     values = json.loads(out.read_text())
     assert values["sizes"] == {"batch": 64}
     assert values["largest"]["plain"]["batch"] > 64
@@ -70,3 +72,15 @@ def test_fit_refuses_a_policy_that_measures(monkeypatch, tmp_path, capsys):
         run(monkeypatch, tmp_path, "make_step", "512", "--policy", "auto(1GiB)")
     assert end.value.code == 2
     assert "actstore: policy='auto(1GiB)': must be one that measures no steps." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("silent_s", [-1.0, math.inf])
+def test_fit_says_how_far_it_is_when_it_takes_long(silent_s, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "SILENT_S", silent_s)
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "keep", "--memory", "80MiB")
+    assert end.value.code == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of 4: " in line]
+    begins = ["1 of 4: plain: ", "2 of 4: keep: ", "3 of 4: plain: largest batch ", "4 of 4: keep: largest batch "]
+    assert len(lines) == (0 if silent_s > 0 else 4)
+    assert all(line.startswith(f"actstore: {begin}") for line, begin in zip(lines, begins, strict=False))

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import logging
 import resource
 import sys
 from contextlib import closing, nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -216,12 +218,14 @@ def test_no_memory_of_the_model_is_taken():
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
-def test_a_tensor_may_be_larger_than_all_memory():
+def test_a_tensor_or_a_payload_may_be_larger_than_all_memory():
     def make_step():
         model = nn.Linear(8, 1)
         return model, lambda: model(torch.ones(1 << 33, 8)).mean()
 
-    assert fit_step(make_step, []).rows[0].peak_bytes > 256 << 30
+    plain, *rows = fit_step(make_step, ["raw @ host", "raw @ disk", "raw @ device", "int8"]).rows
+    assert plain.peak_bytes > 256 << 30
+    assert all(row.most_bytes > 256 << 30 for row in rows)
 
 
 def test_the_table_and_the_json_have_a_row_for_each_policy():
@@ -229,32 +233,155 @@ def test_the_table_and_the_json_have_a_row_for_each_policy():
     lines = str(found).splitlines()
     assert lines[0].startswith("policy ")
     assert lines[0].endswith("working  fits  largest batch  largest part")
-    assert [line.split("  ")[0] for line in lines[1:]] == ["plain", "int8"]
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["plain", "int8"]
+    assert lines[-1] == "fits: in 100.0 MiB; largest batch"
     values = json.loads(found.to_json())
     assert values["sizes"] == {"batch": 1024}
     assert values["memory_bytes"] == 100 << 20
     assert values["largest"] == found.largest
     assert [row["policy"] for row in values["rows"]] == ["plain", "int8"]
     assert found.largest["plain"]["batch"] > 1024
+    assert values["parts"] == {
+        policy: {"batch": fit_step(make_mlp, [policy], batch=each["batch"] + 1).rows[-1].largest}
+        for policy, each in found.largest.items()
+    }
+
+
+def test_the_part_that_grows_too_large_is_named():
+    found = fit_step(make_mlp, [], memory="200MiB", batch=1)
+    assert found.rows[0].largest == "optimizer"
+    assert found.parts["plain"] == {"batch": "activations", "context": "activations"}
+    assert f"  {found.largest['plain']['batch']} (activations)  " in str(found)
 
 
 def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():
     found = fit_step(make_mlp, [], memory="1MiB")
     assert found.largest == {"plain": {"batch": 0, "context": 0}}
     assert " no " in str(found)
+    assert str(found).splitlines()[-1] == (
+        "fits: in 1.0 MiB; largest batch: with context=1; largest context: with batch=2048"
+    )
 
 
-@pytest.mark.parametrize("true", [1, 2, 7, 1000, 123_456])
-@pytest.mark.parametrize("start", [1, 8, 5000])
-def test_search_finds_the_largest_size_in_few_steps(true, start):
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.up = nn.MultiheadAttention(64, 2, dropout=0.1, batch_first=True), nn.Linear(64, 256)
+
+    def forward(self, x):
+        return self.up(self.attention(x, x, x)[0]).relu()
+
+
+def make_attends(batch=8, context=128):
+    model, x = Attends(), torch.ones(batch, context, 64)
+    return model, lambda: model(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "tried", "start", "policies"),
+    [
+        ("batch", range(25, 28), 20, ["recompute"]),
+        ("context", range(305, 308), 256, []),
+        pytest.param("batch", range(8, 24), 3, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
+        pytest.param("context", range(295, 311), 64, ["keep", "int8", "recompute"], marks=pytest.mark.slow),
+    ],
+)
+def test_largest_sizes_are_those_of_a_trial_of_each_size(size, tried, start, policies):
+    """The bytes are linear in the batch, and quadratic in the context."""
+    rows = {value: fit_step(make_attends, policies, **{size: value}).rows for value in tried}
+    for i, policy in enumerate(["plain", *policies]):
+        limit = rows[tried[len(tried) // 2]][i].most_bytes + 1
+        fits = [value for value in tried if rows[value][i].most_bytes <= limit]
+        assert 0 < len(fits) < len(tried)
+        found = fit_step(make_attends, [policy], memory=limit, **{"batch": 8, "context": 128, size: start})
+        assert found.largest[policy][size] == fits[-1]
+
+
+SHAPES = {
+    "linear, with noise": lambda size: 1_000_000 + 100 * size + 40 * (size % 2),
+    "quadratic": lambda size: 1_000_000 + 1000 * size + 30 * size**2,
+    "linear, then steeper": lambda size: 1_000_000 + max(100 * size, 5000 * size - 10_000_000),
+    "cubic": lambda size: 1_000_000 + size**3,
+    "in steps": lambda size: 1_000_000 + 1000 * -(-size // 64),
+}
+
+
+@pytest.mark.parametrize(("shape", "most"), list(zip(SHAPES, [8, 8, 12, 19, 42], strict=True)))
+def test_search_finds_the_largest_size_in_few_steps(shape, most):
+    needed = SHAPES[shape]
+    for true, start, fixed in product([1, 2, 7, 64, 1000, 123_456], [1, 8, 512, 5000], [0, 1_000_000]):
+        asked = []
+
+        def count(size, asked=asked):
+            asked.append(size)
+            return needed(size)
+
+        found = largest(count, needed(true), start, needed(start), fixed)
+        assert needed(found) <= needed(true) < needed(found + 1)
+        assert found >= true
+        assert len(asked) <= most
+
+
+class Placed(nn.Module):
+    """Layer with a table of 100 places."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.up = nn.Parameter(torch.zeros(100, 256)), nn.Linear(256, 1024)
+
+    def forward(self, x):
+        return self.up(x + self.places[: x.shape[1]]).relu()
+
+
+def test_an_error_of_the_step_ends_the_search_and_is_named(monkeypatch):
+    contexts, logged = [], []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+
+    def make_step(context=50):
+        contexts.append(context)
+        model, x = Placed(), torch.ones(64, context, 256)
+        return model, lambda: model(x).mean()
+
+    found = fit_step(make_step, ["int8"], memory="1GiB")
+    assert [sizes["context"] for sizes in found.largest.values()] == [100, 100]
+    assert [contexts.count(each) for each in (100, 101)] == [2, 1]
+    assert list(found.errors) == ["plain", "int8"]
+    assert found.errors["int8"]["context"].startswith("RuntimeError: ")
+    assert str(found).splitlines()[-2] == "fits: in 1.0 GiB; largest context"
+    assert str(found).splitlines()[-1].startswith("plain, int8: the step fails at context=101: RuntimeError: ")
+    assert logged == []
+    assert fit_step(make_step, [], memory="24MiB").errors == {}
+
+
+def test_an_error_under_one_policy_ends_its_search_alone():
+    def make_step(batch=8):
+        model, x = Mlp(), torch.ones(batch, 64, 512)
+
+        def step(store):
+            if batch > 20 and "int8" in str(getattr(store, "policy", "")):
+                raise ValueError(batch)
+            with store:
+                return model(x).mean()
+
+        return model, step
+
+    found = fit_step(make_step, ["int8", "keep"], memory="256MiB")
+    assert found.largest["int8"]["batch"] == 20
+    assert found.errors == {"int8": {"batch": "ValueError: 21"}}
+    assert found.largest["keep"] == found.largest["plain"]
+    assert found.largest["keep"]["batch"] > 100
+
+
+def test_context_is_found_in_few_dry_steps():
+    """A search once went down by one size at a time, from a guess that was eight times too large."""
     asked = []
 
-    def needed(size):
-        asked.append(size)
-        return 1_000_000 + 100 * size + 40 * (size % 2)
+    def make_step(batch=8, context=64):
+        asked.append(context)
+        return make_attends(batch, context)
 
-    assert largest(needed, needed(true), start, needed(start)) == true
-    assert len(asked) <= 2 + 14
+    fit_step(make_step, [], memory="2GiB")
+    assert len(asked) <= 16
 
 
 def test_what_cannot_be_fitted_is_refused():

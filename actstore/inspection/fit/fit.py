@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from actstore.base.units import parse_nbytes
+from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import ConfigError, StateError
-from actstore.inspection.fit.largest import largest
+from actstore.inspection.fit.memory import Label
 from actstore.inspection.fit.rates import rates_of
-from actstore.inspection.fit.result import Fit
+from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
+from actstore.inspection.fit.trials import SizeTrials
 from actstore.session.activation_store import MIN_NBYTES
 from actstore.session.entries import is_active
 
 POLICIES = ("keep", "recompute", "int8", "int4", "raw @ host", "raw @ disk")
 SEARCHED = ("batch", "context")
+
+log = logging.getLogger("actstore.fit")  # a line for each part of a result
 
 
 def fit_step(
@@ -80,19 +84,30 @@ def fit_step(
     def steps(**changed: int) -> DrySteps:
         return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, min_bytes=min_bytes)
 
+    searched = {} if limit is None else _searched(make_step, sizes)
+    count = len(texts) * (1 + len(searched))
     made = steps()
-    rows = tuple(made.row(text) for text in texts)
+    rows: list[FitRow] = []
+    for text in texts:
+        rows.append(made.row(text))
+        log.info("%d of %d: %s: %s", len(rows), count, text, format_nbytes(rows[-1].peak_bytes))
     del made
     found: dict[str, dict[str, int]] = {}
-    for size, start in _searched(make_step, sizes).items() if limit is not None else ():
+    parts: dict[str, dict[str, Label]] = {}
+    errors: dict[str, dict[str, str]] = {}
+    for name, start in searched.items():
+        assert limit is not None
+        trials = SizeTrials(steps, name, limit, start)
         for row in rows:
-
-            def needed(value: int, size: str = size, policy: str = row.policy) -> int:
-                return steps(**{size: value}).row(policy).most_bytes
-
-            assert limit is not None
-            found.setdefault(row.policy, {})[size] = largest(needed, limit, start, row.most_bytes)
-    return Fit(rows, limit, dict(sizes), found, device)
+            most, part, error = trials.largest(row)
+            found.setdefault(row.policy, {})[name] = most
+            if part is not None:
+                parts.setdefault(row.policy, {})[name] = part
+            if error is not None:
+                errors.setdefault(row.policy, {})[name] = error
+            at = len(rows) + sum(map(len, found.values()))
+            log.info("%d of %d: %s: largest %s %d", at, count, row.policy, name, most)
+    return Fit(tuple(rows), limit, {**searched, **sizes}, found, parts, errors, device)
 
 
 def _searched(make_step: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:

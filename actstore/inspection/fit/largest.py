@@ -5,34 +5,64 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MOST_SIZE = 1 << 24
-GROWTH = 8  # the most that one guess exceeds the largest size that fits
+GROWTH = 8  # the most that a guess exceeds the largest size that fits, until one does not fit
+POINTS = 3  # memory is at most quadratic in a context
+PATIENCE = 2  # guesses that leave most of the range, before one in its middle
 
 
-def largest(needed: Callable[[int], int], limit: int, start: int, at_start: int) -> int:
+def largest(needed: Callable[[int], int | None], limit: int, start: int, at_start: int, fixed: int = 0) -> int:
     """Return the largest size that needs at most `limit` bytes, where more size needs more; 0 where 1 does not fit.
+
+    It was tried, or is `start`; so was the next one, which does not fit. With a slow disk a larger one may fit again.
 
     Parameters
     ----------
-    needed : bytes of a size
+    needed : bytes of a size; None where the step fails, as it then does at each larger size
     start, at_start : a size, and the bytes that it needs
+    fixed : about the bytes that any size needs
     """
-    known = {start: at_start}
+    known = {0: fixed, start: at_start}
     low, high = (start, MOST_SIZE + 1) if at_start <= limit else (0, start)
+    poor = 0
     while high - low > 1:
-        guess = min(max(_line(known, limit, low), low + 1), high - 1, max(1, low) * GROWTH)
-        known[guess] = needed(guess)
-        if known[guess] <= limit:
+        middle = (low + high) // 2 if high <= MOST_SIZE else min(2 * low, MOST_SIZE)
+        if is_middle := poor == PATIENCE:
+            guess = middle
+        else:
+            near = sorted(known, key=lambda size: (size not in (low, high), abs(known[size] - limit)))[:POINTS]
+            end = high if high <= MOST_SIZE else min(high, low * GROWTH + 1)
+            guess = max(low + 1, _meeting([(size, known[size]) for size in near], limit, low, end))
+            if high <= MOST_SIZE and high not in known:  # it fails, and so may those before it
+                guess = min(guess, middle)
+        before = low, high
+        nbytes = needed(guess)
+        if nbytes is not None:
+            known[guess] = nbytes
+        if len(known) > POINTS:
+            known.pop(0, None)  # no longer needed: three sizes were tried
+        if nbytes is not None and nbytes <= limit:
             low = guess
         else:
             high = guess
+        is_good = low >= 2 * before[0] > 0 or 2 * (high - low) <= before[1] - before[0]
+        poor = 0 if is_good or is_middle else poor + 1
     return low
 
 
-def _line(known: dict[int, int], limit: int, low: int) -> int:
-    """Return where the line through the two known sizes nearest to the limit meets it."""
-    near = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
-    if len(near) < 2:
-        return max(2 * low, near[0] // 2)
-    (a, b) = sorted(near)
-    slope = (known[b] - known[a]) / (b - a)
-    return int(a + (limit - known[a]) / slope) if slope > 0 else 2 * low
+def _meeting(points: list[tuple[int, int]], limit: int, low: int, high: int) -> int:
+    """Return the largest size from `low` to below `high` where the polynomial through `points` is at most `limit`."""
+
+    def nbytes(size: int) -> float:
+        total = 0.0
+        for at, value in points:
+            weight = float(value)
+            for other, _ in points:
+                if other != at:
+                    weight *= (size - other) / (at - other)
+            total += weight
+        return total
+
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if nbytes(middle) <= limit else (low, middle)
+    return low

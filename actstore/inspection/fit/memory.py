@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -13,12 +12,11 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 
+from actstore.devices.cpu_memory import NO_RESERVE
+
 Label = Literal["weights", "gradients", "optimizer", "logits", "payloads", "activations", "working"]
 # A tensor keeps the label of the highest rank that it had: a weight that autograd saves is a weight.
 RANKS: dict[Label, int] = {label: rank for rank, label in enumerate(reversed(get_args(Label)))}
-
-
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: one mapping may be larger than all memory
 
 
 class _UntouchedPages(mmap):
@@ -48,7 +46,7 @@ class LiveMemory:
 
     def empty(self, nbytes: int, label: Label = "working") -> UntypedStorage:
         """Return a storage of `nbytes` > 0 on the CPU that takes no memory until someone writes to it."""
-        pages = _UntouchedPages(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS | _NO_RESERVE)
+        pages = _UntouchedPages(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS | NO_RESERVE)
         storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
         self._add(storage, label, pages)
         return storage

@@ -48,9 +48,11 @@ class Fit:
     ----------
     rows : one for each policy, plain first
     memory_bytes : of the device; None where none was given
-    sizes : the arguments that make_step got
+    sizes : the arguments that make_step got, and those that were searched
     largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
         not even 1 fits. Only those that make_step takes
+    parts : for each policy, the label with most bytes at the peak of the next batch or context, which does not fit
+    errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
     """
 
@@ -58,12 +60,14 @@ class Fit:
     memory_bytes: int | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     largest: dict[str, dict[str, int]] = field(default_factory=dict)
+    parts: dict[str, dict[str, Label]] = field(default_factory=dict)
+    errors: dict[str, dict[str, str]] = field(default_factory=dict)
     device: str | None = None
 
     def __str__(self) -> str:
         """Return a table with a row for each policy."""
         labels = [label for label in get_args(Label) if any(label in row.at_peak for row in self.rows)]
-        sizes = list(dict.fromkeys(size for found in self.largest.values() for size in found))
+        sizes = self._names
         fits = [] if self.memory_bytes is None else ["fits"]
         times = [] if self.device is None else ["ms", "times plain"]
         head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), *times, "largest part"]
@@ -72,16 +76,21 @@ class Fit:
 
     def _cells(self, row: FitRow, labels: list[Label], sizes: list[str]) -> list[str]:
         fits = [] if self.memory_bytes is None else ["yes" if row.most_bytes <= self.memory_bytes else "no"]
-        found = self.largest.get(row.policy, {})
         return [
             row.policy,
             format_nbytes(row.peak_bytes),
             *(format_nbytes(row.at_peak.get(label, 0)) for label in labels),
             *fits,
-            *(str(found.get(size, "")) for size in sizes),
+            *(self._most(row, size) for size in sizes),
             *(() if row.ms is None else (_range(row.ms, 1), _range(row.times_plain, 2))),
             row.largest,
         ]
+
+    def _most(self, row: FitRow, name: str) -> str:
+        """Return the largest size, with the part that grows too large where it is another than in the row."""
+        part = self.parts.get(row.policy, {}).get(name, row.largest)
+        most = self.largest[row.policy][name]
+        return f"{most}" if part == row.largest else f"{most} ({part})"
 
     def _notes(self) -> list[str]:
         notes = [
@@ -89,9 +98,27 @@ class Fit:
             for row in self.rows
             if row.most_bytes > row.least_bytes
         ]
+        if self.memory_bytes is not None:
+            notes.append("; ".join([f"fits: in {format_nbytes(self.memory_bytes)}", *map(self._searched, self._names)]))
+        ends: dict[str, list[str]] = {}
+        for policy, errors in self.errors.items():
+            for name, error in errors.items():
+                text = f"the step fails at {name}={self.largest[policy][name] + 1}: {error}"
+                ends.setdefault(text, []).append(policy)
+        notes += [f"{', '.join(policies)}: {text}" for text, policies in ends.items()]
         if self.device not in (None, "cpu"):
             notes.append(f"times: by the data sheet of {self.device}; not measured")
         return notes
+
+    @property
+    def _names(self) -> list[str]:
+        """Sizes that were searched."""
+        return list(dict.fromkeys(name for found in self.largest.values() for name in found))
+
+    def _searched(self, name: str) -> str:
+        """Return the other sizes of a search, as text."""
+        rest = ", ".join(f"{other}={value}" for other, value in self.sizes.items() if other != name)
+        return f"largest {name}: with {rest}" if rest else f"largest {name}"
 
     def to_dict(self) -> dict[str, object]:
         """Return all figures, under the names of the attributes."""

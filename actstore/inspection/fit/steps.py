@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from actstore.devices.cpu_memory import unreserved
 from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.result import FitRow
@@ -73,6 +74,13 @@ class DrySteps:
                 return row
             most = self._stored(policy, slow=True)[0].peak_bytes
             return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
+
+    def slow_row(self, policy: str) -> FitRow:
+        """Return the row of a policy with the slowest disk alone: its bytes are the most ones."""
+        if policy == PLAIN:
+            return self.row(policy)
+        with self._dry():
+            return self._stored(policy, slow=True)[0]
 
     def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has left the device's memory."""
@@ -158,7 +166,7 @@ class DrySteps:
 
     @contextmanager
     def _dry(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[]), self._mode:
+        with torch.random.fork_rng(devices=[]), unreserved(), self._mode:
             yield
 
 
