@@ -8,14 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
+from actstore import ActivationStore
 from tests.distributed.counting import check_counts
 from tests.distributed.training import (
     LOSSLESS,
     WIDTH,
     Rank,
+    batch,
     check_acted,
     check_equal,
     check_lossy,
+    loss_of,
     micro_batches,
     saved_nbytes,
     train,
@@ -126,3 +129,27 @@ def experts_exchange_as_often() -> None:
 def experts_with_a_loss() -> None:
     for policy in ("int8", "blocks.* : recompute(int8)", once("int8", "recompute(int8)")):
         check_lossy(build, policy)
+
+
+def no_token_is_rerouted() -> None:
+    """The second run sends tokens where the first one did, and would not if it chose anew from what came back."""
+    for policy in ("blocks.* : recompute(int8)", once("keep", "recompute(int8)")):
+        torch.manual_seed(0)
+        model = Model()
+        inputs: list[Tensor] = []
+        routes: list[Tensor] = []
+        block = model.blocks[1]
+        block.norm.register_forward_hook(lambda _, args, out, seen=inputs: seen.append(args[0].detach()))
+        block.moe.chosen.register_forward_hook(lambda _, args, out, seen=routes: seen.append(out))
+        with ActivationStore(model, policy, min_bytes=0):
+            loss = loss_of(model(torch.cat([batch(i, dist.get_rank()) for i in range(32)])))
+        loss.backward()
+        first, second = routes
+        assert torch.equal(first, second), policy
+        given, decoded = inputs
+        assert not torch.equal(given, decoded)
+        with torch.no_grad():
+            _, anew = block.moe.choose((decoded + F.gelu(block.mix(block.norm(decoded)))).flatten(0, -2))
+        flips = (anew != first).sum()
+        dist.all_reduce(flips)
+        assert flips > 0, policy

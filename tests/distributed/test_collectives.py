@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 
 JOBS = [
     f"tests.distributed.experts:{name}"
-    for name in ("experts_are_exact", "experts_exchange_as_often", "experts_with_a_loss")
+    for name in ("experts_are_exact", "experts_exchange_as_often", "experts_with_a_loss", "no_token_is_rerouted")
 ]
 
 
