@@ -55,7 +55,14 @@ def test_every_example_is_run_here():
         ("pipeline", 2),
         *(
             pytest.param(*row, marks=SLOW)
-            for row in (("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("tensor_parallel", 2), ("pipeline", 4))
+            for row in (
+                ("ddp", 2),
+                ("fsdp", 2),
+                ("fsdp", 4),
+                ("tensor_parallel", 2),
+                ("expert_parallel", 2),
+                ("pipeline", 4),
+            )
         ),
     ],
 )
