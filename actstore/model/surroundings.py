@@ -32,6 +32,14 @@ class Surroundings:
         self._cache = torch.is_autocast_cache_enabled()
         self._device = _device_of(_device_context())
 
+    @classmethod
+    def now(cls, last: Surroundings | None) -> Surroundings:
+        """Return the surroundings of now: `last`, if they are the same."""
+        now = cls()
+        if last is None or (now._autocast, now._cache, now._device) != (last._autocast, last._cache, last._device):
+            return now
+        return last
+
     def again(self) -> ExitStack:
         """Return a context with this autocast state and default device, and with gradients enabled."""
         stack = ExitStack()
