@@ -7,7 +7,8 @@ last tensor that it has saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -15,6 +16,7 @@ import torch.utils.checkpoint as torch_checkpoints
 from torch import Tensor
 from torch._C import _current_graph_task_id
 from torch._C._autograd import _get_sequence_nr
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
     from actstore.recompute.repeating import Repeating
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     """Return the storages of a saved tensor that count: none of a parameter, of its views, or of a fake tensor."""
@@ -46,6 +51,17 @@ def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     if base.__class__ is Parameter:  # as in a linear layer
         return ()
     return () if is_parameter(tensor) or isinstance(tensor, FakeTensor) else storages_of(tensor)
+
+
+def _eager(run: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function that keeps compilers away from all that it calls. PyTorch's takes long, and imports one."""
+    disabled: Callable[_P, _T] = _disable_dynamo(run)
+
+    @wraps(run)
+    def eager(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
+
+    return eager
 
 
 class SavedSlot:
@@ -71,7 +87,7 @@ class FirstHooks:
     """
 
     __slots__ = (
-        "_buffers", "_call", "_counted", "_diverged", "_early", "_fresh", "_number", "_scope", "_sizes",
+        "_buffers", "_call", "_counted", "_diverged", "_early", "_form", "_fresh", "_number", "_scope", "_sizes",
         "_slots", "inputs", "nbytes",
     )  # fmt: skip
 
@@ -87,7 +103,8 @@ class FirstHooks:
         self._slots: list[ref[SavedSlot]] = []
         self._sizes: dict[int, int] = {}  # bytes by storage
         self._fresh = 0  # of these, bytes of storages that count for the first time
-        self._number = 0  # of the operator that saved the last tensor
+        self._number = 0  # of the operator that saved the last tensor,
+        self._form: SavedForm | None = None  # and the form of that: slots share it
         self.inputs: Container[int] = ()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
 
@@ -96,7 +113,7 @@ class FirstHooks:
         """Number of tensors that the run has saved."""
         return len(self._slots)
 
-    @_disable_dynamo
+    @_eager
     def run(self, begun: FirstRun | None) -> Any:
         """Run the region for the first time."""
         hooks = saved_tensors_hooks(self._save, self._read)
@@ -128,7 +145,11 @@ class FirstHooks:
             self._number, call.unsettled = number, False
         if not (tensor.requires_grad or tensor._base is not None or is_parameter(tensor)):
             call.unsettled = True
-        slot = SavedSlot((tensor.shape, tensor.dtype, tensor.device))
+        form = tensor.shape, tensor.dtype, tensor.device
+        if form == self._form:
+            form = self._form
+        self._form = form
+        slot = SavedSlot(form)
         self._slots.append(ref(slot))
         return slot
 
@@ -144,7 +165,7 @@ class FirstHooks:
         """Run the region again for a backward, which finds tensors in the slots then. Returns that of one slot."""
         call = self._call
         try:
-            difference = _run_later(LaterHooks(self._scope, call, self._slots, backward, early=self._early))
+            difference = LaterHooks(self._scope, call, self._slots, backward, early=self._early).run()
         except BaseException as error:
             self._drop(backward)
             _add_name(error, call.region)
@@ -190,6 +211,7 @@ class LaterHooks:
         self._has_all = False  # backward needs nothing that the run has not saved yet
         self._repeating: Repeating | None = None
 
+    @_eager
     def run(self) -> RunDifference | None:
         """Run the region again. Returns how it has differed from the first run."""
         call, gauge = self._call, self._scope.gauge
@@ -247,9 +269,6 @@ class LaterHooks:
             else:
                 raise _StopRecomputationError
         return alias
-
-
-_run_later = _disable_dynamo(LaterHooks.run)
 
 
 def _backward() -> object:

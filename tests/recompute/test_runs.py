@@ -1,6 +1,8 @@
 """When a recomputed region runs again, what it leaves then, and what its calls share."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,3 +177,40 @@ def test_each_call_runs_again_under_its_own_autocast():
         return torch.autograd.grad(y.sum(), [x, *model.parameters()])
 
     check_same(run(ActivationStore(model, "cell : recompute", min_bytes=0)), run(None))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_no_compiler_sees_a_region():
+    class Tanh(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def loss(x):
+        return model(x).cos().sum()
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Tanh(), nn.Linear(WIDTH, WIDTH))
+    with ActivationStore(model, "0 : recompute", min_bytes=0):
+        y = loss(input_of())
+    y.backward()
+    assert any("cos" in code for code in graphs)
+    assert not any("tanh" in code for code in graphs)
+
+
+def test_a_region_imports_no_compiler():
+    code = """
+import sys, torch, actstore
+model = torch.nn.Sequential(torch.nn.Tanh())
+with actstore.ActivationStore(model, "0 : recompute", min_bytes=0):
+    loss = model(torch.ones(2, requires_grad=True)).sum()
+loss.backward()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
