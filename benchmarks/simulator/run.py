@@ -1,4 +1,4 @@
-"""Simulated steps on machines that are not available: ``python -m benchmarks.simulator.run`` (a minute).
+"""Simulated steps on machines that are not available: ``python -m benchmarks.simulator.run`` (a minute and a half).
 
 Writes benchmarks/results/planner-scale.json and, from it, the tables of docs/planner-simulation.md. All of it is
 simulated; only the run times of simulator and planner are measured.
@@ -22,7 +22,7 @@ from actstore.plan.hardware import A100_PCIE, A100_SXM, PRESETS, Hardware
 from actstore.plan.solver.chain import LayerChain, Limits, Links
 from actstore.plan.solver.solve import Solution, solve
 from benchmarks.markdown import table
-from benchmarks.simulator import published
+from benchmarks.simulator import jobs, published
 from benchmarks.simulator.simulate import simulate
 from benchmarks.simulator.workload import Block, chosen, equal, options, transformer
 
@@ -227,6 +227,25 @@ def tables(found: dict[str, Rows]) -> dict[str, list[str]]:
             "all recompute": lambda r: times(r["recompute"]), "all raw @ host": lambda r: times(r["raw @ host"]),
             "planned, 25 %": lambda r: times(r["25%"]), "planned, 10 %": lambda r: times(r["10%"]),
         }),
+        "groups": of("groups", {
+            "ranks": lambda r: str(r["ranks"]), "read over": lambda r: r["link"],
+            "device, `recompute`": lambda r: f"{r['whole'] / GIB:.2f} GiB",
+            "device": lambda r: f"{r['device'] / GIB:.2f} GiB", "host, a node": lambda r: f"{r['host'] / GIB:.1f} GiB",
+            "times `recompute`": lambda r: times(r["times"]),
+        }),
+        "jobs": of("jobs", {
+            "ranks": lambda r: f"{r['ranks']:,}", "stages": lambda r: str(r["stages"]),
+            "replicas": lambda r: str(r["replicas"]), "all layers": lambda r: r["all"],
+            "step": lambda r: f"{r['ms']:,.0f} ms", "first stage's peak": lambda r: f"{r['first'] / GIB:.1f} GiB",
+            "last stage's": lambda r: f"{r['last'] / GIB:.1f} GiB", "bubble": lambda r: f"{r['bubble_ms']:,.0f} ms",
+            "stalls": lambda r: f"{r['stalled_ms']:,.0f} ms", "host, a node": lambda r: f"{r['host'] / GIB:.0f} GiB",
+        }),
+        "slowest": of("slowest", {
+            "spread of links": lambda r: f"{r['spread']:.0%}", "ranks": lambda r: f"{r['ranks']:,}",
+            "slowest link": lambda r: f"{r['share']:.2f} of the usual one",
+            "plan for the usual node": lambda r: times(r["usual"]),
+            "plan for the slowest": lambda r: times(r["agreed"]),
+        }),
         "speed": of("speed", {
             "layers": lambda r: f"{r['layers']:,}", "ranks": lambda r: str(r["ranks"]),
             "events": lambda r: f"{r['events']:,}", "simulator": lambda r: f"{r['seconds']:.2f} s",
@@ -252,9 +271,8 @@ def main() -> None:
         "--page", action="store_true", help="write the page from the stored result, and simulate nothing"
     )
     if not parser.parse_args().page:
-        makers = {
-            name.removeprefix("rows_of_"): make for name, make in globals().items() if name.startswith("rows_of_")
-        }
+        here = globals() | vars(jobs)
+        makers = {name.removeprefix("rows_of_"): make for name, make in here.items() if name.startswith("rows_of_")}
         found = {name: make() for name, make in makers.items()}
         RESULT.write_text(json.dumps({"environment": environment(), "simulated": found}, indent=1) + "\n")
     PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULT.read_text())["simulated"]))

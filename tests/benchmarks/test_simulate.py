@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from actstore.plan.hardware import GH200, PRESETS, Hardware
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.solve import solve
 from actstore.plan.solver.timeline import evaluate
-from benchmarks.simulator import published
+from benchmarks.simulator import jobs, published
 from benchmarks.simulator import run as benchmark
 from benchmarks.simulator.lanes import Clock, Lane, Pool
 from benchmarks.simulator.simulate import simulate
@@ -309,6 +310,35 @@ def test_offloaded_inputs_are_useless_where_the_peak_is_in_the_recomputation() -
     assert offloaded.stages[0].at == "backward of layers.0"
     assert offloaded.ms >= plain.ms
     assert published.long_context("recompute(raw @ host)").device < 0.8 * published.long_context("recompute").device
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_group_keeps_an_input_once_and_reads_the_rest(ranks: int) -> None:
+    block = Block(hidden=1024, heads=8, sequence=512, tensor_parallel=ranks)
+    chain = jobs.with_group(transformer(block, 6, jobs.A100_SXM, 0.5), block)
+    choice = chosen(chain, [jobs.GROUP] * 6)
+    option = chain.layers[0].options[choice[0]]
+    assert ranks * option.held == block.boundary == option.held + option.link
+    again = simulate(chain, chosen(chain, ["recompute"] * 6), jobs.over(inf))
+    assert simulate(chain, choice, replace(jobs.over(inf), latency=0.0)).ms == pytest.approx(again.ms)
+    rate = option.link / (100 * again.ms)  # of a link that reads one input in a hundred steps
+    late = simulate(chain, choice, replace(jobs.over(rate), latency=0.0))
+    assert 600 < late.ms / again.ms < 601
+    assert late.stalled == pytest.approx(late.ms - again.ms)
+    assert late.host == 0
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 128])
+def test_the_slowest_node(nodes: int) -> None:
+    drawn = np.random.default_rng(0).normal(1, 0.1, (20_000, nodes)).min(axis=1)
+    assert jobs.slowest(nodes, 0.1) == pytest.approx(np.median(drawn), abs=0.003)
+    assert jobs.slowest(nodes, 0.0) == 1
+
+
+def test_a_slower_node() -> None:
+    machine = jobs.slower(jobs.A100_SXM, 0.5, 8)
+    assert machine.links.out == machine.links.back == 100e6 / 8 / 2
+    assert jobs.slower(jobs.A100_SXM, 1.0, 1).links == jobs.A100_SXM.links
 
 
 def test_the_tables_of_the_page_are_those_of_the_result() -> None:

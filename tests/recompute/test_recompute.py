@@ -169,6 +169,58 @@ def test_retain_graph_and_double_backward(decision):
     check_same(found, torch.autograd.grad(grad.square().sum(), x))
 
 
+class SlopeOfWritten(nn.Module):
+    """Adds its own slope. A view of what it writes to is gone: autograd reads the output of the sigmoid twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Runs()
+
+    def forward(self, x):
+        self.seen.append(None)
+        y = x * 1
+        y[..., 1:].sigmoid_()
+        y = y.sin()
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0].exp()
+
+
+class ReadTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sin())
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.saved_tensors[0] * (1 + ctx.saved_tensors[0].square())
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = Runs()
+
+    def forward(self, x):
+        self.seen.append(None)
+        return ReadTwice.apply(x * 2)
+
+
+@pytest.mark.parametrize("decision", [*RECOMPUTE, "recompute(schedule=revolve, slots=1)"])
+@pytest.mark.parametrize("module", [SlopeOfWritten, Reads])
+def test_a_backward_that_reads_a_tensor_twice_has_it_from_one_run_more(module, decision):
+    model, x = wrap(module()), torch.randn(3, WIDTH, requires_grad=True)
+    wanted = torch.autograd.grad(model["inner"](x * 1).square().sum(), x)
+    runs = len(model["inner"].seen)
+    store = make(model, f"inner : {decision}")
+    with store:
+        y = model["inner"](x * 1).square().sum()
+    for again in (True, False):
+        check_same(torch.autograd.grad(y, x, retain_graph=again), wanted)
+    del y
+    check_drained(store)
+    assert len(model["inner"].seen) - runs >= 1 + 2 * 2
+
+
 def test_an_input_that_changed_is_an_error():
     model, x = wrap(Counted()), torch.randn(3, WIDTH, requires_grad=True)
     for decision in RECOMPUTE:
