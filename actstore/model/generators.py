@@ -53,6 +53,8 @@ class GeneratorStates:
     Several threads may rewind the same forward, each with its own result of `again`.
     """
 
+    __slots__ = ("_before", "_ended", "_meanwhile", "_own")
+
     def __init__(
         self,
         modules: Iterable[Module],
@@ -60,7 +62,7 @@ class GeneratorStates:
         last: GeneratorStates | None = None,
         arguments: Sequence[Any] = (),
     ) -> None:
-        self._meanwhile: list[tuple[GeneratorAccess, Any]] = []
+        self._meanwhile: Sequence[tuple[GeneratorAccess, Any]] = ()
         self._ended = False
         sources = (*_SHARED, *map(_device_source, devices))
         self._before = {source: source.read() if last is None else source.look() for source in sources}
@@ -68,11 +70,11 @@ class GeneratorStates:
             for source, state in self._before.items():
                 if last._before.get(source, last) is state:
                     del last._before[source]
-        self._own = [(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))]
+        self._own = tuple([(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))])
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop the states of own generators that it did not draw from."""
-        self._own = [(source, state) for source, state in self._own if source.read() != state]
+        self._own = tuple([(source, state) for source, state in self._own if source.read() != state])
         self._ended = True
 
     def now(self) -> list[tuple[GeneratorAccess, Any]]:
@@ -82,7 +84,7 @@ class GeneratorStates:
     def again(self) -> GeneratorStates:
         """Return a twin with the same states, which can `rewind` and `resume` independently."""
         twin = object.__new__(GeneratorStates)
-        twin.__dict__ = self.__dict__ | {"_meanwhile": []}
+        twin._before, twin._ended, twin._own, twin._meanwhile = self._before, self._ended, self._own, ()
         return twin
 
     def rewind(self) -> None:
@@ -98,7 +100,7 @@ class GeneratorStates:
         for source, state in self._meanwhile:
             if source.read() is not state:
                 source.set(state)
-        self._meanwhile = []
+        self._meanwhile = ()
 
 
 def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
@@ -156,14 +158,16 @@ def _tensor_of(state: bytes) -> Tensor:
 
 def _shared(source: GeneratorAccess) -> GeneratorAccess:
     """Return the same source, with equal consecutive states given as one object."""
-    known: Any = None
+    known: Any = None  # the first of these states,
+    last: Any = None  # and the last: a look at an unchanged state is the same object, and needs no comparison
 
     def same(read: Callable[[], Any]) -> Any:
-        nonlocal known
+        nonlocal known, last
         before, state = known, read()
-        if state == before:
+        if state is last or state == before:
+            last = state
             return before
-        known = state
+        known = last = state
         return state
 
     return GeneratorAccess(partial(same, source.read), source.set, partial(same, source.look))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _len_torch_function_stack
@@ -14,7 +15,13 @@ from torch.utils._device import DeviceContext
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+class Autocast(NamedTuple):
+    """The state of autocast for one type of devices."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
 
 
 class Surroundings:
@@ -32,15 +39,26 @@ class Surroundings:
         self._cache = torch.is_autocast_cache_enabled()
         self._device = _device_of(_device_context())
 
-    def again(self) -> ExitStack:
-        """Return a context with this autocast state and default device, and with gradients enabled."""
-        stack = ExitStack()
-        stack.enter_context(torch.enable_grad())
-        for (kind, enabled, dtype), now in zip(self._autocast, _autocast(), strict=True):
-            if (kind, enabled, dtype) != now or enabled:
+    @classmethod
+    def now(cls, last: Surroundings | None) -> Surroundings:
+        """Return the surroundings of now: `last`, if they are the same."""
+        now = cls()
+        if last is None or (now._autocast, now._cache, now._device) != (last._autocast, last._cache, last._device):
+            return now
+        return last
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Return a context with this autocast state, and with gradients enabled."""
+        known = zip(self._autocast, _autocast(), strict=True)
+        states = [state for state, now in known if state != now or state.enabled]
+        return self._again(states) if states else torch.enable_grad()
+
+    @contextmanager
+    def _again(self, states: Sequence[Autocast]) -> Iterator[None]:
+        with torch.enable_grad(), ExitStack() as stack:
+            for kind, enabled, dtype in states:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-        stack.enter_context(self.placed())
-        return stack
+            yield
 
     def placed(self) -> AbstractContextManager[Any]:
         """Return a context with this default device; an empty one where it is the default now."""
@@ -55,8 +73,8 @@ def _kinds() -> tuple[str, ...]:
     return "cpu", *others
 
 
-def _autocast() -> Autocast:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+def _autocast() -> list[Autocast]:
+    return [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()]
 
 
 def _device_of(context: Any) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from itertools import chain
+from operator import is_
 from threading import Lock
 from typing import Any, NamedTuple, TypeGuard
 
@@ -43,6 +44,12 @@ class WatchedTensor(NamedTuple):
     tensor: Tensor
     version: int
     copy: Tensor | None
+
+
+class _Versions(list[tuple[Tensor, int]]):
+    """Tensors and their versions, expected at the next run. `shared` where several calls expect them."""
+
+    shared = False
 
 
 class Weights:
@@ -96,7 +103,7 @@ class Weights:
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
         self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
-        self._versions: list[tuple[Tensor, int]] = []  # of parameters and buffers, expected at the next run
+        self._versions = _Versions()  # of parameters and buffers
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
         for module in modules:
@@ -167,7 +174,7 @@ class Weights:
                 if each._version != version and id(each) not in once and id(each) in names:
                     self._repeated.append((names[id(each)], each))
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
-        self._versions = [*unchanged, *limited, *self._saved]
+        self._versions = _Versions((*unchanged, *limited, *self._saved))
         self._seen += [(buffers, dict(buffers)) for buffers in self._late]
         self._end_writes()
 
@@ -180,6 +187,29 @@ class Weights:
         self._written += copied
         self._repeated += repeated
         history.ended.add(self._root.training)
+
+    def one_of(self, last: Weights | None) -> Weights:
+        """Return `last`, of an earlier call, where it says the same, so that calls that are alike hold it once."""
+        if last is None or not (self._is_plain() and last._is_plain() and self._is_same(last)):
+            return self
+        last._versions.shared = True
+        return last
+
+    def _is_plain(self) -> bool:
+        """Return whether the forward had parameters alone, and has written to none."""
+        others = self._watched or self._written or self._repeated or self._late or self._norms or self._estimates
+        return not (others or self._computed or self._limits or self._saved or self.buffers)
+
+    def _is_same(self, other: Weights) -> bool:
+        versions, seen = (self._versions, other._versions), (self._seen, other._seen)
+        if self._root is not other._root or len(versions[0]) != len(versions[1]) or len(seen[0]) != len(seen[1]):
+            return False
+        if any(a is not b or v != w for (a, v), (b, w) in zip(*versions, strict=True)):
+            return False
+        return all(
+            entries is others and [*was] == [*were] and all(map(is_, was.values(), were.values()))
+            for (entries, was), (others, were) in zip(*seen, strict=True)
+        )
 
     def again(self) -> Weights:
         """Return a twin with the same weights and buffers: several twins may be rewound at once."""
@@ -244,7 +274,8 @@ class Weights:
         self._meanwhile = []
         first, self._first = self._first, []
         differs = [name for name, each, was in first if not _put_back(each, was)]
-        self._versions[:] = [(each, each._version) for each, _ in self._versions]  # with the second run's writes
+        if not self._versions.shared:  # another call would otherwise take the second run's writes for its own
+            self._versions[:] = [(each, each._version) for each, _ in self._versions]
         if differs:
             raise StateError(
                 f"{differs[0]} of a {type(self._root).__name__} that is recomputed: its forward must not write to it "

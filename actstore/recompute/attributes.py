@@ -116,25 +116,26 @@ class AttributeStates:
     __slots__ = ("_before", "_changes", "_contents")
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        self._before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
+        before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         for module in modules:
             kind: Any = type(module)
             if not is_of_torch(kind):
                 entries = vars(module).copy()
-                self._before.append((module, entries, _containers(entries)))
-        self._changes: list[AttributeChange] = []
-        self._contents: list[tuple[dict[str, Any], str, Any]] = []  # not the containers: these may hold the output
+                before.append((module, entries, _containers(entries)))
+        self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
+        self._changes: Sequence[AttributeChange] = ()
+        self._contents: Sequence[tuple[dict[str, Any], str, Any]] = ()  # no containers: these may hold the output
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop what it has not changed."""
         contents: dict[int, tuple[dict[str, Any], str, Any]] = {}
+        changes: list[AttributeChange] = []
         for module, before, containers in self._before:
-            self._changes += _changes(module, before)
+            changes += _changes(module, before)
             for name, value, was in containers:
                 if not _same_content(value, was):
                     contents[id(value)] = vars(module), name, _waiting(f"{type(module).__name__}.{name}", was)
-        self._contents = list(contents.values())
-        self._before = []
+        self._changes, self._contents, self._before = tuple(changes), tuple(contents.values()), ()
 
     def rewound(self) -> AbstractContextManager[None]:
         """Return a context in which the attributes have their values from before the forward.

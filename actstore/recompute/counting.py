@@ -1,268 +1,306 @@
-"""Hooks around those of PyTorch's checkpoint, which count what each run of a region saves."""
+"""The saved-tensor hooks of a region's runs. They drop what the first run saves, and run it again in backward.
+
+As under PyTorch's checkpoint (`use_reentrant=False`), each backward runs the region once, and no further than to the
+last tensor that it has saved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
+import torch.utils.checkpoint as torch_checkpoints
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
+from torch._C import _current_graph_task_id
+from torch._C._autograd import _get_sequence_nr
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointError, GraphExecGroup, _StopRecomputationError
+from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.autograd.composite import is_parameter
 from actstore.base.spec import Site, describe
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
+from actstore.recompute.checkpoints import end_left
+from actstore.recompute.divergence import RunDifference, SavedForm
 from actstore.recompute.replay import RegionCall
+from actstore.recompute.running import FirstRun
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
-    from actstore.base.ledger import Account
     from actstore.recompute.repeating import Repeating
 
-
-class Delegating:
-    """Hooks that count what the checkpoint's own hooks pack, and call these. Each later run enters them again."""
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self._entered: dict[int, tuple[saved_tensors_hooks, _RegionBytes]] = {}  # by thread
-
-    def __enter__(self) -> None:
-        pack, unpack = _top_saved_tensors_default_hooks(False)
-        seen = self.begin()
-        hooks = saved_tensors_hooks(self.packing(pack, seen), self.reading(unpack))
-        hooks.__enter__()
-        self._entered[get_ident()] = hooks, seen
-
-    def __exit__(self, *exc: object) -> None:
-        hooks, seen = self._entered.pop(get_ident())
-        hooks.__exit__(*exc)
-        self.end(seen)
-
-    def begin(self) -> _RegionBytes:
-        """Begin to count a run of the region."""
-        return _RegionBytes()
-
-    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
-        """Return the pack hook of the region's saved tensors. A closure, because it runs for each of them."""
-        raise AssertionError
-
-    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Return the unpack hook of the region's saved tensors."""
-        return unpack
-
-    def end(self, seen: _RegionBytes) -> None:
-        """End the count, after the region has run or stopped early."""
-
-
-def _is_read_again(error: CheckpointError) -> bool:
-    """Return whether a backward reads a tensor for the second time, which it has from a run that the first has used up.
-
-    The saved output of an operator that wrote to a view is such a tensor, where its gradient is differentiated: once
-    the view is gone, autograd goes through the operator by itself and through the whole that it wrote to.
-    """
-    return "already unpacked once" in str(error) and torch._C._get_graph_exec_group() is None
-
-
-def _read_again(unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
-    """Unpack a tensor from one more run of the region, which is for this tensor alone."""
-    with GraphExecGroup():
-        return unpack(packed)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     """Return the storages of a saved tensor that count: none of a parameter, of its views, or of a fake tensor."""
     base = tensor._base
     if tensor.__class__ is Tensor and (base is None or base.__class__ is Tensor):  # the common case
-        return storages_of(tensor)
+        try:
+            return (tensor.untyped_storage(),)
+        except (NotImplementedError, RuntimeError):
+            return ()
     if base.__class__ is Parameter:  # as in a linear layer
         return ()
     return () if is_parameter(tensor) or isinstance(tensor, FakeTensor) else storages_of(tensor)
 
 
-class _RegionBytes:
-    """Bytes that one run of a region has saved, by storage, and the callbacks of its end."""
+def _eager(run: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function that keeps compilers away from all that it calls. PyTorch's takes long, and imports one."""
+    disabled: Callable[_P, _T] = _disable_dynamo(run)
 
-    __slots__ = ("booked", "done", "fresh", "has_all", "last", "nbytes", "repeating", "traced")
+    @wraps(run)
+    def eager(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
 
-    def __init__(self) -> None:
-        self.nbytes: dict[int, int] = {}
-        self.fresh = 0  # of these, bytes of storages that count for the first time
-        self.booked = set[int]()  # storages that the ledger books elsewhere
-        self.has_all = False  # backward needs nothing that the run has not saved yet
-        self.repeating: Repeating | None = None
-        self.last: AbstractContextManager[None] | None = None
-        self.done: Callable[[], None] | None = None  # ends the gauge's measurement
-        self.traced: Callable[[], None] | None = None  # ends the trace's event
+    return eager
 
 
-class CountSaved(Delegating):
-    """Hooks of the first run: they book what plain autograd would have saved inside the region."""
+class SavedSlot:
+    """The place of one tensor that a region has saved: each backward finds it there after a later run, and takes it.
+
+    Attributes
+    ----------
+    form : its shape, dtype and device
+    tensors : by backward, each with its version then; -1 where that does not matter
+    """
+
+    __slots__ = ("__weakref__", "form", "tensors")
+
+    def __init__(self, form: SavedForm) -> None:
+        self.form = form
+        self.tensors: dict[object, tuple[Tensor, int]] = {}
+
+
+class FirstHooks:
+    """Hooks of the first run. They book what plain autograd would have saved inside the region, and run it again.
+
+    The graph holds them with each saved tensor. So they are methods: Python's collector visits what each call leaves.
+    """
+
+    __slots__ = (
+        "_buffers", "_call", "_counted", "_diverged", "_early", "_form", "_fresh", "_number", "_scope", "_sizes",
+        "_slots", "inputs", "nbytes",
+    )  # fmt: skip
 
     def __init__(
-        self, scope: Scope, call: RegionCall, diverged: Callable[[RegionCall, CheckpointError], StateError]
+        self, scope: Scope, call: RegionCall, diverged: Callable[[RegionCall, RunDifference], StateError]
     ) -> None:
-        super().__init__(call.account)
         self._scope = scope
         self._call = call
         self._diverged = diverged
-        self._region = call.region
-        self._weights = call.weights
-        self.inputs = set[int]()  # storages of the call's inputs
+        self._buffers = call.weights.buffers
+        self._counted = scope.storages.counted
+        self._early = torch_checkpoints._enable_checkpoint_early_stop is not False  # PyTorch's setting for its own
+        self._slots: list[ref[SavedSlot]] = []
+        self._sizes: dict[int, int] = {}  # bytes by storage
+        self._fresh = 0  # of these, bytes of storages that count for the first time
+        self._number = 0  # of the operator that saved the last tensor,
+        self._form: SavedForm | None = None  # and the form of that: slots share it
+        self.inputs: Container[int] = ()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
-        self.packs = 0  # tensors that it saved
-        self._number = 0  # of the operator that saved the last one
 
-    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
-        scope, weights, call = self._scope, self._weights, self._call
-        parameters, counted, count = scope.parameters, scope.storages.counted, scope.storages.count
-        buffers, sizes = weights.buffers, seen.nbytes
+    @property
+    def packs(self) -> int:
+        """Number of tensors that the run has saved."""
+        return len(self._slots)
 
-        def counting(tensor: Tensor) -> Any:
-            for storage in _counted(tensor):
-                key = storage._cdata
-                if key not in counted and key not in parameters:
-                    seen.fresh += count(key, storage)
-                if key in buffers:
-                    weights.saved(key)
-                if key not in parameters:
-                    sizes[key] = storage.nbytes()
-            self.packs += 1
-            number = _get_sequence_nr()
-            if number != self._number:
-                self._number, call.unsettled = number, False
-            if not tensor.requires_grad and tensor._base is None and not is_parameter(tensor):
-                call.unsettled = True
-            return pack(tensor)
+    @_eager
+    def run(self, begun: FirstRun | None) -> Any:
+        """Run the region for the first time."""
+        hooks = saved_tensors_hooks(self._save, self._read)
+        try:
+            with hooks:
+                try:
+                    return self._call.first_run(begun)
+                except BaseException as error:
+                    end_left(error, hooks.pack_hook)
+                    raise
+        finally:
+            if self._fresh:
+                self._scope.ledger.add(self._call.account, self._fresh, 0, 0)
+            self.nbytes = sum(nbytes for key, nbytes in self._sizes.items() if key not in self.inputs)
+            self._sizes, self._buffers = {}, {}
 
-        return counting
+    def _save(self, tensor: Tensor) -> SavedSlot:
+        call, parameters = self._call, self._scope.parameters
+        for storage in _counted(tensor):
+            key = storage._cdata
+            if key not in parameters:
+                if key not in self._counted:
+                    self._fresh += self._scope.storages.count(key, storage)
+                self._sizes[key] = storage.nbytes()
+            if key in self._buffers:
+                call.weights.saved(key)
+        number = _get_sequence_nr()
+        if number != self._number:
+            self._number, call.unsettled = number, False
+        if not (tensor.requires_grad or tensor._base is not None or is_parameter(tensor)):
+            call.unsettled = True
+        form = tensor.shape, tensor.dtype, tensor.device
+        if form == self._form:
+            form = self._form
+        self._form = form
+        slot = SavedSlot(form)
+        self._slots.append(ref(slot))
+        return slot
 
-    def reading(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        region, call, diverged = self._region, self._call, self._diverged
+    def _read(self, slot: SavedSlot) -> Tensor:
+        call, backward = self._call, _backward()
+        found = slot.tensors.pop(backward, None)
+        tensor, version = self._run_again(slot, backward) if found is None else found
+        if version not in (-1, tensor._version):
+            check_unchanged(tensor, version, call.region, call.account.site)
+        return tensor
 
-        def naming(packed: Any) -> Tensor:
-            try:
-                tensor = unpack(packed)
-            except CheckpointError as error:
-                if not _is_read_again(error):
-                    raise diverged(call, error) from None
-                tensor = _read_again(unpack, packed)
-            except Exception as error:
-                error.add_note(f"while recomputing {region}")
-                raise
-            check_unchanged(tensor, region, call.account.site)
-            return tensor
+    def _run_again(self, slot: SavedSlot, backward: object) -> tuple[Tensor, int]:
+        """Run the region again for a backward, which finds tensors in the slots then. Returns that of one slot."""
+        call = self._call
+        try:
+            difference = LaterHooks(self._scope, call, self._slots, backward, early=self._early).run()
+        except BaseException as error:
+            self._drop(backward)
+            _add_name(error, call.region)
+            raise
+        if difference is not None:
+            self._drop(backward)
+            raise self._diverged(call, difference)
+        found = slot.tensors.pop(backward)
+        if type(backward) is object:  # nothing else can ask for the rest
+            self._drop(backward)
+        return found
 
-        return naming
-
-    def end(self, seen: _RegionBytes) -> None:
-        if seen.fresh:
-            self._scope.ledger.add(self.account, seen.fresh, 0, 0)
-        self.nbytes = sum(nbytes for key, nbytes in seen.nbytes.items() if key not in self.inputs)
+    def _drop(self, backward: object) -> None:
+        """Free what is left of a later run."""
+        for slot in filter(None, [each() for each in self._slots]):
+            slot.tensors.pop(backward, None)
 
 
-class CountRecomputed(Delegating):
-    """Hooks of a recomputation. They book its peak: all that the region saved exists when it ends.
+class LaterHooks:
+    """Hooks of one later run. They put what it saves into the slots of the first run, and end it when all are full.
 
-    During it, modules have the weights and buffers of the first run, and random generators their states before it.
+    They book its peak: all that the region saved exists when it ends. During it, modules have the weights and buffers
+    of the first run, and random generators their states before it.
     """
 
-    def __init__(self, scope: Scope, call: RegionCall) -> None:
-        super().__init__(call.account)
+    __slots__ = (
+        "_backward", "_booked", "_call", "_count", "_difference", "_early", "_has_all", "_repeating", "_scope",
+        "_sizes", "_slots",
+    )  # fmt: skip
+
+    def __init__(
+        self, scope: Scope, call: RegionCall, slots: Sequence[ref[SavedSlot]], backward: object, *, early: bool
+    ) -> None:
+        self._scope = scope
         self._call = call
-        self._ledger = scope.ledger
-        self._parameters = scope.parameters
-        self._gauge = scope.gauge
-        self._recomputing = scope.recomputing
+        self._slots = slots
+        self._backward = backward
+        self._early = early
+        self._count = 0  # tensors that it has saved
+        self._difference: RunDifference | None = None
+        self._sizes: dict[int, int] = {}  # bytes by storage
+        self._booked = set[int]()  # storages that the ledger books elsewhere
+        self._has_all = False  # backward needs nothing that the run has not saved yet
+        self._repeating: Repeating | None = None
 
-    def begin(self) -> _RegionBytes:
-        seen = _RegionBytes()
-        if self._gauge is not None:
-            seen.done = self._gauge.recomputing(self.account)
-        seen.traced = self._recomputing(self.account)
-        seen.last = self._call.rewound()
-        seen.last.__enter__()
-        return seen
+    @_eager
+    def run(self) -> RunDifference | None:
+        """Run the region again. Returns how it has differed from the first run."""
+        call, gauge = self._call, self._scope.gauge
+        measured = None if gauge is None else gauge.recomputing(call.account)
+        traced = self._scope.recomputing(call.account)
+        try:
+            with call.surroundings.again(), call.rewound(), saved_tensors_hooks(self._save, _as_it_is):
+                again, self._booked, self._repeating = call.again()
+                again()
+        except _StopRecomputationError:
+            pass
+        finally:
+            if measured is not None:
+                measured()
+            if traced is not None:
+                traced()
+        self._scope.ledger.touch_peak(call.account, sum(self._sizes.values()), "recomputation")
+        first = len(self._slots)
+        if self._count < first or (self._count > first and call.is_over):
+            return RunDifference(None, first, self._count)
+        return self._difference
 
-    def follow(self, booked: set[int], repeating: Repeating | None) -> None:
-        """Exclude storages that are booked elsewhere from this thread's recomputation. `repeating` is its mode."""
-        seen = self._entered[get_ident()][1]
-        seen.booked, seen.repeating = booked, repeating
-
-    def packing(self, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Callable[[Tensor], Any]:
-        parameters, sizes, settle = self._parameters, seen.nbytes, self._settle
-
-        def counting(tensor: Tensor) -> Any:
-            for storage in _counted(tensor):
-                key = storage._cdata
-                if key not in parameters and key not in seen.booked:
-                    sizes[key] = storage.nbytes()
-            return settle(tensor, pack, seen)
-
-        return counting
-
-    def _settle(self, tensor: Tensor, pack: Callable[[Tensor], Any], seen: _RegionBytes) -> Any:
-        """Pack a saved tensor. Where backward needs nothing more, the run ends.
+    def _save(self, tensor: Tensor) -> Tensor:
+        """Put a saved tensor into its slot. Where backward needs nothing more, the run ends.
 
         Where the operator may still write to what it has saved, as RReLU fills its noise, the run goes on to its end. A
         mode ends the run before its next operator, which may first have to move the saved tensor.
         """
-        repeating = seen.repeating
-        if seen.has_all or (repeating is not None and repeating.has_all):
+        parameters, slots, repeating = self._scope.parameters, self._slots, self._repeating
+        for storage in _counted(tensor):
+            key = storage._cdata
+            if key not in parameters and key not in self._booked:
+                self._sizes[key] = storage.nbytes()
+        if self._has_all or (repeating is not None and repeating.has_all):
             raise _StopRecomputationError
+        if repeating is None or type(tensor) is not Tensor:
+            alias = _alias(tensor)
+        else:
+            with torch._C._DisableTorchDispatch():  # the mode must not see the alias
+                alias = _alias(tensor)
         if repeating is not None:
             repeating.saved.append(tensor)
-        try:
-            if repeating is None or type(tensor) is not Tensor:
-                return pack(_dated(tensor))
-            with torch._C._DisableTorchDispatch():  # the mode must not see the copy that the checkpoint keeps
-                return pack(_dated(tensor))
-        except _StopRecomputationError:
+        index, self._count = self._count, self._count + 1
+        slot = slots[index]() if index < len(slots) else None
+        if slot is not None:
+            form = tensor.shape, tensor.dtype, tensor.device
+            if form != slot.form and self._difference is None:
+                self._difference = RunDifference(index, slot.form, form)
+            slot.tensors[self._backward] = alias, -1 if alias is tensor else alias._version
+        if self._count == len(slots) and self._early:
             if self._call.unsettled:
-                seen.has_all = True
+                self._has_all = True
             elif repeating is not None:
                 repeating.has_all = True
             else:
-                raise
-            return tensor.detach()
-
-    def end(self, seen: _RegionBytes) -> None:
-        try:
-            if seen.last is not None:
-                seen.last.__exit__(None, None, None)
-        finally:
-            if seen.done is not None:
-                seen.done()
-            if seen.traced is not None:
-                seen.traced()
-        self._ledger.touch_peak(self.account, sum(seen.nbytes.values()), "recomputation")
+                raise _StopRecomputationError
+        return alias
 
 
-def _dated(tensor: Tensor) -> Any:
-    """Return an alias that knows its version now, and sees later ones. A frozen parameter may get new data: itself."""
-    if isinstance(tensor, Parameter) and not tensor.requires_grad:
+def _backward() -> object:
+    """Return what stands for the backward that runs on this thread: a number; another object for each read outside."""
+    group = None if _group is None else _group()
+    task = _current_graph_task_id()
+    return group if group is not None else object() if task == -1 else task
+
+
+def _add_name(error: BaseException, region: str) -> None:
+    error.add_note(f"while recomputing {region}")
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return an alias, which sees later writes. A frozen parameter may get new data: itself."""
+    if tensor.__class__ is not Tensor and isinstance(tensor, Parameter) and not tensor.requires_grad:
         return tensor
-    alias: Any = tensor.detach()
-    alias.actstore_version = alias._version
-    return alias
+    return tensor.detach()
 
 
-def check_unchanged(tensor: Tensor, region: str, site: Site) -> None:
-    """Check that the second run of a region has not written to a tensor after it saved that.
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def check_unchanged(tensor: Tensor, expected: int, region: str, site: Site) -> None:
+    """Check that the second run of a region has not written to a tensor after it saved that, at version `expected`.
 
     Raises
     ------
     MutationError : it has. Plain autograd raises an error, too
     """
-    expected = getattr(tensor, "actstore_version", None)
-    if expected is not None and tensor._version != expected:
+    if tensor._version != expected:
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{describe(tensor)}], saved inside {region}, is at version {tensor._version}; expected version "
@@ -271,3 +309,6 @@ def check_unchanged(tensor: Tensor, region: str, site: Site) -> None:
             expected=expected,
             found=tensor._version,
         )
+
+
+_group = getattr(torch._C, "_get_graph_exec_group", None)  # of backwards that share their later runs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,33 +16,48 @@ from actstore.policy import Recompute
 from actstore.recompute.decisions import Decision, Decisions, shape_text
 from actstore.recompute.recording import Recording
 
-_POSITION = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)\n")
-_COUNTS = re.compile(r"saved during forward: (\d+)\n.*during recomputation: (\d+)")
+SavedForm = tuple[torch.Size, torch.dtype, torch.device]  # of a tensor that a region saves
+
+
+class RunDifference(NamedTuple):
+    """The first difference between the tensors that the two runs of a region save.
+
+    Attributes
+    ----------
+    position : the number of the first tensor that differs; None where their count does
+    was, found : the forms of that tensor, or the counts
+    """
+
+    position: int | None
+    was: SavedForm | int
+    found: SavedForm | int
 
 
 def divergence(
-    name: str, policy: Recompute, found: str, *, repeats: bool, parts: bool, run_again: Callable[[], object]
+    name: str,
+    policy: Recompute,
+    difference: RunDifference,
+    *,
+    repeats: bool,
+    parts: bool,
+    run_again: Callable[[], object],
 ) -> StateError:
-    """Return the error that replaces PyTorch's.
+    """Return the error.
 
     Parameters
     ----------
     name, policy : of the module
-    found : what PyTorch's error says of the tensors that both runs saved
+    difference : between the tensors that both runs saved
     repeats : whether the second run has repeated decisions of the first
     parts : whether parts or operators of the region do not run again
     run_again : runs the region once more, to find the decision before the first tensor that differs
     """
-    position = _POSITION.search(found)
-    counts = _COUNTS.search(found)
-    if position is not None:
-        at, before, after = position.groups()
-        differs = f"tensor {at} that it saves is {_spec(after)}, and was {_spec(before)}"
-    elif counts is not None:
-        differs = f"it saves {counts[2]} tensors, and saved {counts[1]}"
+    position, was, found = difference
+    if isinstance(was, tuple) and isinstance(found, tuple):
+        differs = f"tensor {position} that it saves is {_spec(found)}, and was {_spec(was)}"
     else:
-        differs = "it saves other tensors"
-    decision = None if repeats else _last_decision(run_again, int(position[1]) if position is not None else None)
+        differs = f"it saves {found} tensors, and saved {was}"
+    decision = None if repeats else _last_decision(run_again, position)
     lossy = Recompute(policy.inputs).keeps_decisions
     if decision is None:
         had = "It repeated its" if repeats else "It has no"
@@ -69,12 +84,9 @@ def _keeping(policy: Recompute) -> str:
     return str(Recompute(**parts))
 
 
-def _spec(text: str) -> str:
-    """Format the dtype and the shape of a tensor in PyTorch's error."""
-    found = re.search(r"Size\(\[(.*?)\]\), 'dtype': torch\.(\w+)", text)
-    if found is None:
-        return text
-    return f"{found[2]} {shape_text(tuple(int(part) for part in found[1].split(',') if part.strip()))}"
+def _spec(form: SavedForm) -> str:
+    shape, dtype, _ = form
+    return f"{str(dtype).removeprefix('torch.')} {shape_text(tuple(shape))}"
 
 
 def _last_decision(run_again: Callable[[], object], position: int | None) -> str | None:

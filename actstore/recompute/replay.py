@@ -107,6 +107,7 @@ class RegionCall:
         weights: Weights,
         attributes: AttributeStates,
         generators: GeneratorStates,
+        surroundings: Surroundings,
         switches: Switches,
     ) -> None:
         self.region = region
@@ -119,7 +120,7 @@ class RegionCall:
         self.weights = weights
         self.attributes = attributes
         self.generators = generators
-        self.surroundings = Surroundings()
+        self.surroundings = surroundings
         self.switches = switches
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
@@ -253,7 +254,9 @@ class Calls:
 
     def __init__(self) -> None:
         self.generators: GeneratorStates | None = None  # of the last call
+        self.surroundings: Surroundings | None = None  # of the last call
         self.switches: Switches | None = None  # in the last call
+        self.weights: dict[object, Weights] = {}  # of the last call, by module
         self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -15,7 +14,6 @@ from torch.autograd import forward_ad
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from actstore.autograd.handles import is_lossy
 from actstore.base import cpu_threads
@@ -26,16 +24,17 @@ from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
+from actstore.model.surroundings import Surroundings
 from actstore.model.switches import Switches
 from actstore.model.weights import Weights, WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
 from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry
-from actstore.recompute.checkpoints import DoubleCheckpoints, end_left
-from actstore.recompute.counting import CountRecomputed, CountSaved
+from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
-from actstore.recompute.divergence import divergence
+from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
@@ -131,50 +130,31 @@ class Wrapped(ForwardWrapper):
             return forward(*args, **kwargs)
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
-        call, counter = self._take(scope, calls, forward, *flatten(args, kwargs))
-        saved = CountSaved(scope, call, self._diverged)
+        call = self._take(scope, calls, forward, *flatten(args, kwargs))
+        hooks = FirstHooks(scope, call, self._diverged)
         begun: FirstRun | None = None
         if call.parts is not None:
-            begun = FirstRun(call.parts, scope, pack, lambda: saved.packs, replays=call.chain is not None)
+            begun = FirstRun(call.parts, scope, pack, lambda: hooks.packs, replays=call.chain is not None)
         if call.chain is not None:
             tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
-            saved.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
-        given = True
-
-        def run() -> Any:
-            nonlocal given, begun
-            if given:
-                given, first_run, begun = False, begun, None  # it knows hooks that know this function
-                return call.first_run(first_run)
-            again, booked, repeating = call.again()
-            counter.follow(booked, repeating)
-            return again()
-
+            hooks.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         try:
-            output = checkpoint(
-                run,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (saved, counter),
-                **_RESPECT,
-            )
-        except BaseException as error:
-            end_left(error, pack)
-            raise
+            output = hooks.run(begun)
         finally:
             call.given = None
             tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack
-        call.ended(saved.packs)
+        call.ended(hooks.packs)
+        call.weights = calls.weights[self] = call.weights.one_of(calls.weights.get(self))
         if call.decisions is not None:
             calls.offers.add(call.decisions)
         if call.chain is not None:
-            call.saved_nbytes = saved.nbytes
+            call.saved_nbytes = hooks.nbytes
             calls.put_out(call, tree_leaves(output))
         if tracker.hidden != hidden:
             self._double.tell_around(self._region)
         return output
 
-    def _diverged(self, call: RegionCall, error: CheckpointError) -> StateError:
+    def _diverged(self, call: RegionCall, difference: RunDifference) -> StateError:
         """Return the error for a second run that has saved other tensors than the first."""
         repeats = call.decisions is not None
 
@@ -183,25 +163,16 @@ class Wrapped(ForwardWrapper):
                 call.again()[0]()
 
         return divergence(
-            self.name, self._decision, str(error), repeats=repeats, parts=call.parts is not None, run_again=run
+            self.name, self._decision, difference, repeats=repeats, parts=call.parts is not None, run_again=run
         )
 
     def _take(
         self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
-    ) -> tuple[RegionCall, CountRecomputed]:
+    ) -> RegionCall:
         """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's hooks, or hooks that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
-        modules = [module for _, module in named_modules(self._module)]
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
-        weights = Weights(self._module, modules, self._once, self._writes)
-        attributes = AttributeStates(() if _is_gathered(modules) else modules)
-        switches = calls.switches = Switches.now(calls.switches)
-        account = place.account(0)
-        call = RegionCall(
-            self._region, account, forward, leaves, form, unpack, weights, attributes, generators, switches
-        )
+        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, *self._state(calls, leaves))
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.decision = self._decision
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
@@ -240,7 +211,20 @@ class Wrapped(ForwardWrapper):
             tracker.frame.index = max(tracker.frame.index, index)
         if self._once or self._inner is not None:
             call.parts = self._parts(call)
-        return call, CountRecomputed(scope, call)
+        return call
+
+    def _state(
+        self, calls: Calls, leaves: list[Any]
+    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches]:
+        """Return what later runs put back, beside the arguments."""
+        modules = [module for _, module in named_modules(self._module)]
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
+        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
+        surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
+        switches = calls.switches = Switches.now(calls.switches)
+        weights = Weights(self._module, modules, self._once, self._writes)
+        attributes = AttributeStates(() if _is_gathered(modules) else modules)
+        return weights, attributes, generators, surroundings, switches
 
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
@@ -311,10 +295,3 @@ def _in_region(pack: Any) -> bool:
 
 
 REGIONS = (*CHECKPOINTS, counting.__name__)  # modules whose hooks save nothing
-
-# Later releases of PyTorch ask whether outer hooks see what a selective checkpoint keeps.
-_RESPECT: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": True}
-    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-    else {}
-)
