@@ -76,9 +76,11 @@ def _next(
     if outlook is not None and outlook.hopeless:
         return outlook.hopeless
     budget = int(OOM_BUDGET_SHARE * peak)
-    chooser = f'the policy "auto({_written(min(budget, outlook.budget) if outlook is not None else budget)})"'
+    if outlook is not None:
+        budget = min(budget, outlook.budget)
+    chooser = f'the policy "auto({_written(budget)})"'
     if has_budget:
-        return f"{chooser}, or a smaller batch"
+        return f"{chooser}, or a smaller batch" if budget else "a smaller batch"
     stays = _stays_in_blocks(accounts, policy, model)
     texts = [text for text in _texts(model, stays=stays) if _fits(text, policy, model)]
     if outlook is not None:
@@ -87,7 +89,7 @@ def _next(
         texts.remove(HALF)
     if not texts:
         return "a smaller batch" + ("" if outlook is None else ", as no exact policy is predicted to fit")
-    chosen = f", or {chooser}" if stays else ""
+    chosen = f", or {chooser}" if stays and budget else ""
     return f'the policy "{texts[0]}"{chosen}; gradients are then exact'
 
 
