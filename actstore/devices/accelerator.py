@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from actstore.base.ticket import EventTicket, Ticket
+from actstore.devices import refusals
 from actstore.devices.base import Device, Workers
 from actstore.devices.cpu import map_pages
 from actstore.devices.workers import Threads
@@ -52,6 +53,8 @@ class Accelerator(Device):
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._clock = DeviceClock(torch_device)
+        if torch_device.type == "cuda":
+            refusals.observe()
         self._lock = Lock()  # a torch.Stream can be entered by one thread at a time
         self._pages: dict[int, mmap.mmap] = {}  # pinned by us, by address
         weakref.finalize(self, _unregister, self._pages, torch_device).atexit = False

@@ -14,14 +14,24 @@ from actstore.rerun.leaves import Value
 
 
 def live_optimizers() -> list[Optimizer]:
-    """Return all optimizers of the process, but for those that `gc.freeze` has hidden: no list of Python's has them."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]  # isinstance asks proxies
+    """Return all optimizers of the process, but for those that `gc.freeze` has hidden: no list of Python's has them.
+
+    An object refers to its class: a list of all objects would take megabytes, where memory may have run out.
+    """
+    found = gc.get_referrers(*_with_subclasses(Optimizer))
+    return [thing for thing in found if issubclass(type(thing), Optimizer)]  # isinstance asks proxies
 
 
 def leaves_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
 
 
 class OptimizerState:

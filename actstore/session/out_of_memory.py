@@ -18,6 +18,7 @@ from actstore.model.units import device_of
 from actstore.policy import Offload, Policy, Recompute, Rules
 from actstore.policy.decision import waits_as
 from actstore.session.arguments import read_policy
+from actstore.session.outlook import HALF, LEAST, WHOLE, Outlook, away_from, outlook_of
 
 NOTE_PREFIX = "actstore: held "
 MAX_MODULES = 3
@@ -34,10 +35,13 @@ def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module 
         return
     with suppress(Exception):  # memory may be too short for a note, too
         if not any(note.startswith(NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
-            error.add_note(_note(ledger, policy, model, has_budget))
+            outlook = None
+            with suppress(Exception):  # the prediction needs more memory than the rest of the note
+                outlook = outlook_of(error, ledger, policy, model)
+            error.add_note(_note(ledger, policy, model, has_budget, outlook))
 
 
-def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool) -> str:
+def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool, outlook: Outlook | None) -> str:
     accounts = ledger.accounts()
     held, saved = sum(account.held for account in accounts), sum(account.saved for account in accounts)
     lines = [
@@ -47,7 +51,9 @@ def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool
     largest = _largest(accounts)
     if largest:
         lines.append(f"  most is held by {', '.join(largest)}")
-    lines.append(f"  try next: {_next(accounts, ledger.peak, policy, model, has_budget)}")
+    if outlook is not None:
+        lines += outlook.lines()
+    lines.append(f"  try next: {_next(accounts, ledger.peak, policy, model, has_budget, outlook)}")
     return "\n".join(lines)
 
 
@@ -62,18 +68,29 @@ def _largest(accounts: list[Account]) -> list[str]:
     return [f"{name} {format_nbytes(held.total())} ({held.most_common(1)[0][0]})" for name, held in most]
 
 
-def _next(accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool) -> str:
+def _next(
+    accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool, outlook: Outlook | None
+) -> str:
     if not peak:
         return "a smaller batch: activations are not what fills memory"
-    chooser = f'the policy "auto({_written(int(OOM_BUDGET_SHARE * peak))})"'
+    if outlook is not None and outlook.hopeless:
+        return outlook.hopeless
+    budget = int(OOM_BUDGET_SHARE * peak)
+    if outlook is not None:
+        budget = min(budget, outlook.budget)
+    chooser = f'the policy "auto({_written(budget)})"'
     if has_budget:
-        return f"{chooser}, or a smaller batch"
+        return f"{chooser}, or a smaller batch" if budget else "a smaller batch"
     stays = _stays_in_blocks(accounts, policy, model)
-    text = next((text for text in _texts(model, stays=stays) if _fits(text, policy, model)), None)
-    if text is None:
-        return "a smaller batch"
-    chosen = f", or {chooser}" if stays else ""
-    return f'the policy "{text}"{chosen}; gradients are then exact'
+    texts = [text for text in _texts(model, stays=stays) if _fits(text, policy, model)]
+    if outlook is not None:
+        texts = [text for text in texts if outlook.fits(text)]
+    elif HALF in texts:
+        texts.remove(HALF)
+    if not texts:
+        return "a smaller batch" + ("" if outlook is None else ", as no exact policy is predicted to fit")
+    chosen = f", or {chooser}" if stays and budget else ""
+    return f'the policy "{texts[0]}"{chosen}; gradients are then exact'
 
 
 def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | None) -> bool:
@@ -92,12 +109,10 @@ def _stays(account: Account, policy: Policy) -> bool:
 
 def _texts(model: Module | None, *, stays: bool) -> list[str]:
     """Return exact policies that hold less, the fastest first."""
-    device = device_of(model)
-    away = "raw @ disk" if device is None or device.type == "cpu" else "raw @ host > disk"
+    away = away_from(device_of(model))
     if not _blocks(model):
         return [away]
-    least = f"@blocks : recompute({away}); * : {away}"
-    return ["@blocks : recompute", least] if stays else [least]
+    return [HALF, WHOLE, LEAST.format(away)] if stays else [LEAST.format(away)]
 
 
 def _blocks(model: Module | None) -> list[str]:

@@ -26,8 +26,8 @@ from actstore.cli.machine.allocator import Allocator
 from actstore.cli.machine.cuda import PINNED_NBYTES, Cuda, Gpu, driver
 from actstore.cli.machine.disk import disk
 from actstore.cli.machine.machine import Machine, machine
-from actstore.cli.machine.memory import cgroup_limit
 from actstore.cli.machine.table import render
+from actstore.devices.host_memory import cgroup_limit
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (

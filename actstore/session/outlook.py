@@ -1,0 +1,103 @@
+"""Outlook after memory ran out: the needs of a step under exact policies, and the memory for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import Module
+
+from actstore.base.ledger import Ledger
+from actstore.base.units import format_nbytes
+from actstore.model.blocks import repeated_blocks
+from actstore.model.names import named_modules
+from actstore.model.units import device_of
+from actstore.policy import Policy, Recompute, Rules
+from actstore.rerun.optimizers import leaves_of, live_optimizers
+from actstore.session.shortage import Shortage, shortage_of
+from actstore.session.would_fit import Needs, needs_of
+from actstore.transfer.engine import DEVICE_WINDOW_NBYTES, HOST_WINDOW_NBYTES
+
+HALF, WHOLE, LEAST = "@blocks[::2] : recompute", "@blocks : recompute", "@blocks : recompute({0}); * : {0}"
+MARGIN = 0.1  # of a prediction, by which it must be below what is there
+
+
+class Outlook(NamedTuple):
+    """Needs of a step under each policy, and the memory for them.
+
+    Attributes
+    ----------
+    shortage : of memory
+    needs : of a step; None where the forward did not come far enough to tell
+    there : bytes for these needs: what was free, and what activations held
+    peaks : bytes at once for each policy, by its text
+    """
+
+    shortage: Shortage
+    needs: Needs | None
+    there: int
+    peaks: dict[str, int]
+
+    def lines(self) -> list[str]:
+        """Return the lines for a note."""
+        lines = [f"  memory: {self.shortage}"]
+        if self.peaks:
+            found = ", ".join(f'"{text}" {format_nbytes(peak)}' for text, peak in self.peaks.items())
+            lines.append(f"  predicted for a whole step: {found}; there are {format_nbytes(self.there)} for it")
+        return lines
+
+    def fits(self, text: str) -> bool:
+        """Return whether a step fits under a policy, by a margin. True where that is unknown."""
+        return text not in self.peaks or (1 + MARGIN) * self.peaks[text] <= self.there
+
+    @property
+    def budget(self) -> int:
+        """Bytes for activations."""
+        return max(0, int(self.there / (1 + MARGIN)) - (0 if self.needs is None else self.needs.fixed))
+
+    @property
+    def hopeless(self) -> str:
+        """Text for a step that no policy and no batch makes fit; empty for another one."""
+        if self.needs is None or (coming := self.needs.fixed - self.needs.moving) <= self.there:
+            return ""
+        return (
+            f"a smaller model, or an optimizer with smaller states: gradients and optimizer states that are still to "
+            f"come need {format_nbytes(coming)}, where there are {format_nbytes(self.there)}. No policy changes that"
+        )
+
+
+def outlook_of(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None) -> Outlook | None:
+    """Return the outlook after an error; None where the memory that ran out is unknown."""
+    shortage = shortage_of(error, device := device_of(model))
+    if shortage is None:
+        return None
+    there = shortage.free + ledger.held
+    blocks = [] if model is None else repeated_blocks(model)
+    now = {name for name in blocks if isinstance(policy, Rules) and isinstance(policy.decide(name), Recompute)}
+    needs = None if model is None else _needs(model, blocks, ledger, shortage.asked, now)
+    peaks: dict[str, int] = {}
+    if needs is not None:
+        if shortage.asked <= shortage.free and needs.peak(now) <= there:
+            return None  # it would have fitted: the limit is one that we do not know
+        on_host = device is None or device.type == "cpu"
+        window = HOST_WINDOW_NBYTES if on_host else DEVICE_WINDOW_NBYTES
+        peaks = {
+            "keep": needs.peak(),
+            HALF: needs.peak(blocks[::2]),
+            WHOLE: needs.peak(blocks),
+            LEAST.format(away_from(device)): needs.peak(blocks, window),
+        }
+    elif shortage.asked <= shortage.free:
+        return None
+    return Outlook(shortage, needs, there, peaks)
+
+
+def away_from(device: torch.device | None) -> str:
+    """Return the exact decision that holds least on a device."""
+    return "raw @ disk" if device is None or device.type == "cpu" else "raw @ host > disk"
+
+
+def _needs(model: Module, blocks: list[str], ledger: Ledger, asked: int, again: set[str]) -> Needs | None:
+    mine = {id(parameter) for parameter in model.parameters()}
+    optimizers = [one for one in live_optimizers() if any(id(leaf) in mine for leaf in leaves_of(one))]
+    return needs_of(model, dict(named_modules(model)), blocks, ledger.accounts(), optimizers, asked, again)

@@ -1,0 +1,158 @@
+"""Bytes that a step would need under exact policies, from what its forward has saved until memory ran out.
+
+A stretch of the forward is a block of the model, or what runs between two blocks. The ledger has the bytes of each that
+ran, whatever the policy is. A block that did not run saves as much as the largest one of its class that did. A linear
+layer behind the blocks has an output of its width. Backward visits them in reverse: it runs recomputed ones again,
+makes gradients of weights, and frees what it has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from torch.nn import Linear, Module
+from torch.optim import Optimizer
+
+from actstore.base.layout import nbytes_of
+from actstore.base.ledger import Account
+from actstore.policy.pattern import ancestry
+
+MOVING = 2  # tensors of the largest size that an operator's backward has at once: a gradient in, and one out
+LOGITS = 2  # tensors of the size of logits that live until backward: themselves, and what the loss saves
+
+
+class Stretch(NamedTuple):
+    """A part of the forward; all in bytes.
+
+    Attributes
+    ----------
+    block : its name; empty between blocks
+    saved : by its modules
+    given : its input, which stays where it is recomputed
+    gradients : of its weights, where they have none yet
+    """
+
+    block: str
+    saved: int
+    given: int
+    gradients: int
+
+
+class Needs(NamedTuple):
+    """Bytes that a step needs beside what was there.
+
+    Attributes
+    ----------
+    stretches : in the order of forward
+    gradients : of weights outside of the blocks, where they have none yet
+    optimizer : states that the optimizers have not made yet
+    moving : what an operator of backward has just made
+    """
+
+    stretches: tuple[Stretch, ...]
+    gradients: int
+    optimizer: int
+    moving: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that depend on no policy."""
+        return self.gradients + sum(stretch.gradients for stretch in self.stretches) + self.optimizer + self.moving
+
+    def peak(self, again: Collection[str] = (), most_held: int | None = None) -> int:
+        """Return the most bytes at once.
+
+        Parameters
+        ----------
+        again : names of the blocks that are recomputed
+        most_held : bytes of activations that stay on the device, where the rest goes to a tier; None for all
+        """
+        held = [stretch.given if stretch.block in again else stretch.saved for stretch in self.stretches]
+        left, made, most = sum(held), self.gradients, 0
+        for stretch, kept in zip(reversed(self.stretches), reversed(held), strict=True):
+            made += stretch.gradients
+            stays = left if most_held is None else min(left, most_held)
+            most = max(most, stays + made + (stretch.saved if stretch.block in again else 0))
+            left -= kept
+        return most + self.optimizer + self.moving
+
+
+def needs_of(
+    model: Module,
+    named: dict[str, Module],
+    blocks: list[str],
+    accounts: Iterable[Account],
+    optimizers: Iterable[Optimizer],
+    asked: int,
+    again: Collection[str] = (),
+) -> Needs | None:
+    """Return what a step needs; None where the forward did not come far enough to tell.
+
+    Parameters
+    ----------
+    named : the modules of the model
+    blocks : names of its repeated blocks
+    accounts : in the order of their first use
+    asked : bytes of the request that was refused
+    again : names of the blocks that are recomputed now: of these, inputs are all that is held
+    """
+    found = [account for account in accounts if account.saved]
+    parts, held = _parts(blocks, found, "saved"), _parts(blocks, found, "held")
+    ran = [name for name in parts if name in named]
+    if len(ran) < 2:
+        return None
+    ahead = [name for name in blocks[blocks.index(ran[-1]) + 1 :] if name not in parts]
+    if list(parts)[-1] == ran[-1]:  # it may not have ended
+        ahead.append(ran[-1])
+    most: dict[type, int] = {}
+    for name in (name for name in ran if name not in ahead):
+        most[type(named[name])] = max(most.get(type(named[name]), 0), sum(parts[name]))
+    if any(type(named[name]) not in most for name in ahead):
+        return None
+    inputs = [parts[name][0] for name in ran if name not in again]  # what a block's first module saves
+    given = max(inputs or (sum(held[name]) for name in ran))
+    sizes = {name: sum(found) for name, found in parts.items()}
+    sizes |= {name: max(sizes.get(name, 0), most[type(named[name])]) for name in ahead}
+    inside = {name: _missing_gradients(named[name]) for name in blocks}
+    stretches = [
+        Stretch(name if name in named else "", size, given, inside.get(name, 0)) for name, size in sizes.items()
+    ]
+    logits = _logits(named, blocks, given)
+    largest = max(size for found in parts.values() for size in found)
+    if logits and not any(size >= logits for name, found in parts.items() if name not in named for size in found):
+        stretches.append(Stretch("", LOGITS * logits, 0, 0))
+        largest = max(largest, logits)
+    outside = max(0, _missing_gradients(model) - sum(inside.values()))
+    return Needs(tuple(stretches), outside, missing_states(optimizers), MOVING * max(largest, asked))
+
+
+def missing_states(optimizers: Iterable[Optimizer]) -> int:
+    """Return the bytes of states that optimizers make at their first step: two for betas, one for a momentum."""
+    missing = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            each = 2 * ("betas" in group) + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+            missing += each * sum(leaf.nbytes for leaf in group["params"] if leaf not in optimizer.state)
+    return missing
+
+
+def _parts(blocks: list[str], accounts: Iterable[Account], figure: str) -> dict[str, list[int]]:
+    """Return a figure of each stretch's sites. A key with a ``>`` stands for what follows the block before it."""
+    known, found, block = set(blocks), dict[str, list[int]](), ""
+    for account in accounts:
+        inside = next((name for name in ancestry(account.site.name) if name in known), None)
+        block = block if inside is None else inside
+        found.setdefault(f"{block} >" if inside is None else inside, []).append(getattr(account, figure))
+    return found
+
+
+def _missing_gradients(module: Module) -> int:
+    return sum(nbytes_of(each) for each in module.parameters() if each.requires_grad and each.grad is None)
+
+
+def _logits(named: dict[str, Module], blocks: list[str], given: int) -> int:
+    """Return the bytes of the widest output of a linear layer behind the blocks; 0 without one."""
+    names = list(named)
+    behind = [named[name] for name in names[names.index(blocks[-1]) + 1 :] if blocks[-1] not in ancestry(name)]
+    return max((given * one.out_features // one.in_features for one in behind if isinstance(one, Linear)), default=0)
