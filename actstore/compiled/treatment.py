@@ -16,7 +16,7 @@ from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec, Raw
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
-from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
+from actstore.compiled.exact import amplified, amplifier, depending, differentiable, exact_reason
 from actstore.compiled.formats.choose import graph_codec, why_unavailable
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, origin_of_copy, outputs_of, root_of
@@ -99,7 +99,7 @@ def treat(
     known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
     tangents = depending(nodes, {node for node in nodes if node not in known and _begins(node)})
     parameters = static if active is None else static & active
-    differentiated = None if active is None else depending(list(forward.graph.nodes), active)
+    differentiated = None if active is None else differentiable(list(forward.graph.nodes), active)
     returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
     indices = Counter[str]()
     found = []
