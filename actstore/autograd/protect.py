@@ -42,6 +42,7 @@ _soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
 MAX_NODES_INSPECTED = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
 
 WITHOUT_GRADIENT = "requires no gradient: a statistic, a mask or an index"
+PARAMETER = "a view or a cast of a parameter"
 COMPUTED = "a weight that is computed from parameters"  # a reason why the tensors that a call saves must be exact
 # The same for a compiled region, whose saved tensors have no graph of their own.
 COMPILED = "saved by a compiled region, which does not tell activations from statistics and masks"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actstore.autograd.composite import has_values
 from actstore.autograd.deciders import keep_decisions
-from actstore.autograd.protect import TRANSPARENT, is_cast_parameter, lossy_reason
+from actstore.autograd.protect import PARAMETER, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy
 from actstore.base.layout import layout_of
 from actstore.base.note import SMALL
@@ -85,7 +85,7 @@ def judge(
     on_device : whether the payload stays on the compute device, where an exact copy would only add bytes
     """
     if facts.producer in TRANSPARENT and is_cast_parameter(facts.known, parameters):
-        return Verdict(None, "a view or a cast of a parameter")
+        return Verdict(None, PARAMETER)
     if codec.lossless and codec.accepts(tensor.dtype):
         return Verdict(codec)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)

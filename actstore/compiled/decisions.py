@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from actstore.compiled.graph import VIEWS, name_of
+from actstore.compiled.graph import CONVERSIONS, VIEWS, name_of
 
 _COMPARISONS = frozenset({"le", "lt", "ge", "gt", "eq", "ne"})
 # Operators that read the sign of one argument, by its position.
@@ -41,7 +41,6 @@ _BY_VALUE = frozenset(
 )  # fmt: skip
 _WITH_INDICES = frozenset({"max", "min", "median", "nanmedian"})  # without a dimension they are smooth
 _KEEP_SIGN = VIEWS | {"relu", "neg", "abs", "clone", "tanh"}
-_CONVERSIONS = frozenset({"_to_copy", "convert_element_type"})
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -114,7 +113,7 @@ class _Decided:
             if node in self.masks:
                 return
         self._sources[node] = set().union(*(self._sources[source] for source in wrong))
-        if name in _KEEP_SIGN or (name in _CONVERSIONS and _value_dtype(node) in _FLOATS):
+        if name in _KEEP_SIGN or (name in CONVERSIONS and _value_dtype(node) in _FLOATS):
             sign = self._signs.get(node.all_input_nodes[0])
             if sign is not None:
                 self._signs[node] = sign
@@ -140,7 +139,7 @@ def _deciding(node: Node, name: str) -> list[Node]:
         return [argument for argument in node.args[1:2] if isinstance(argument, Node)]
     if name in _COMPARISONS or (name in _BY_VALUE and not (name in _WITH_INDICES and len(node.args) == 1)):
         return node.all_input_nodes
-    if name in _CONVERSIONS and not _is_float(_value_dtype(node)):
+    if name in CONVERSIONS and not _is_float(_value_dtype(node)):
         return node.all_input_nodes
     return []
 
@@ -151,7 +150,7 @@ def _asks_signs(node: Node, name: str) -> bool:
         return bool(node.args[2] == 0)
     if name in _COMPARISONS:
         return not isinstance(node.args[1], Node) and bool(node.args[1] == 0)
-    return name in _BY_SIGN or (name in _CONVERSIONS and _value_dtype(node) is torch.bool)
+    return name in _BY_SIGN or (name in CONVERSIONS and _value_dtype(node) is torch.bool)
 
 
 def _value_dtype(node: Node) -> torch.dtype | None:

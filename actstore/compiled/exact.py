@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from torch import Tensor
 from torch.fx import Node
 
 from actstore.autograd.protect import WITHOUT_GRADIENT
@@ -25,6 +26,13 @@ _AMPLIFYING = frozenset(
         "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "exp", "exp2", "expm1",
     }
 )  # fmt: skip
+# They read the shape of a tensor alone.
+_SHAPED_ALIKE = frozenset(
+    {
+        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+        "new_full", "new_empty",
+    }
+)  # fmt: skip
 # A product averages over errors. What follows it in backward reads it as in a recomputed module.
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "matmul", "linear", "_scaled_mm"})
 
@@ -34,7 +42,7 @@ def exact_reason(saved: SavedNode, active: Set[Node] | None, tangents: Set[Node]
 
     Parameters
     ----------
-    active : nodes of the forward graph that depend on an input that requires a gradient; None where that is unknown
+    active : nodes of the forward graph through which a gradient flows to an input; None where that is unknown
     tangents : nodes of the backward graph that depend on a gradient
     """
     dtype, root = saved.value.dtype, root_of(saved.node)
@@ -80,6 +88,17 @@ def depending(nodes: list[Node], sources: Set[Node]) -> set[Node]:
     found = set(sources)
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def differentiable(nodes: list[Node], active: Set[Node]) -> set[Node]:
+    """Return the nodes of a forward graph through which a gradient flows to `active`: none flows through integers."""
+    found = set(active)
+    for node in nodes:
+        value = node.meta.get("val")
+        ends = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        if not ends and name_of(node) not in _SHAPED_ALIKE and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

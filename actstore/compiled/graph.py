@@ -14,6 +14,7 @@ from actstore.errors import StateError
 
 VIEWS = operators.VIEWS | {"reshape", "narrow", "movedim"}  # Inductor's passes make operators of other operators, too
 SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
+CONVERSIONS = frozenset({"_to_copy", "convert_element_type"})
 GETITEM = "getitem"
 _RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
@@ -111,6 +112,13 @@ def root_of(node: Node) -> Node:
             node = node.all_input_nodes[0].all_input_nodes[0]
         else:
             return node
+
+
+def origin_of_copy(node: Node) -> Node:
+    """Return the node whose elements a chain of views, copies and casts has."""
+    while name_of(root := root_of(node)) in CONVERSIONS | {"clone"}:
+        node = root.all_input_nodes[0]
+    return root
 
 
 def views_between(root: Node, node: Node) -> list[Node] | None:

@@ -10,15 +10,16 @@ from math import inf
 import torch
 from torch.fx import GraphModule, Node
 
+from actstore.autograd.protect import PARAMETER
 from actstore.base.note import SMALL
 from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec, Raw
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
-from actstore.compiled.exact import amplified, amplifier, depending, exact_reason
+from actstore.compiled.exact import amplified, amplifier, depending, differentiable, exact_reason
 from actstore.compiled.formats.choose import graph_codec, why_unavailable
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
-from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, outputs_of, root_of
+from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, origin_of_copy, outputs_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
@@ -97,14 +98,15 @@ def treat(
     nodes = list(backward.graph.nodes)
     known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
     tangents = depending(nodes, {node for node in nodes if node not in known and _begins(node)})
-    differentiated = None if active is None else depending(list(forward.graph.nodes), active)
+    parameters = static if active is None else static & active
+    differentiated = None if active is None else differentiable(list(forward.graph.nodes), active)
     returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
     indices = Counter[str]()
     found = []
     for saved in boundary.tensors:
         treatment = _first(saved, returned, rules, names, indices)
         if treatment.codec is not None:
-            _protect(treatment, differentiated, tangents)
+            _protect(treatment, parameters, differentiated, tangents)
         found.append(treatment)
     inputs = _lossy_inputs(found, rules, active, static, tangents)
     _share(found)
@@ -179,12 +181,18 @@ def _choose(treatment: Treatment, waits: Encode | Offload, *, outside: bool) -> 
     treatment.kind, treatment.codec, treatment.tiers, treatment.protected = PAYLOAD, codec, tiers, waits.protected
 
 
-def _protect(treatment: Treatment, differentiated: Set[Node] | None, tangents: Set[Node]) -> None:
+def _protect(
+    treatment: Treatment, parameters: Set[Node], differentiated: Set[Node] | None, tangents: Set[Node]
+) -> None:
     """Keep a tensor that must come back exactly."""
     assert treatment.codec is not None
-    if treatment.codec.lossless or not treatment.protected:
+    if treatment.codec.lossless:
         return
-    reason = exact_reason(treatment.saved, differentiated, tangents)
+    reason = ""
+    if origin_of_copy(treatment.saved.node) in parameters:  # under autocast, of each layer
+        reason = PARAMETER
+    elif treatment.protected:
+        reason = exact_reason(treatment.saved, differentiated, tangents)
     if reason:
         treatment.keep(reason, exact=True)
 

@@ -14,14 +14,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itsel
 
 
 class Deciding(nn.Module):
-    """Its gradient is what `decide` lets through, and nothing else: the smooth part only saves `h` for backward."""
+    """Its gradient is what `decide` lets through, and nothing else: the smooth part only saves `h` for backward.
 
-    def __init__(self, decide: Callable[[Tensor], Tensor]) -> None:
+    Autocast has `h` in bfloat16 where it is a `product`.
+    """
+
+    def __init__(self, decide: Callable[[Tensor], Tensor], *, product: bool = False) -> None:
         super().__init__()
-        self.scale, self.decide = nn.Parameter(torch.ones(256)), decide
+        self.scale, self.decide = nn.Parameter(torch.eye(256) if product else torch.ones(256)), decide
+        self.product = product
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x * self.scale
+        h = x @ self.scale if self.product else x * self.scale
         return self.decide(h) + 0.0 * (h * h * h)
 
 
@@ -50,19 +54,25 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda h: h.amax(1, keepdim=True),
     "hardswish's kinks": lambda h: F.hardtanh(h, -3.0, 3.0),
     "relu of a norm": lambda h: F.relu(h - h.detach().mean(0)),
+    "max pooling": lambda h: F.max_pool2d(h.view(4, 16, 16, 16), 2).reshape(-1, 256).repeat(4, 1),
+    "routing": lambda h: h * torch.zeros_like(h).scatter(1, h.topk(4, 1).indices, 1.0),
+    "routing to one": lambda h: h * F.one_hot(h.argmax(1), 256),
+    "sort": lambda h: h.sort(1).values * torch.arange(256.0),
+    "median": lambda h: h.median(1, keepdim=True).values.expand(-1, 256),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("policy", ["int8", "int4"])
-def test_what_passes_is_what_passes_without_a_loss(name: str, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "autocast"), [("int8", False), ("int4", False), ("int4", True)])
+def test_what_passes_is_what_passes_without_a_loss(name: str, policy: str, autocast: bool) -> None:
     torch.manual_seed(0)
-    model, x = Deciding(CASES[name]), torch.randn(64, 256)
+    model, x = Deciding(CASES[name], product=autocast), torch.randn(64, 256)
     x[:, ::4] *= 1e-4  # far below a step
-    wanted = input_gradient(model, x, None)
-    store = ActivationStore(model, policy, min_bytes=0)
-    store.compile(backend="aot_eager")
-    check_same(input_gradient(model, x, store), wanted)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wanted = input_gradient(model, x, None)
+        store = ActivationStore(model, policy, min_bytes=0)
+        store.compile(backend="aot_eager")
+        check_same(input_gradient(model, x, store), wanted)
     assert store.report().saved_bytes > 0
 
 

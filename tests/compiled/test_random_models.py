@@ -18,14 +18,13 @@ ROUNDING = 1e-6  # of float32
 USUAL, SLOW = range(3), [*range(3, len(WAYS)), *range(100, 200)]
 
 
-def check(seed: int, backend: str) -> None:
+def check(seed: int, backend: str, *, autocast: bool = False) -> None:
     """An exact policy leaves what plain compilation leaves, bit for bit; a lossy one leaves its losses.
 
-    What a lossy policy changes of the gradients is at most 1.5 times what it changes without the compiler,
-    but for autocast.
+    What a lossy policy changes of the gradients is at most 1.5 times what it changes without the compiler.
     """
     draw, way = Random(seed + 1), WAYS[seed % len(WAYS)]
-    autocast = draw.random() < 0.3
+    autocast |= draw.random() < 0.3
     exact, lossy = policy(draw, EXACT, recompute=True), policy(draw, LOSSY)
     plain = compiled(seed, backend)
     wanted = train(plain, way, autocast, None)
@@ -34,11 +33,10 @@ def check(seed: int, backend: str) -> None:
         found = with_store(seed, lossy, way, autocast, backend)
         losses = [name for name in wanted if " loss " in name]
         check_same({name: found[name] for name in losses}, {name: wanted[name] for name in losses})
-        if not autocast:  # under autocast the compiler saves other tensors, casts among them
-            torch._dynamo.reset()
-            eager, model = train(make(seed), way, autocast, None), make(seed)
-            allowed = 1.5 * error_of(train(model, way, autocast, ActivationStore(model, lossy, min_bytes=0)), eager)
-            assert error_of(found, wanted) <= allowed + error_of(wanted, eager) + ROUNDING
+        torch._dynamo.reset()
+        eager, model = train(make(seed), way, autocast, None), make(seed)
+        allowed = 1.5 * error_of(train(model, way, autocast, ActivationStore(model, lossy, min_bytes=0)), eager)
+        assert error_of(found, wanted) <= allowed + error_of(wanted, eager) + ROUNDING
     except BaseException as error:
         error.add_note(f"seed {seed}, {backend}, {way}, autocast {autocast}: {exact!r}, {lossy!r}")
         raise
@@ -76,7 +74,17 @@ def test_training_is_that_of_plain_compilation(seed: int) -> None:
     check(seed, "aot_eager")
 
 
+def test_training_under_autocast_is_that_of_plain_compilation() -> None:
+    check(133, "aot_eager", autocast=True)  # its error was 1.8 times eager's when graphs encoded casts of weights
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SLOW)
 def test_more_models(seed: int) -> None:
     check(seed, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [100, 107, 121, 142, 146, *range(200, 240)])
+def test_more_models_under_autocast(seed: int) -> None:
+    check(seed, "aot_eager", autocast=True)
