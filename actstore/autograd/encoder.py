@@ -138,13 +138,17 @@ class Encoder:
 
 def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
     """Let the next tensor of a site follow the tensor that was just encoded."""
-    is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
-    if not target[0].lossless and ("Norm" in producer or ((frame := caller()) is not None and is_reader(frame))):
+    if not producer or producer in TRANSPARENT or empty.is_complex():
         return
-    if is_plain:
-        handle.account.precedent = Precedent(
-            target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
-        )
+    code, at = None, 0
+    if not target[0].lossless:
+        frame = caller()
+        if "Norm" in producer or frame is None or is_reader(frame):
+            return
+        code, at = frame.f_code, frame.f_lasti
+    handle.account.precedent = Precedent(
+        target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, code, at
+    )
 
 
 def name_in(error: ActstoreError, account: Account, tensor: Tensor) -> None:

@@ -271,7 +271,7 @@ class Scope:
         self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
     ) -> Kept | Stored | None:
         """Return the handle as `_place` would, for a tensor like the last of its site; None if `_place` must decide."""
-        target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
+        target, producer, shape, stride, dtype, device, known_nbytes, empty, route, code, at = precedent
         storages = self.storages
         if (
             tensor.is_nested
@@ -289,7 +289,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MAX_NODES_INSPECTED
             or _current_graph_task_id() != -1
-            or (not target[0].lossless and is_reader(_getframe(2)))
+            or (code and ((call := _getframe(2)).f_code is not code or call.f_lasti != at) and is_reader(call))
         ):
             return None
         node: Any = tensor.grad_fn
