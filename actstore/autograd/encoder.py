@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -27,16 +27,9 @@ if TYPE_CHECKING:
     from actstore.store.store import Store
 
 
-class SavedTensor(NamedTuple):
-    """A tensor that autograd saves in the call `frame`, its storage, and the wrapper `outer` that it is a part of."""
-
-    tensor: Tensor
-    frame: Frame
-    account: Account
-    key: int
-    storage: UntypedStorage
-    nbytes: int  # of the storage
-    outer: Tensor | None
+# A tensor that autograd saves in the call `Frame`; its account; the key of its storage, the storage, and the bytes of
+# that; the wrapper that it is a part of, or None.
+SavedTensor = tuple[Tensor, "Frame", Account, int, UntypedStorage, int, Tensor | None]
 
 
 class Encoder:

@@ -56,7 +56,7 @@ class Precedent(NamedTuple):
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Route
-    code: CodeType | None  # of the function that called the operator, which is no reader; None for a lossless codec
+    code: CodeType | None  # of the function that called the operator; None for a lossless codec
     at: int  # the instruction of that call
 
 
