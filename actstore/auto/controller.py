@@ -21,10 +21,9 @@ from actstore.accuracy.influence.pairs import Pairs
 from actstore.auto.inputs import Inputs
 from actstore.auto.memory import alloc_retries, ran_out
 from actstore.auto.planning_state import PlanningState
-from actstore.auto.probes import SAME_SIZE_SHARE
 from actstore.auto.profiler import Profiler, Sample
 from actstore.auto.rating import Rating
-from actstore.auto.watch import StepSizes
+from actstore.auto.watch import StepSizes, is_larger, is_news, underestimate
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
@@ -309,7 +308,7 @@ class AutoController(PlanningState):
             self._give_up(int(RETRY_BUDGET_SHARE * self._wish.device), "the device's allocator was short of memory")
         elif peak > self._wish.device and self._is_news(saved):
             self._too_much(peak)
-        elif self._guarded and self._is_news(saved) and self.probes.largest > self._planned_for / SAME_SIZE_SHARE:
+        elif self._guarded and self._is_news(saved) and is_larger(self.probes.largest, self._planned_for):
             self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
         elif self._has_shrunk(saved):
             self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
@@ -343,13 +342,12 @@ class AutoController(PlanningState):
         """Return whether a step over the budget is news to the plan."""
         before = self.probes.largest
         self.probes.grow(saved)
-        return not self._excess or self.probes.largest > before / SAME_SIZE_SHARE
+        return is_news(self.probes.largest, before, excess=self._excess)
 
     def _too_much(self, peak: int) -> None:
         """Plan again after a step over the budget: the prediction was too low, or steps have grown."""
         assert self.plan is not None
-        if self.probes.largest <= self._planned_for / SAME_SIZE_SHARE:
-            self._shift += max(0.0, peak - self.plan.predicted.peak)
+        self._shift += underestimate(peak, self.plan.predicted.peak, self.probes.largest, self._planned_for)
         self._again(f"a step held {format_nbytes(peak)}, more than the budget")
 
     def _again(self, why: str) -> None:

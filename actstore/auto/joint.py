@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from actstore.auto.probes import SAME_SIZE_SHARE, Probes
+from actstore.auto.probes import Probes
 from actstore.auto.profiler import Profiler, Sample
 from actstore.auto.slowest import sample_of, slowest_sample
-from actstore.auto.watch import MEASURED_STEPS, REPLAN_DEVIATION
+from actstore.auto.watch import MEASURED_STEPS, deviates, is_news, underestimate
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
 from actstore.plan.build import chain_of, limits_of
@@ -86,13 +86,13 @@ class JointPlanner:
         self.probes.grow(max(report["saved"] for report in reports))
         self._reviews += 1
         why = ""
-        if peak > budget and (not self._excess or self.probes.largest > before / SAME_SIZE_SHARE):
-            if self.probes.largest <= self._planned_for / SAME_SIZE_SHARE:
-                self._shift += max(0.0, peak - plan.predicted.peak)
+        largest = self.probes.largest
+        if peak > budget and is_news(largest, before, excess=self._excess):
+            self._shift += underestimate(peak, plan.predicted.peak, largest, self._planned_for)
             why = f"a step held {format_nbytes(peak)}, more than the budget"
         elif len(samples) >= MEASURED_STEPS and not self._excess and self._reviews >= self._time_review:
             step = median(sample.total * self.probes.scale(sample.saved) for sample in samples)
-            if abs(step - plan.predicted.step) > REPLAN_DEVIATION * plan.predicted.step:
+            if deviates(step, plan.predicted.step):
                 self._time_review = 2 * self._reviews  # it may be noise
                 why = f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}"
         if not why:

@@ -15,6 +15,26 @@ REPLAN_DEVIATION = 0.1  # of the predicted step time: a larger difference makes 
 SHRUNK_STEPS = 128  # smaller steps in a row make a new plan for smaller steps
 
 
+def is_larger(saved: int, known: int) -> bool:
+    """Return whether a step saves more bytes than steps that count as equally large as one of `known` bytes."""
+    return saved > known / SAME_SIZE_SHARE
+
+
+def is_news(saved: int, known: int, *, excess: bool) -> bool:
+    """Return whether a step over the budget is news to a plan, which with `excess` exceeds the budget itself."""
+    return not excess or is_larger(saved, known)
+
+
+def underestimate(peak: float, predicted: float, saved: int, planned: int) -> float:
+    """Return the bytes by which a predicted peak was too low; 0 for a step larger than planned."""
+    return 0.0 if is_larger(saved, planned) else max(0.0, peak - predicted)
+
+
+def deviates(step: float, predicted: float) -> bool:
+    """Return whether a step's time in ms is far from the predicted one."""
+    return abs(step - predicted) > REPLAN_DEVIATION * predicted
+
+
 class StepTimes:
     """Measured steps of the running plan, which is made anew where they deviate from the prediction."""
 
@@ -56,8 +76,7 @@ class StepTimes:
 
     def deviate(self, step: float, predicted: float) -> bool:
         """Return whether the median `step` asks for a new plan. It does not at each measurement: it may be noise."""
-        off = abs(step - predicted) > REPLAN_DEVIATION * predicted
-        if self.wanted or not off or self._steps < self._replan_at:
+        if self.wanted or not deviates(step, predicted) or self._steps < self._replan_at:
             return False
         self._replan_at = self._measure_at
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -27,16 +27,9 @@ if TYPE_CHECKING:
     from actstore.store.store import Store
 
 
-class SavedTensor(NamedTuple):
-    """A tensor that autograd saves in the call `frame`, its storage, and the wrapper `outer` that it is a part of."""
-
-    tensor: Tensor
-    frame: Frame
-    account: Account
-    key: int
-    storage: UntypedStorage
-    nbytes: int  # of the storage
-    outer: Tensor | None
+# A tensor that autograd saves in the call `Frame`; its account; the key of its storage, the storage, and the bytes of
+# that; the wrapper that it is a part of, or None.
+SavedTensor = tuple[Tensor, "Frame", Account, int, UntypedStorage, int, Tensor | None]
 
 
 class Encoder:
@@ -138,13 +131,17 @@ class Encoder:
 
 def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
     """Let the next tensor of a site follow the tensor that was just encoded."""
-    is_plain = producer and producer not in TRANSPARENT and not empty.is_complex()
-    if not target[0].lossless and ("Norm" in producer or ((frame := caller()) is not None and is_reader(frame))):
+    if not producer or producer in TRANSPARENT or empty.is_complex():
         return
-    if is_plain:
-        handle.account.precedent = Precedent(
-            target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route
-        )
+    code, at = None, 0
+    if not target[0].lossless:
+        frame = caller()
+        if "Norm" in producer or frame is None or is_reader(frame):
+            return
+        code, at = frame.f_code, frame.f_lasti
+    handle.account.precedent = Precedent(
+        target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, code, at
+    )
 
 
 def name_in(error: ActstoreError, account: Account, tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import exact_copy, is_whole
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
 from actstore.autograd.unpack import COMPILER, Handle, turns, unpack
-from actstore.autograd.verdict import Facts, judge, why_unfit, why_unstorable
+from actstore.autograd.verdict import Facts, judge, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.note import FOLLOWED, Note
 from actstore.base.spec import Site, Spec
@@ -149,7 +149,7 @@ class Scope:
                     handle = follow(precedent, tensor, account, key, storage, nbytes)
                     if handle is not None:
                         return handle
-                return self._place(SavedTensor(tensor, frame, account, key, storage, nbytes, outer))
+                return self._place((tensor, frame, account, key, storage, nbytes, outer))
             except ActstoreError as error:
                 name_in(error, account, tensor)
                 raise
@@ -200,7 +200,9 @@ class Scope:
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
-        account, decided = self._decide(tensor, frame, account, key, outer)
+        decided = frame.target
+        if decided is ASK or key in self.storages.tags:
+            account, decided = self._decide(tensor, account, key, outer)
         if isinstance(decided, Deriving):
             account.decision, target = decided.decision, decided.rest
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
@@ -237,7 +239,7 @@ class Scope:
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         codec = verdict.codec
         if reason:
-            account.note = Note(f"{codec.name}: {reason}" if verdict.exact else reason)
+            account.note = note_of(codec.name, reason, verdict.exact)
         if self.storages.is_kept(key):
             return self._keep(tensor, account, key, storage)
         allow, empty = self.allows_mutation(), self._encoder.empty_like(tensor)
@@ -271,7 +273,7 @@ class Scope:
         self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
     ) -> Kept | Stored | None:
         """Return the handle as `_place` would, for a tensor like the last of its site; None if `_place` must decide."""
-        target, producer, shape, stride, dtype, device, known_nbytes, empty, route = precedent
+        target, producer, shape, stride, dtype, device, known_nbytes, empty, route, code, at = precedent
         storages = self.storages
         if (
             tensor.is_nested
@@ -289,7 +291,7 @@ class Scope:
             or self._alone is not None
             or self._looked == MAX_NODES_INSPECTED
             or _current_graph_task_id() != -1
-            or (not target[0].lossless and is_reader(_getframe(2)))
+            or (code and ((call := _getframe(2)).f_code is not code or call.f_lasti != at) and is_reader(call))
         ):
             return None
         node: Any = tensor.grad_fn
@@ -328,17 +330,13 @@ class Scope:
         return "" if node is None else str(node.name())
 
     def _decide(
-        self, tensor: Tensor, frame: Frame, account: Account, key: int, outer: Tensor | None
+        self, tensor: Tensor, account: Account, key: int, outer: Tensor | None
     ) -> tuple[Account, Target | Deriving | None]:
-        """Return the account and the target of a tensor, whose storage may have a tag."""
-        decided = frame.target
+        """Return the account and the target of a tensor that the policy is asked about. Its storage may have a tag."""
         if key in self.storages.tags:
             account.count -= 1
             account = self.ledger.account(replace(account.site, tag=self.storages.tags[key]))
             account.count += 1
-            decided = ASK
-        if decided is not ASK:
-            return account, decided
         if tensor.is_nested:  # it has no single shape to ask for
             return account, None
         site, looked = account.site, 0

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock, local
+from types import CodeType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -55,6 +56,8 @@ class Precedent(NamedTuple):
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Route
+    code: CodeType | None  # of the function that called the operator; None for a lossless codec
+    at: int  # the instruction of that call
 
 
 class Deriving(NamedTuple):
@@ -201,9 +204,7 @@ class Frame:
 class Tracker:
     """The running modules of one thread under one entry of a store."""
 
-    __slots__ = (
-        "ended", "frame", "hidden", "home", "places", "remember", "returned", "stack", "storages",
-    )  # fmt: skip
+    __slots__ = ("ended", "frame", "hidden", "home", "places", "remember", "returned", "stack", "storages")
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class Tracker:
     def saved_nbytes(self, key: int, storage: torch.UntypedStorage) -> int:
         """Count a storage that is saved now. Returns the bytes that plain autograd holds because of it."""
         storages, frame = self.storages, self.frame
-        self._prune()
+        if len(storages.met) > storages.prune_count:
+            self._prune()
         if frame.inputs is not None:
             storages.meet(key, storage)  # the input of a region: plain autograd need not save it
             return 0

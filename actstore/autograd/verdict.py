@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from actstore.autograd.deciders import keep_decisions
 from actstore.autograd.protect import PARAMETER, TRANSPARENT, is_cast_parameter, lossy_reason
 from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy
 from actstore.base.layout import layout_of
-from actstore.base.note import SMALL
+from actstore.base.note import SMALL, Note
 from actstore.codecs import Bit1, Codec, Raw
 
 RAW = Raw()
@@ -88,26 +89,42 @@ def judge(
         return Verdict(None, PARAMETER)
     if codec.lossless and codec.accepts(tensor.dtype):
         return Verdict(codec)
+    if not (facts.excluded or codec.accepts(tensor.dtype)):
+        return _verdict_on_dtype(codec.name, tensor.dtype, on_device)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)
     if not reason:
         kept, why = keep_decisions(codec, facts.known, facts.producer)
         if kept is not None:
             return Verdict(kept, why if kept.decides else "")
         reason = why
-    exact = BITS if tensor.dtype is torch.bool else RAW
+    return _exactly(tensor.dtype, reason, on_device)
+
+
+@lru_cache(maxsize=1024)
+def note_of(codec: str, reason: str, exact: bool) -> Note:
+    """Return the note of a tensor that goes through `codec` for `reason`; `exact` as that of a verdict."""
+    return Note(f"{codec}: {reason}" if exact else reason)
+
+
+@lru_cache(maxsize=1024)  # for masks, which a step may save as often as activations
+def _verdict_on_dtype(codec: str, dtype: torch.dtype, on_device: bool) -> Verdict:
+    return _exactly(dtype, f"{codec} does not take {str(dtype).removeprefix('torch.')}", on_device)
+
+
+def _exactly(dtype: torch.dtype, reason: str, on_device: bool) -> Verdict:
+    """Return the verdict on a tensor that must come back exactly for `reason`."""
+    exact = BITS if dtype is torch.bool else RAW
     return Verdict(None if on_device and exact is RAW else exact, reason, exact=True)
 
 
 def _exact_reason(tensor: Tensor, codec: Codec, facts: Facts, *, protected: bool) -> str:
     """Return the reason why `tensor` cannot go through `codec`; empty when it can."""
-    dtype, known = tensor.dtype, facts.known
-    if not codec.accepts(dtype):
-        return f"{codec.name} does not take {str(dtype).removeprefix('torch.')}"
+    known = facts.known
     if not facts.whole and not can_be_lossy(layout_of(tensor.shape, tensor.stride())):
         return "its elements overlap in memory"
     if known is not tensor and not has_values(known, tensor):
         return f"a part of a {type(known).__name__}"
-    return "" if not protected else facts.exact or lossy_reason(known, dtype, facts.producer)
+    return "" if not protected else facts.exact or lossy_reason(known, tensor.dtype, facts.producer)
 
 
 def _fits(tensor: Tensor, nbytes: int) -> bool:

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, local
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 
-def _find_openmp() -> Callable[[], int]:
-    """Find the function of the OpenMP runtime that torch uses; that of torch if it uses none that can be found."""
+def find_openmp(function: str) -> Any:
+    """Find a function of the OpenMP runtime that torch uses; None if it uses none that can be found."""
     try:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-        return cast(Callable[[], int], library.omp_get_max_threads)
+        return getattr(library, function)
     except (OSError, AttributeError, StopIteration):
-        return torch.get_num_threads
+        return None
 
 
 _T = TypeVar("_T")
-number = _find_openmp()
+number: Callable[[], int] = find_openmp("omp_get_max_threads") or torch.get_num_threads
 
 
 class _State(local):

@@ -13,7 +13,6 @@ from actstore.base import cpu_threads
 from actstore.errors import StateError
 
 _torch_c: Any = torch._C
-_ORDER = "order of attentions"
 _HAS_CUDA = torch.backends.cuda.is_built()
 _NOTHING = nullcontext()
 
@@ -92,12 +91,7 @@ def _precisions() -> tuple[str, ...]:
 def _of_torch(name: str, read: str, put: str) -> list[Switch]:
     """Return a switch of PyTorch's C module, if this version has it."""
     has_it = hasattr(_torch_c, read) and hasattr(_torch_c, put)
-    if not has_it:
-        return []
-    getter, setter = getattr(_torch_c, read), getattr(_torch_c, put)
-    if name != _ORDER:
-        return [Switch(name, getter, setter)]
-    return [Switch(name, lambda: tuple(getter()), lambda order: setter([*order]))]
+    return [Switch(name, getattr(_torch_c, read), getattr(_torch_c, put))] if has_it else []
 
 
 _ALWAYS = (
@@ -105,7 +99,7 @@ _ALWAYS = (
     ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     ("attention by products", "_get_math_sdp_enabled", "_set_sdp_use_math"),
     ("attention of a backend of yours", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    (_ORDER, "_get_sdp_priority_order", "_set_sdp_priority_order"),
+    ("order of attentions", "_get_sdp_priority_order", "_set_sdp_priority_order"),
     ("oneDNN", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
 )
 _WITH_CUDA = (

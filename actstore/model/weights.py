@@ -142,6 +142,8 @@ class Weights:
 
     def _watch(self, entries: Entries) -> None:
         """Note tensors that the forward may write to, with copies where it is not known that it does not."""
+        if Tensor not in map(type, entries.values()):  # the common case
+            return
         fresh = self._root.training not in self._history.ended
         for name, tensor in entries.items():
             if type(tensor) is Tensor and _has_version(tensor):
@@ -182,11 +184,13 @@ class Weights:
         """Drop the copies of tensors that the forward has not written to."""
         history, written = self._history, [each for each in self._watched if each.tensor._version != each.version]
         self._watched = []
+        history.ended.add(self._root.training)
+        if not written:
+            return
         history.known.update((id(each.entries), each.name) for each in written)
         copied, repeated = _by_copy(written)
         self._written += copied
         self._repeated += repeated
-        history.ended.add(self._root.training)
 
     def one_of(self, last: Weights | None) -> Weights:
         """Return `last`, of an earlier call, where it says the same, so that calls that are alike hold it once."""

@@ -288,7 +288,7 @@ def _containers(entries: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [
         (name, value, copy(value))
         for name, value in entries.items()
-        if type(value) in _CONTAINERS and name not in _OF_MODULES
+        if name not in _OF_MODULES and type(value) in _CONTAINERS
     ]
 
 

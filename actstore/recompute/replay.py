@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 TensorHook = Callable[[Tensor], Tensor | None]
+_NOTHING = nullcontext()
 
 
 class CallInput(NamedTuple):
@@ -312,16 +313,21 @@ def _fresh(tensor: Tensor, hooks: tuple[TensorHook, ...] = (), *, requires_grad:
     return alias
 
 
-@contextmanager
-def _outside_of_vmap() -> Iterator[None]:
+def _outside_of_vmap() -> AbstractContextManager[None]:
     """Leave the vmap of a backward with `is_grads_batched`, which refuses random numbers. No rerun is batched."""
-    level = torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return _outside_of_levels(level) if level else _NOTHING
+
+
+@contextmanager
+def _outside_of_levels(level: int) -> Iterator[None]:
     for _ in range(level):
         torch._C._vmapmode_decrement_nesting()
     try:
         yield
     finally:
-        for _ in range(level - 1):
+        for _ in range(level):
             torch._C._vmapmode_increment_nesting()
 
 

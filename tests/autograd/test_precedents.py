@@ -194,6 +194,10 @@ def tagged(model: Model) -> Tensor:
     return at_site(model, tag(leaf() * 2, "mine"))
 
 
+def square_or_clamp(x: Tensor, clamps: bool) -> Tensor:
+    return x.clamp(0) if clamps else x.square()
+
+
 def from_backward(model: Model) -> Tensor:
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -232,6 +236,11 @@ CASES = {
     "a leaf": Case(doubled, lambda model: at_site(model, leaf())),
     "another producer": Case(doubled, lambda model: at_site(model, leaf(8, 8, 3).var(-1)), "int8"),
     "a reader that decides": Case(doubled, lambda model: model.site(leaky_relu, leaf() * 2), "int8"),
+    "a reader that the same function calls": Case(
+        lambda model: model.site(square_or_clamp, leaf() * 2, False),
+        lambda model: model.site(square_or_clamp, leaf() * 2, True),
+        "int8",
+    ),
     "outside": Case(lambda _: (leaf() * 2).sin(), lambda _: (leaf() * 2).sin(), "int8", outside=True),
     "another is lossy": Case(doubled, doubled, "int8", lambda store: store._store.lossy_only_at("before[0]")),
     "too many": Case(doubled, doubled, "raw", lambda _: at_most_nodes(0)),

@@ -63,12 +63,12 @@ def test_the_threads_of_torch_write_the_same_bytes(codec, monkeypatch):
         assert torch.equal(many, encode(codec, x))
         assert torch.equal(many_back, decode(codec, many, x))
         torch.set_num_threads(3)
-    assert used == ([threads._openmp is not None] * 2 + [False] * 2) * 3
+    assert used == ([threads._parallel is not None] * 2 + [False] * 2) * 3
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int8(1024)], ids=str)
 def test_large_tensors_have_the_same_bytes(codec, monkeypatch):
-    monkeypatch.setattr(threads, "_openmp", None)
+    monkeypatch.setattr(threads, "_parallel", None)
     x = large()
     used = []
     monkeypatch.setattr(threads, "_workers", lambda pool=threads._workers: used.append(1) or pool())

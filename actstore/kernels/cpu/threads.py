@@ -18,6 +18,9 @@ TEAM_NBYTES = 1 << 20  # the same for torch's own threads, which are awake: a ha
 
 _pool: Threads | None = None
 _lock = threading.Lock()
+_parallel = cpu_threads.find_openmp("GOMP_parallel")
+if _parallel is not None:
+    _parallel.argtypes, _parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
 
 
 def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None:
@@ -63,25 +66,11 @@ def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -
     work : address of a C function ``void(Ranges *)``, which takes ranges until all are taken (`language.team`)
     """
     threads = cpu_threads.number()
-    if _openmp is None or threads == 1:
+    if _parallel is None or threads == 1:
         return False
     step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less
-    _openmp.GOMP_parallel(work, Ranges(0, *args, units, step), threads, 0)
+    _parallel(work, Ranges(0, *args, units, step), threads, 0)
     return True
-
-
-def _find_openmp() -> ctypes.CDLL | None:
-    """Find the OpenMP runtime that torch has loaded."""
-    try:
-        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        library.GOMP_parallel.restype = None
-    except (OSError, AttributeError):  # another runtime, or another system
-        return None
-    return library
-
-
-_openmp = _find_openmp() if hasattr(os, "RTLD_NOLOAD") else None
 
 
 def _workers() -> Threads:
@@ -94,8 +83,8 @@ def _workers() -> Threads:
 
 def _forget_workers() -> None:
     """Drop threads and lock in a forked child, which has neither; OpenMP would wait for its threads for ever."""
-    global _pool, _lock, _openmp
-    _pool, _lock, _openmp = None, threading.Lock(), None
+    global _pool, _lock, _parallel
+    _pool, _lock, _parallel = None, threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forget_workers)
