@@ -16,6 +16,7 @@ TESTS = (
     "tests/cli/test_doctor.py",
     "tests/codecs/test_bnb8.py",
     "tests/devices/test_accelerator.py",
+    "tests/devices/test_refusals.py",
     "tests/system/test_cuda_store.py",
     "tests/system/test_cuda_transfer.py",
 )
