@@ -187,6 +187,7 @@ def test_parts_of_a_step_add_up_to_it() -> None:
     assert found == {"stall": 4.0, "decode": 3.0, "encode": 10.0, "recompute": 13.0, breakdown.REST: 70.0}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_step_is_measured_under_every_policy(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakdown, "POLICIES", ("recompute", "int8"))
     written: list[dict[str, Any]] = []
