@@ -13,6 +13,7 @@ import tests.oracles
 from actstore import encode
 from actstore.accuracy import Total, measure
 from actstore.accuracy.figures import FAINT_MAGNITUDE, MEASURED_NUMEL, MEASURED_RUNS, scratch_nbytes
+from tests.codecs.contract import first_of_each
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 VARIANTS = [
@@ -20,6 +21,11 @@ VARIANTS = [
     for found in pkgutil.iter_modules(tests.oracles.__path__)
     for codec in getattr(importlib.import_module(f"tests.oracles.{found.name}"), "VARIANTS", [])
     if not codec.lossless
+]
+# The first of a codec and every third; the others are slow together.
+SOME = [
+    pytest.param(codec, marks=() if i % 3 == 0 or codec in first_of_each(VARIANTS) else pytest.mark.slow)
+    for i, codec in enumerate(VARIANTS)
 ]
 
 
@@ -178,7 +184,7 @@ def test_a_codec_that_clips_is_seen():
 
 
 @pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+@pytest.mark.parametrize("codec", SOME, ids=str)
 def test_codecs_raise_no_suspicion_on_what_models_save(codec, which):
     generator = torch.Generator().manual_seed(3)
     normal = torch.randn(16, 1024, generator=generator)

@@ -12,12 +12,32 @@ from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Codec, Exact
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import PayloadError, SpecError
+from actstore.policy.options import codec_text
 from tests.emulator.device import emulated
 from tests.oracles import find
 
 POISON = 0xA5
 GUARD = 64  # bytes on either side that must stay as they were
 KEY = 0x1234_5678_9ABC_DEF0
+
+
+def first_of_each(variants):
+    """The first variant of each codec."""
+    return [variant for i, variant in enumerate(variants) if type(variant) not in map(type, variants[:i])]
+
+
+def cases(variants, dtypes):
+    """Every variant with the dtypes that it takes; the first of a codec with all of them, others with one in turn.
+
+    The others are slow together: most of their time goes to compiling kernels.
+    """
+    made, first = [], first_of_each(variants)
+    for turn, codec in enumerate(variants):
+        taken = [dtype for dtype in dtypes if codec.accepts(getattr(torch, dtype))]
+        for i, dtype in enumerate(taken):
+            marks = () if codec in first or i == turn % len(taken) else pytest.mark.slow
+            made.append(pytest.param(codec, dtype, id=f"{codec_text(codec)}-{dtype}", marks=marks))
+    return made
 
 
 def storage_bytes(tensor):

@@ -12,30 +12,13 @@ from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Codec, Exact, get, names
 from actstore.errors import SpecError
 from actstore.policy.options import codec_text
-from tests.codecs.contract import aligned, check_codec, tensor_of
+from tests.codecs.contract import aligned, cases, check_codec, first_of_each, tensor_of
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements, random_bits, samples
 
 VARIANTS = find.variants()
-CODECS = [variant for i, variant in enumerate(VARIANTS) if type(variant) not in map(type, VARIANTS[:i])]
-
-
-def cases(dtypes):
-    """Every variant with the dtypes that it takes; the first of a codec with all of them, others with one in turn.
-
-    The others are slow together: most of their time goes to compiling kernels.
-    """
-    made = []
-    for turn, codec in enumerate(VARIANTS):
-        taken = [dtype for dtype in dtypes if codec.accepts(getattr(torch, dtype))]
-        for i, dtype in enumerate(taken):
-            usual = codec in CODECS or i == turn % len(taken)
-            marks = () if usual else pytest.mark.slow
-            made.append(pytest.param(codec, dtype, id=f"{codec_text(codec)}-{dtype}", marks=marks))
-    return made
-
-
-FLOATS, OTHERS = cases(DTYPES), cases(EVERY_DTYPE[len(DTYPES) :])
+CODECS = first_of_each(VARIANTS)
+FLOATS, OTHERS = cases(VARIANTS, DTYPES), cases(VARIANTS, EVERY_DTYPE[len(DTYPES) :])
 
 everyone = pytest.mark.parametrize("codec", CODECS, ids=codec_text)
 

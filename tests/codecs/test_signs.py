@@ -16,7 +16,7 @@ from actstore.codecs import E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Topk, 
 from actstore.codecs.signs import SignedCodec
 from actstore.errors import ConfigError
 from actstore.policy.options import codec_text
-from tests.codecs.contract import check_codec, tensor_of
+from tests.codecs.contract import cases, check_codec, tensor_of
 from tests.codecs.test_int8 import elements
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, behind_relu, to_bytes
@@ -37,8 +37,7 @@ def test_signs_are_kept(case, codec):
     assert torch.equal(back.sign()[known], x.sign()[known])
 
 
-@pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("codec", "dtype"), cases(KEEPING, DTYPES))
 def test_signs_are_kept_behind_relu(codec, dtype):
     """There kernels have a shorter way: for tensors, groups and tiles without a sign, and with a few."""
     x = tensor_of(to_bytes(behind_relu(np.random.default_rng(0)), dtype), getattr(torch, dtype))
