@@ -218,12 +218,13 @@ class LaterHooks:
         measured = None if gauge is None else gauge.recomputing(call.account)
         traced = self._scope.recomputing(call.account)
         try:
-            with call.surroundings.again(), call.rewound(), saved_tensors_hooks(self._save, _as_it_is):
+            with call.surroundings.again(), call.rewound(), saved_tensors_hooks(self._save, self._read):
                 again, self._booked, self._repeating = call.again()
                 again()
         except _StopRecomputationError:
             pass
         finally:
+            self._has_all = False  # what is left of its graph can be read
             if measured is not None:
                 measured()
             if traced is not None:
@@ -270,6 +271,12 @@ class LaterHooks:
                 raise _StopRecomputationError
         return alias
 
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Read what the run has saved, for a backward inside of the region: that may write to it."""
+        if self._has_all:
+            raise _StopRecomputationError
+        return tensor
+
 
 def _backward() -> object:
     """Return what stands for the backward that runs on this thread: a number; another object for each read outside."""
@@ -287,10 +294,6 @@ def _alias(tensor: Tensor) -> Tensor:
     if tensor.__class__ is not Tensor and isinstance(tensor, Parameter) and not tensor.requires_grad:
         return tensor
     return tensor.detach()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def check_unchanged(tensor: Tensor, expected: int, region: str, site: Site) -> None:

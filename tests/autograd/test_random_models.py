@@ -108,6 +108,8 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, autocast: bool) -> t
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
             reject()
+    if way != MUTATED and "overwritten" in str(forest):  # that changes what is saved only where it is allowed
+        return None, True
     try:
         allowed = allow_mutation_on_saved_tensors
         return train(build(forest, dtype), None, way, dtype, autocast, around=allowed), True

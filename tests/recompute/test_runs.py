@@ -214,3 +214,29 @@ loss.backward()
 sys.exit("torch._dynamo" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Scribbles(torch.autograd.Function):
+    """Its backward writes to what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].mul_(grad)
+
+
+def test_a_later_run_ends_before_a_backward_inside_of_it_writes_to_what_it_saved():
+    class BySlope(nn.Module):
+        def forward(self, x):
+            given = x.detach().requires_grad_()
+            return x * torch.autograd.grad(Scribbles.apply(given * 2).sum(), given)[0]
+
+    model, x = nn.Sequential(BySlope()), input_of()
+    wanted = torch.autograd.grad(model(x).sum(), x)
+    with ActivationStore(model, "0 : recompute", min_bytes=0):
+        y = model(x).sum()
+    check_same(torch.autograd.grad(y, x), wanted)
