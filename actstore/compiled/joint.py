@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
-from actstore.compiled.budget.step import Operator, RegionStep
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.step import RegionStep
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of

@@ -7,6 +7,7 @@ last tensor that it has saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import ref
@@ -44,10 +45,7 @@ def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     """Return the storages of a saved tensor that count: none of a parameter, of its views, or of a fake tensor."""
     base = tensor._base
     if tensor.__class__ is Tensor and (base is None or base.__class__ is Tensor):  # the common case
-        try:
-            return (tensor.untyped_storage(),)
-        except (NotImplementedError, RuntimeError):
-            return ()
+        return storages_of(tensor)
     if base.__class__ is Parameter:  # as in a linear layer
         return ()
     return () if is_parameter(tensor) or isinstance(tensor, FakeTensor) else storages_of(tensor)
@@ -218,11 +216,14 @@ class LaterHooks:
         measured = None if gauge is None else gauge.recomputing(call.account)
         traced = self._scope.recomputing(call.account)
         try:
-            with call.surroundings.again(), call.rewound(), saved_tensors_hooks(self._save, self._read):
+            with (
+                suppress(_StopRecomputationError),
+                call.surroundings.again(),
+                call.rewound(),
+                saved_tensors_hooks(self._save, self._read),
+            ):
                 again, self._booked, self._repeating = call.again()
                 again()
-        except _StopRecomputationError:
-            pass
         finally:
             self._has_all = False  # what is left of its graph can be read
             if measured is not None:

@@ -9,8 +9,6 @@ from functools import cached_property
 from actstore.compiled.budget.loops import Loops
 from actstore.compiled.budget.operator import Operator
 
-__all__ = ["Operator", "RegionEvaluation", "RegionStep"]
-
 
 @dataclass(frozen=True)
 class RegionEvaluation:

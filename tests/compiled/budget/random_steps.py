@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from actstore.compiled.budget.step import Operator, RegionStep
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.step import RegionStep
 
 
 def random_step(seed: int, length: int = 6) -> tuple[RegionStep, frozenset[int]]:

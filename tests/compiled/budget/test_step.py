@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from actstore.compiled.budget.step import Operator, RegionEvaluation, RegionStep
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from tests.compiled.budget.random_steps import random_step
 
 
