@@ -64,6 +64,7 @@ class Part:
 # codecs    580 tests against oracles in NumPy take 150 s on one core, so 25 s on six; 15 sources to compile, 10 s
 # tests     165 tests of a second or less; four of them start a process
 # exact     seven processes of 10 s, and some steps of 30 ms
+# random    300 and 100 small models, 10 and 2 a second on a CPU
 # sanitizer 500 small kernels under each of three tools, which start slowly
 # llama     12 TFLOP a layer and 8 layers: 0.2 s a step, 0.3 to 0.6 s in rows that move 11 GB; 13 rows of 13 steps are
 #           70 s, two plans of some 40 steps 40 s; 11 GB are pinned twice, 4 s each time
@@ -80,6 +81,16 @@ PARTS = (
     ),
     Part("tests", ("-m", "benchmarks.gpu.pytests", *JSON, "--", *TESTS, "-m", "gpu"), 130, alone=False),
     Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
+    *(
+        Part(
+            name,
+            ("-m", "tests.autograd.test_random_models", "--device", "{device}", *JSON, "--seed", "1", *arguments),
+            130,
+            alone=False,
+            small=("--examples", "10"),
+        )
+        for name, arguments in (("random", ("--examples", "300")), ("lossy", ("--examples", "100", "--lossy")))
+    ),
     Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), 130, alone=False),
     Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), 170),
     Part("transfer", ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"), 80),

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import json
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,8 +221,8 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             draw(given(**ARGUMENTS)(run))()
 
 
-def fuzz(examples: int, first: int, device: str, *, lossy: bool) -> None:
-    """Draw models, as many of each seed as `OF_A_SEED` says."""
+def fuzz(examples: int, first: int, device: str, *, lossy: bool) -> Iterator[dict[str, int]]:
+    """Draw models, as many of each seed as `OF_A_SEED` says. Yields what came of them after each seed."""
     arguments = ARGUMENTS | {"device": st.just(device)}
     begin, numbers = time.perf_counter(), range(first, first + -(-examples // OF_A_SEED))
     for number in numbers:
@@ -234,6 +237,7 @@ def fuzz(examples: int, first: int, device: str, *, lossy: bool) -> None:
             raise
         took = time.perf_counter() - begin
         print(f"seeds {first} to {number}, {counts.total() / took:.1f} models a second: {dict(counts)}", flush=True)
+        yield dict(counts)
 
 
 def main() -> None:
@@ -242,6 +246,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() // 10**9, help="the first one (another each time)")
     parser.add_argument("--lossy", action="store_true", help="draw lossy policies")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are (cpu)")
+    parser.add_argument("--json", type=Path, help="write what came of the models to this file, seed by seed")
     options = parser.parse_args()
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", ".*Switch the model's own checkpoints off", RuntimeWarning)
@@ -250,7 +255,14 @@ def main() -> None:
     if options.device == "cuda":
         torch.use_deterministic_algorithms(True)  # operators without such an algorithm are no reference
     gc.freeze()  # collections look at what a model leaves only
-    fuzz(options.examples, options.seed, options.device, lossy=options.lossy)
+
+    def write(counts: dict[str, int]) -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps({"examples": options.examples, "counts": counts}) + "\n")
+
+    write({})
+    for found in fuzz(options.examples, options.seed, options.device, lossy=options.lossy):
+        write(found)
 
 
 if __name__ == "__main__":
