@@ -54,7 +54,7 @@ class Part:
 
     def arguments(self, place: Place) -> list[str]:
         """Return the command, for a device and a scale."""
-        words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("6", "1")}
+        words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("8", "1")}
         command = [*self.command, *(self.small if place.small else ())]
         return [words.get(argument, argument) for argument in command]
 
@@ -62,7 +62,7 @@ class Part:
 # Correctness comes first, then figures by their value. The limits follow from a part's work on an H200 (500
 # TFLOP/s, 55 GB/s each way, 4 TB/s) and 10 s for a process to start:
 # compile   before all parts: 13 sources take 120 s on one core, the longest of them 45 s
-# codecs    580 tests against oracles in NumPy take 150 s on one core, so 25 s on six
+# codecs    580 tests against oracles in NumPy take 150 s on one core, so 20 s on eight
 # tests     165 tests of a second or less; four of them start a process
 # exact     seven processes of 10 s, and some steps of 30 ms
 # random    300 and 100 small models, 10 and 2 a second on a CPU
