@@ -109,6 +109,8 @@ def settle(engine: Engine) -> None:
 
 def check_drained(store: ActivationStore) -> None:
     """Nothing is held any more: the graphs are gone, and so are the bytes and the slots."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what copies still read is held until they end
     assert dict(pools(store)) == dict.fromkeys(dict(pools(store)), 0)
     report = store.report()
     assert report.live_bytes == 0

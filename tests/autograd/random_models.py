@@ -148,7 +148,8 @@ class Attention(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cells = kind(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+        dropout = 0.2 if torch.get_default_device().type == "cpu" else 0.0  # of cuDNN, it draws other numbers: limits
+        self.cells = kind(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cells(x)[0]

@@ -103,7 +103,7 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
     """What plain training leaves, and whether it refuses a change in place: then, what it leaves if that is allowed."""
     try:
         return train(build(forest, dtype, device), None, way, dtype, device=device, **job), False
-    except (RuntimeError, UserWarning) as error:
+    except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
             reject()
