@@ -54,7 +54,8 @@ class Part:
 
     def arguments(self, place: Place) -> list[str]:
         """Return the command, for a device and a scale."""
-        words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("8", "1")}
+        words = {"{device}": place.device, "{scale}": place.sized("full", "small")}
+        words |= {"{workers}": place.sized("8", "1"), "{few}": place.sized("2", "1")}
         command = [*self.command, *(self.small if place.small else ())]
         return [words.get(argument, argument) for argument in command]
 
@@ -80,7 +81,12 @@ PARTS = (
         130,
         alone=False,
     ),
-    Part("tests", ("-m", "benchmarks.gpu.pytests", *JSON, "--", *TESTS, "-m", "gpu"), 130, alone=False),
+    Part(
+        "tests",
+        ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{few}", "--", *TESTS, "-m", "gpu"),
+        130,
+        alone=False,
+    ),
     Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
     *(
         Part(
