@@ -18,7 +18,9 @@ from actstore.policy.operators import covers
 from actstore.recompute.operators import MAKES_EMPTY, base_name
 
 # They also write to running statistics, which their schema does not say: the region runs them again.
-_HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_cudnn_rnn"})
+_HIDDEN_WRITES = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_cudnn_rnn", "_cudnn_init_dropout_state"}
+)
 
 
 class InnerRules:

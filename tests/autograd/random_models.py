@@ -388,7 +388,8 @@ def _with_slope(inner: nn.Module, x: Tensor) -> Tensor:
 def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
     """Reads what its node has saved, before backward does."""
     y = inner(x).exp()
-    return y if y.grad_fn is None else y * y.grad_fn._saved_result.detach()
+    read = getattr(y.grad_fn, "_saved_result", None)  # None: of a subclass, whose result is an alias
+    return y if read is None else y * read.detach()
 
 
 def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:
