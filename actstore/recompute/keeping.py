@@ -219,6 +219,9 @@ class Keeping(ResultMode):
                 result = operator(*args, **kwargs)
         after = self._states(operator)
         call.states = [(source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old]
+        if self._run.parts.generators.begins_anew:  # as in later runs, which set the states in place of the operator
+            for source, state in call.states:
+                source.set(state)
         return result
 
     def _states(self, operator: Any) -> list[tuple[GeneratorAccess, Any]]:

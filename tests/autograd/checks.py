@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # on its first use it would be imported, and keep frames for the collector
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import sys
 import time
@@ -250,7 +249,6 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", ".*Switch the model's own checkpoints off", RuntimeWarning)
-    importlib.import_module("torch._dynamo")  # on its first use it would be imported, and keep frames for the collector
     torch.set_num_threads(1)
     if options.device == "cuda":
         torch.use_deterministic_algorithms(True)  # operators without such an algorithm are no reference
