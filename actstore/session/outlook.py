@@ -22,6 +22,30 @@ HALF, WHOLE, LEAST = "@blocks[::2] : recompute", "@blocks : recompute", "@blocks
 MARGIN = 0.1  # of a prediction, by which it must be below what is there
 
 
+class FailedForward(NamedTuple):
+    """A forward that ran out of memory.
+
+    Attributes
+    ----------
+    policy : of its store
+    model : of its store; None for none
+    named : modules of the model by name
+    blocks : names of those that the model repeats
+    """
+
+    ledger: Ledger
+    policy: Policy
+    model: Module | None
+    named: dict[str, Module]
+    blocks: list[str]
+
+    @classmethod
+    def of(cls, ledger: Ledger, policy: Policy, model: Module | None) -> FailedForward:
+        if model is None:
+            return cls(ledger, policy, None, {}, [])
+        return cls(ledger, policy, model, dict(named_modules(model)), repeated_blocks(model))
+
+
 class Outlook(NamedTuple):
     """Needs of a step under each policy, and the memory for them.
 
@@ -66,15 +90,15 @@ class Outlook(NamedTuple):
         )
 
 
-def outlook_of(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None) -> Outlook | None:
+def outlook_of(error: BaseException, forward: FailedForward) -> Outlook | None:
     """Return the outlook after an error; None where the memory that ran out is unknown."""
-    shortage = shortage_of(error, device := device_of(model))
+    shortage = shortage_of(error, device := device_of(forward.model))
     if shortage is None:
         return None
-    there = shortage.free + ledger.held
-    blocks = [] if model is None else repeated_blocks(model)
+    there = shortage.free + forward.ledger.held
+    policy, blocks = forward.policy, forward.blocks
     now = {name for name in blocks if isinstance(policy, Rules) and isinstance(policy.decide(name), Recompute)}
-    needs = None if model is None else _needs(model, blocks, ledger, shortage.asked, now)
+    needs = _needs(forward, shortage.asked, now)
     peaks: dict[str, int] = {}
     if needs is not None:
         if shortage.asked <= shortage.free and needs.peak(now) <= there:
@@ -97,7 +121,9 @@ def away_from(device: torch.device | None) -> str:
     return "raw @ disk" if device is None or device.type == "cpu" else "raw @ host > disk"
 
 
-def _needs(model: Module, blocks: list[str], ledger: Ledger, asked: int, again: set[str]) -> Needs | None:
-    mine = {id(parameter) for parameter in model.parameters()}
+def _needs(forward: FailedForward, asked: int, again: set[str]) -> Needs | None:
+    if forward.model is None:
+        return None
+    mine = {id(parameter) for parameter in forward.model.parameters()}
     optimizers = [one for one in live_optimizers() if any(id(leaf) in mine for leaf in leaves_of(one))]
-    return needs_of(model, dict(named_modules(model)), blocks, ledger.accounts(), optimizers, asked, again)
+    return needs_of(forward.named, forward.blocks, forward.ledger.accounts(), optimizers, asked, again)

@@ -79,7 +79,6 @@ class Needs(NamedTuple):
 
 
 def needs_of(
-    model: Module,
     named: dict[str, Module],
     blocks: list[str],
     accounts: Iterable[Account],
@@ -91,7 +90,7 @@ def needs_of(
 
     Parameters
     ----------
-    named : the modules of the model
+    named : the modules of the model, the whole one under an empty name
     blocks : names of its repeated blocks
     accounts : in the order of their first use
     asked : bytes of the request that was refused
@@ -123,7 +122,7 @@ def needs_of(
     if logits and not any(size >= logits for name, found in parts.items() if name not in named for size in found):
         stretches.append(Stretch("", LOGITS * logits, 0, 0))
         largest = max(largest, logits)
-    outside = max(0, _missing_gradients(model) - sum(inside.values()))
+    outside = max(0, _missing_gradients(named[""]) - sum(inside.values()))
     return Needs(tuple(stretches), outside, missing_states(optimizers), MOVING * max(largest, asked))
 
 

@@ -145,7 +145,7 @@ def test_gradients_that_fit_under_no_policy_are_told(monkeypatch: pytest.MonkeyP
     model = Stack()
     monkeypatch.setattr(outlook, "shortage_of", lambda error, device: Shortage("a limit", 10, 3, 5))
     monkeypatch.setattr(outlook, "_needs", lambda *_: NEEDS)
-    found = outlook.outlook_of(REFUSED, held, None, model)  # type: ignore[arg-type]
+    found = outlook.outlook_of(REFUSED, outlook.FailedForward.of(held, None, model))  # type: ignore[arg-type]
     assert found is not None
     assert found.hopeless == (
         "a smaller model, or an optimizer with smaller states: gradients and optimizer states that are still to come "
