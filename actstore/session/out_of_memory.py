@@ -16,7 +16,7 @@ from actstore.model.units import device_of
 from actstore.policy import Offload, Policy, Recompute, Rules
 from actstore.policy.decision import waits_as
 from actstore.session.arguments import read_policy
-from actstore.session.outlook import HALF, LEAST, WHOLE, FailedForward, Outlook, away_from, outlook_of
+from actstore.session.outlook import HALF, LEAST, LOSSY, WHOLE, FailedForward, Outlook, away_from, outlook_of
 
 NOTE_PREFIX = "actstore: held "
 MAX_MODULES = 3
@@ -85,6 +85,11 @@ def _next(forward: FailedForward, accounts: list[Account], outlook: Outlook | No
         texts = [text for text in texts if outlook.fits(text)]
     elif HALF in texts:
         texts.remove(HALF)
+    if not texts and outlook is not None and outlook.lossy and _accepts(forward, outlook.lossy):
+        return (
+            f'the policy "{outlook.lossy}", which is lossy, as no exact policy is predicted to fit: a value becomes '
+            f"{LOSSY[outlook.lossy][1]}"
+        )
     if not texts:
         return "a smaller batch" + ("" if outlook is None else ", as no exact policy is predicted to fit")
     chosen = f", or {chooser}" if stays and budget else ""

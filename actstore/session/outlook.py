@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
+from actstore.codecs import Codec, Int4, Int8
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
@@ -19,6 +20,10 @@ from actstore.session.would_fit import Needs, needs_of
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES, HOST_WINDOW_NBYTES
 
 HALF, WHOLE, LEAST = "@blocks[::2] : recompute", "@blocks : recompute", "@blocks : recompute({0}); * : {0}"
+LOSSY: dict[str, tuple[Codec, str]] = {  # the least error first
+    "int8": (Int8(), "one of 255 levels up to the largest magnitude in its group of 128"),
+    "int4": (Int4(), "one of 16 levels from the least to the most in its group of 32"),
+}
 MARGIN = 0.1  # of a prediction, by which it must be below what is there
 
 
@@ -55,18 +60,23 @@ class Outlook(NamedTuple):
     needs : of a step; None where the forward did not come far enough to tell
     there : bytes for these needs: what was free, and what activations held
     peaks : bytes at once for each policy, by its text
+    lossy : the policy of `LOSSY` that fits where no exact one does; empty otherwise
     """
 
     shortage: Shortage
     needs: Needs | None
     there: int
     peaks: dict[str, int]
+    lossy: str = ""
 
     def lines(self) -> list[str]:
         """Return the lines for a note."""
         lines = [f"  memory: {self.shortage}"]
         if self.peaks:
-            found = ", ".join(f'"{text}" {format_nbytes(peak)}' for text, peak in self.peaks.items())
+            found = ", ".join(
+                f'"{text}" {"at most " * (text == self.lossy)}{format_nbytes(peak)}'
+                for text, peak in self.peaks.items()
+            )
             lines.append(f"  predicted for a whole step: {found}; there are {format_nbytes(self.there)} for it")
         return lines
 
@@ -113,7 +123,17 @@ def outlook_of(error: BaseException, forward: FailedForward) -> Outlook | None:
         }
     elif shortage.asked <= shortage.free:
         return None
-    return Outlook(shortage, needs, there, peaks)
+    return _with_lossy(Outlook(shortage, needs, there, peaks))
+
+
+def _with_lossy(outlook: Outlook) -> Outlook:
+    """Return the outlook with the first lossy policy that fits, where no exact one does."""
+    if outlook.needs is not None and not any(map(outlook.fits, outlook.peaks)):
+        for text, (codec, _) in LOSSY.items():
+            found = outlook._replace(peaks={**outlook.peaks, text: outlook.needs.peak(codec=codec)}, lossy=text)
+            if found.fits(text):
+                return found
+    return outlook
 
 
 def away_from(device: torch.device | None) -> str:
