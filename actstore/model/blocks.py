@@ -42,11 +42,10 @@ def _lists_in(module: Module) -> Iterator[Module]:
     """Yield a list and plain lists in it; of a Sequential of parts also the lists in these that hold one class each."""
     yield module
     parts = _with_parts(module)
-    counts = Counter(map(_kind, parts))
     single = sum(map(_has_parameters, module.children())) == 1
-    whole = isinstance(module, ModuleList) or single or max(counts.values(), default=0) > 1
+    whole = isinstance(module, ModuleList) or single or len(set(map(_kind, parts))) < len(parts)
     for part in parts:
-        if _is_plain(part) and counts[_kind(part)] == 1:
+        if _is_plain(part):
             yield from _lists_in(part)
         elif not whole:
             for inner in _outermost_lists(part):

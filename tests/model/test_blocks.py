@@ -43,6 +43,11 @@ class Merging(Block): ...
 class Pooling(Block): ...
 
 
+class Rest(Sequential):
+    def __init__(self):
+        super().__init__(ReLU(), nn.Dropout())
+
+
 class ConvNorm(Sequential):
     def __init__(self, width=WIDTH):
         super().__init__(nn.Conv1d(width, width, 1), nn.BatchNorm1d(width), ReLU())
@@ -114,6 +119,7 @@ LISTS = {
 LISTS_OF_PARTS = {
     "embedding, encoder, head": (lambda: Sequential(nn.Embedding(9, 8), encoder(), Linear(8, 9)), "1.layers.0-5"),
     "layer, encoder, layer": (lambda: Sequential(Linear(8, 8), encoder(), Linear(8, 8)), "1.layers.0-5"),
+    "parts without parameters": (lambda: Sequential(Linear(8, 8), Rest(), encoder(), Rest()), "2.layers.0-5"),
     "parts that have parts": (lambda: Sequential(Merging(), tower(), heads()), "1.layers.0-2"),
     "embedding, layers with experts": (
         lambda: Sequential(Linear(8, 8), Tower(layers=ModuleList(experts() for _ in range(3)))),
@@ -145,14 +151,11 @@ LISTS_OF_PARTS = {
 
 def names(text):
     """Return the names behind a text such as ``blocks.0-2 head``."""
-    spans = [re.fullmatch(r"(.*?)(\d+)-(\d+)", each) or each for each in text.split()]
-    return [
-        name
-        for each in spans
-        for name in (
-            [each] if isinstance(each, str) else [f"{each[1]}{i}" for i in range(int(each[2]), int(each[3]) + 1)]
-        )
-    ]
+    found = []
+    for each in text.split():
+        span = re.fullmatch(r"(.*?)(\d+)-(\d+)", each)
+        found += [f"{span[1]}{i}" for i in range(int(span[2]), int(span[3]) + 1)] if span else [each]
+    return found
 
 
 @pytest.mark.parametrize("structure", [*LISTS, *LISTS_OF_PARTS])
