@@ -141,7 +141,7 @@ class Scope:
             index = frame.index
             frame.index = index + 1
             accounts = frame.place.accounts
-            account = accounts[index] if index < len(accounts) else frame.place.account(index)
+            account = accounts[index] if index < len(accounts) else frame.place.account(index, tensor.dtype)
             account.count += 1
             precedent = account.precedent
             try:

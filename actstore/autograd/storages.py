@@ -50,6 +50,10 @@ class Storages:
         self._held: list[int] = []
         self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
 
+    def use(self, kept: dict[int, ref[Any]], small: dict[int, ref[Any]]) -> None:
+        """Write `kept` and `small` to these books, which are empty and may watch what comes in."""
+        self.kept, self.small = kept, small
+
     def meet(self, key: int, storage: UntypedStorage) -> None:
         """Keep the identity `key` of `storage` from reuse."""
         if key not in self.met:

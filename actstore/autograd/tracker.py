@@ -101,10 +101,10 @@ class ModuleSites:
         self.ledger = ledger
         self._small: Account | None = None
 
-    def account(self, index: int) -> Account:
+    def account(self, index: int, dtype: torch.dtype | None = None) -> Account:
         accounts = self.accounts
         while index >= len(accounts):
-            accounts.append(self.ledger.account(Site(self.name, len(accounts))))
+            accounts.append(self.ledger.account(Site(self.name, len(accounts)), dtype))
         return accounts[index]
 
     def book(self, saved: int, held: int, count: int) -> Finalizer:

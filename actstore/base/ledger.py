@@ -8,6 +8,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
+
 from actstore.base.budget import DeviceBudget
 from actstore.base.note import FOLLOWED
 from actstore.base.reaper import Finalizer
@@ -75,6 +77,7 @@ class Account:
         "count",
         "decision",
         "drawn",
+        "dtype",
         "exact",
         "fetch_ns",
         "held",
@@ -95,8 +98,9 @@ class Account:
         "stored",
     )
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, dtype: torch.dtype | None = None) -> None:
         self.site = site
+        self.dtype = dtype  # of the first tensor; None where it is unknown
         self.saved = 0  # of new storages that plain autograd would hold
         self.stored = 0  # of the payloads made
         self.held = 0  # on the compute device now
@@ -175,11 +179,11 @@ class Ledger:
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
 
-    def account(self, site: Site) -> Account:
-        """Return the account of `site`, opened at its first use."""
+    def account(self, site: Site, dtype: torch.dtype | None = None) -> Account:
+        """Return the account of `site`, opened at its first use, for tensors of `dtype`."""
         account = self._accounts.get(site)
         if account is None:
-            account = self._accounts.setdefault(site, Account(site))
+            account = self._accounts.setdefault(site, Account(site, dtype))
         return account
 
     def settle(self) -> None:

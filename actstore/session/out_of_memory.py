@@ -12,13 +12,11 @@ from actstore.auto.memory import ran_out
 from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, CapacityError
-from actstore.model.blocks import repeated_blocks
-from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.policy import Offload, Policy, Recompute, Rules
 from actstore.policy.decision import waits_as
 from actstore.session.arguments import read_policy
-from actstore.session.outlook import HALF, LEAST, WHOLE, Outlook, away_from, outlook_of
+from actstore.session.outlook import HALF, LEAST, LOSSY, WHOLE, FailedForward, Outlook, away_from, outlook_of
 
 NOTE_PREFIX = "actstore: held "
 MAX_MODULES = 3
@@ -35,13 +33,14 @@ def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module 
         return
     with suppress(Exception):  # memory may be too short for a note, too
         if not any(note.startswith(NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
-            outlook = None
+            forward, outlook = FailedForward.of(ledger, policy, model), None
             with suppress(Exception):  # the prediction needs more memory than the rest of the note
-                outlook = outlook_of(error, ledger, policy, model)
-            error.add_note(_note(ledger, policy, model, has_budget, outlook))
+                outlook = outlook_of(error, forward)
+            error.add_note(_note(forward, outlook, has_budget=has_budget))
 
 
-def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool, outlook: Outlook | None) -> str:
+def _note(forward: FailedForward, outlook: Outlook | None, *, has_budget: bool) -> str:
+    ledger = forward.ledger
     accounts = ledger.accounts()
     held, saved = sum(account.held for account in accounts), sum(account.saved for account in accounts)
     lines = [
@@ -53,7 +52,7 @@ def _note(ledger: Ledger, policy: Policy, model: Module | None, has_budget: bool
         lines.append(f"  most is held by {', '.join(largest)}")
     if outlook is not None:
         lines += outlook.lines()
-    lines.append(f"  try next: {_next(accounts, ledger.peak, policy, model, has_budget, outlook)}")
+    lines.append(f"  try next: {_next(forward, accounts, outlook, has_budget=has_budget)}")
     return "\n".join(lines)
 
 
@@ -68,9 +67,8 @@ def _largest(accounts: list[Account]) -> list[str]:
     return [f"{name} {format_nbytes(held.total())} ({held.most_common(1)[0][0]})" for name, held in most]
 
 
-def _next(
-    accounts: list[Account], peak: int, policy: Policy, model: Module | None, has_budget: bool, outlook: Outlook | None
-) -> str:
+def _next(forward: FailedForward, accounts: list[Account], outlook: Outlook | None, *, has_budget: bool) -> str:
+    peak = forward.ledger.peak
     if not peak:
         return "a smaller batch: activations are not what fills memory"
     if outlook is not None and outlook.hopeless:
@@ -81,22 +79,27 @@ def _next(
     chooser = f'the policy "auto({_written(budget)})"'
     if has_budget:
         return f"{chooser}, or a smaller batch" if budget else "a smaller batch"
-    stays = _stays_in_blocks(accounts, policy, model)
-    texts = [text for text in _texts(model, stays=stays) if _fits(text, policy, model)]
+    stays = _stays_in_blocks(forward, accounts)
+    texts = [text for text in _texts(forward, stays=stays) if _accepts(forward, text)]
     if outlook is not None:
         texts = [text for text in texts if outlook.fits(text)]
     elif HALF in texts:
         texts.remove(HALF)
+    if not texts and outlook is not None and outlook.lossy and _accepts(forward, outlook.lossy):
+        return (
+            f'the policy "{outlook.lossy}", which is lossy, as no exact policy is predicted to fit: a value becomes '
+            f"{LOSSY[outlook.lossy][1]}"
+        )
     if not texts:
         return "a smaller batch" + ("" if outlook is None else ", as no exact policy is predicted to fit")
     chosen = f", or {chooser}" if stays and budget else ""
     return f'the policy "{texts[0]}"{chosen}; gradients are then exact'
 
 
-def _stays_in_blocks(accounts: list[Account], policy: Policy, model: Module | None) -> bool:
+def _stays_in_blocks(forward: FailedForward, accounts: list[Account]) -> bool:
     """Return whether most held bytes were saved in blocks, under a decision that neither recomputes nor offloads."""
-    inside = tuple(f"{block}." for block in _blocks(model))
-    stays = sum(a.held for a in accounts if f"{a.site.name}.".startswith(inside) and _stays(a, policy))
+    inside = tuple(f"{block}." for block in forward.blocks)
+    stays = sum(a.held for a in accounts if f"{a.site.name}.".startswith(inside) and _stays(a, forward.policy))
     return 2 * stays > sum(account.held for account in accounts)
 
 
@@ -107,29 +110,24 @@ def _stays(account: Account, policy: Policy) -> bool:
     return not isinstance(decision, Recompute) and not isinstance(waits_as(decision), Offload)
 
 
-def _texts(model: Module | None, *, stays: bool) -> list[str]:
+def _texts(forward: FailedForward, *, stays: bool) -> list[str]:
     """Return exact policies that hold less, the fastest first."""
-    away = away_from(device_of(model))
-    if not _blocks(model):
+    away = away_from(device_of(forward.model))
+    if not forward.blocks:
         return [away]
     return [HALF, WHOLE, LEAST.format(away)] if stays else [LEAST.format(away)]
 
 
-def _blocks(model: Module | None) -> list[str]:
-    return [] if model is None else repeated_blocks(model)
-
-
-def _fits(text: str, policy: Policy, model: Module | None) -> bool:
+def _accepts(forward: FailedForward, text: str) -> bool:
     """Return whether the model accepts a policy that differs from the present one."""
     try:
-        rules = read_policy(text, model)
-        if isinstance(rules, Rules) and model is not None:
-            names = [name for name, _ in named_modules(model)]
-            rules.check(names)
-            rules.regions(names, _blocks(model))
+        rules = read_policy(text, forward.model)
+        if isinstance(rules, Rules) and forward.named:
+            rules.check(forward.named)
+            rules.regions(list(forward.named), forward.blocks)
     except ActstoreError:
         return False
-    return rules != policy
+    return rules != forward.policy
 
 
 def _written(nbytes: int) -> str:

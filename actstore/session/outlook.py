@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
+from actstore.codecs import Codec, Int4, Int8
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
@@ -19,7 +20,35 @@ from actstore.session.would_fit import Needs, needs_of
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES, HOST_WINDOW_NBYTES
 
 HALF, WHOLE, LEAST = "@blocks[::2] : recompute", "@blocks : recompute", "@blocks : recompute({0}); * : {0}"
+LOSSY: dict[str, tuple[Codec, str]] = {  # the least error first
+    "int8": (Int8(), "one of 255 levels up to the largest magnitude in its group of 128"),
+    "int4": (Int4(), "one of 16 levels from the least to the most in its group of 32"),
+}
 MARGIN = 0.1  # of a prediction, by which it must be below what is there
+
+
+class FailedForward(NamedTuple):
+    """A forward that ran out of memory.
+
+    Attributes
+    ----------
+    policy : of its store
+    model : of its store; None for none
+    named : modules of the model by name
+    blocks : names of those that the model repeats
+    """
+
+    ledger: Ledger
+    policy: Policy
+    model: Module | None
+    named: dict[str, Module]
+    blocks: list[str]
+
+    @classmethod
+    def of(cls, ledger: Ledger, policy: Policy, model: Module | None) -> FailedForward:
+        if model is None:
+            return cls(ledger, policy, None, {}, [])
+        return cls(ledger, policy, model, dict(named_modules(model)), repeated_blocks(model))
 
 
 class Outlook(NamedTuple):
@@ -31,18 +60,23 @@ class Outlook(NamedTuple):
     needs : of a step; None where the forward did not come far enough to tell
     there : bytes for these needs: what was free, and what activations held
     peaks : bytes at once for each policy, by its text
+    lossy : the policy of `LOSSY` that fits where no exact one does; empty otherwise
     """
 
     shortage: Shortage
     needs: Needs | None
     there: int
     peaks: dict[str, int]
+    lossy: str = ""
 
     def lines(self) -> list[str]:
         """Return the lines for a note."""
         lines = [f"  memory: {self.shortage}"]
         if self.peaks:
-            found = ", ".join(f'"{text}" {format_nbytes(peak)}' for text, peak in self.peaks.items())
+            found = ", ".join(
+                f'"{text}" {"at most " * (text == self.lossy)}{format_nbytes(peak)}'
+                for text, peak in self.peaks.items()
+            )
             lines.append(f"  predicted for a whole step: {found}; there are {format_nbytes(self.there)} for it")
         return lines
 
@@ -66,15 +100,15 @@ class Outlook(NamedTuple):
         )
 
 
-def outlook_of(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None) -> Outlook | None:
+def outlook_of(error: BaseException, forward: FailedForward) -> Outlook | None:
     """Return the outlook after an error; None where the memory that ran out is unknown."""
-    shortage = shortage_of(error, device := device_of(model))
+    shortage = shortage_of(error, device := device_of(forward.model))
     if shortage is None:
         return None
-    there = shortage.free + ledger.held
-    blocks = [] if model is None else repeated_blocks(model)
+    there = shortage.free + forward.ledger.held
+    policy, blocks = forward.policy, forward.blocks
     now = {name for name in blocks if isinstance(policy, Rules) and isinstance(policy.decide(name), Recompute)}
-    needs = None if model is None else _needs(model, blocks, ledger, shortage.asked, now)
+    needs = _needs(forward, shortage.asked, now)
     peaks: dict[str, int] = {}
     if needs is not None:
         if shortage.asked <= shortage.free and needs.peak(now) <= there:
@@ -89,7 +123,17 @@ def outlook_of(error: BaseException, ledger: Ledger, policy: Policy, model: Modu
         }
     elif shortage.asked <= shortage.free:
         return None
-    return Outlook(shortage, needs, there, peaks)
+    return _with_lossy(Outlook(shortage, needs, there, peaks))
+
+
+def _with_lossy(outlook: Outlook) -> Outlook:
+    """Return the outlook with the first lossy policy that fits, where no exact one does."""
+    if outlook.needs is not None and not any(map(outlook.fits, outlook.peaks)):
+        for text, (codec, _) in LOSSY.items():
+            found = outlook._replace(peaks={**outlook.peaks, text: outlook.needs.peak(codec=codec)}, lossy=text)
+            if found.fits(text):
+                return found
+    return outlook
 
 
 def away_from(device: torch.device | None) -> str:
@@ -97,7 +141,9 @@ def away_from(device: torch.device | None) -> str:
     return "raw @ disk" if device is None or device.type == "cpu" else "raw @ host > disk"
 
 
-def _needs(model: Module, blocks: list[str], ledger: Ledger, asked: int, again: set[str]) -> Needs | None:
-    mine = {id(parameter) for parameter in model.parameters()}
+def _needs(forward: FailedForward, asked: int, again: set[str]) -> Needs | None:
+    if forward.model is None:
+        return None
+    mine = {id(parameter) for parameter in forward.model.parameters()}
     optimizers = [one for one in live_optimizers() if any(id(leaf) in mine for leaf in leaves_of(one))]
-    return needs_of(model, dict(named_modules(model)), blocks, ledger.accounts(), optimizers, asked, again)
+    return needs_of(forward.named, forward.blocks, forward.ledger.accounts(), optimizers, asked, again)

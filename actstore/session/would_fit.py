@@ -1,25 +1,36 @@
-"""Bytes that a step would need under exact policies, from what its forward has saved until memory ran out.
+"""Bytes that a step would need under policies, from what its forward has saved until memory ran out.
 
 A stretch of the forward is a block of the model, or what runs between two blocks. The ledger has the bytes of each that
 ran, whatever the policy is. A block that did not run saves as much as the largest one of its class that did. A linear
 layer behind the blocks has an output of its width. Backward visits them in reverse: it runs recomputed ones again,
-makes gradients of weights, and frees what it has read.
+makes gradients of weights, and frees what it has read. A lossy codec takes at least the floats that layers of PyTorch
+save, but for the first ones, which may need no gradient.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch.nn import Linear, Module
+import torch
+from torch.nn import GELU, GroupNorm, LayerNorm, Linear, Module, ReLU, RMSNorm, SiLU
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from actstore.base.layout import nbytes_of
 from actstore.base.ledger import Account
+from actstore.base.spec import Spec
+from actstore.codecs import Codec
+from actstore.codecs.base import LOSSY_DTYPES
+from actstore.model.names import is_of_torch
 from actstore.policy.pattern import ancestry
 
 MOVING = 2  # tensors of the largest size that an operator's backward has at once: a gradient in, and one out
 LOGITS = 2  # tensors of the size of logits that live until backward: themselves, and what the loss saves
+# layers that save floats with a gradient
+LAYERS = (Linear, _ConvNd, LayerNorm, RMSNorm, GroupNorm, _BatchNorm, GELU, SiLU, ReLU)
 
 
 class Stretch(NamedTuple):
@@ -31,12 +42,20 @@ class Stretch(NamedTuple):
     saved : by its modules
     given : its input, which stays where it is recomputed
     gradients : of its weights, where they have none yet
+    floats : those of `saved` that a lossy codec takes, by dtype
     """
 
     block: str
     saved: int
     given: int
     gradients: int
+    floats: tuple[tuple[torch.dtype, int], ...] = ()
+
+    def stored(self, codec: Codec | None) -> int:
+        """Return the bytes of what the modules save, with payloads of a codec in place of floats."""
+        if codec is None:
+            return self.saved
+        return self.saved - sum(nbytes - _payload_nbytes(codec, dtype, nbytes) for dtype, nbytes in self.floats)
 
 
 class Needs(NamedTuple):
@@ -60,26 +79,26 @@ class Needs(NamedTuple):
         """Bytes that depend on no policy."""
         return self.gradients + sum(stretch.gradients for stretch in self.stretches) + self.optimizer + self.moving
 
-    def peak(self, again: Collection[str] = (), most_held: int | None = None) -> int:
+    def peak(self, again: Collection[str] = (), most_held: int | None = None, codec: Codec | None = None) -> int:
         """Return the most bytes at once.
 
         Parameters
         ----------
         again : names of the blocks that are recomputed
         most_held : bytes of activations that stay on the device, where the rest goes to a tier; None for all
+        codec : of the activations; None for none. Backward decodes one at a time
         """
-        held = [stretch.given if stretch.block in again else stretch.saved for stretch in self.stretches]
+        held = [stretch.given if stretch.block in again else stretch.stored(codec) for stretch in self.stretches]
         left, made, most = sum(held), self.gradients, 0
         for stretch, kept in zip(reversed(self.stretches), reversed(held), strict=True):
             made += stretch.gradients
             stays = left if most_held is None else min(left, most_held)
             most = max(most, stays + made + (stretch.saved if stretch.block in again else 0))
             left -= kept
-        return most + self.optimizer + self.moving
+        return most + self.optimizer + self.moving + (0 if codec is None else self.moving // MOVING)
 
 
 def needs_of(
-    model: Module,
     named: dict[str, Module],
     blocks: list[str],
     accounts: Iterable[Account],
@@ -91,39 +110,43 @@ def needs_of(
 
     Parameters
     ----------
-    named : the modules of the model
+    named : the modules of the model, the whole one under an empty name
     blocks : names of its repeated blocks
     accounts : in the order of their first use
     asked : bytes of the request that was refused
     again : names of the blocks that are recomputed now: of these, inputs are all that is held
     """
     found = [account for account in accounts if account.saved]
-    parts, held = _parts(blocks, found, "saved"), _parts(blocks, found, "held")
+    parts = _parts(blocks, found)
     ran = [name for name in parts if name in named]
     if len(ran) < 2:
         return None
     ahead = [name for name in blocks[blocks.index(ran[-1]) + 1 :] if name not in parts]
     if list(parts)[-1] == ran[-1]:  # it may not have ended
         ahead.append(ran[-1])
-    most: dict[type, int] = {}
+    sizes = {name: sum(account.saved for account in part) for name, part in parts.items()}
+    most: dict[type, str] = {}
     for name in (name for name in ran if name not in ahead):
-        most[type(named[name])] = max(most.get(type(named[name]), 0), sum(parts[name]))
+        kind = type(named[name])
+        most[kind] = max(name, most.get(kind, name), key=sizes.__getitem__)
     if any(type(named[name]) not in most for name in ahead):
         return None
-    inputs = [parts[name][0] for name in ran if name not in again]  # what a block's first module saves
-    given = max(inputs or (sum(held[name]) for name in ran))
-    sizes = {name: sum(found) for name, found in parts.items()}
-    sizes |= {name: max(sizes.get(name, 0), most[type(named[name])]) for name in ahead}
+    inputs = [parts[name][0].saved for name in ran if name not in again]  # what a block's first module saves
+    given = max(inputs or (sum(account.held for account in parts[name]) for name in ran))
+    like = {name: max(most[type(named[name])], name, key=lambda each: sizes.get(each, 0)) for name in ahead}
     inside = {name: _missing_gradients(named[name]) for name in blocks}
-    stretches = [
-        Stretch(name if name in named else "", size, given, inside.get(name, 0)) for name, size in sizes.items()
-    ]
+    floats = {name: _floats(named, part, found[0]) for name, part in parts.items()}
+    stretches = []
+    for name in dict.fromkeys([*parts, *ahead]):
+        source, block = like.get(name, name), name if name in named else ""
+        stretches.append(Stretch(block, sizes[source], given, inside.get(name, 0), floats[source]))
     logits = _logits(named, blocks, given)
-    largest = max(size for found in parts.values() for size in found)
-    if logits and not any(size >= logits for name, found in parts.items() if name not in named for size in found):
+    largest = max(account.saved for account in found)
+    outside_sizes = [account.saved for name, part in parts.items() if name not in named for account in part]
+    if logits and not any(size >= logits for size in outside_sizes):
         stretches.append(Stretch("", LOGITS * logits, 0, 0))
         largest = max(largest, logits)
-    outside = max(0, _missing_gradients(model) - sum(inside.values()))
+    outside = max(0, _missing_gradients(named[""]) - sum(inside.values()))
     return Needs(tuple(stretches), outside, missing_states(optimizers), MOVING * max(largest, asked))
 
 
@@ -137,14 +160,32 @@ def missing_states(optimizers: Iterable[Optimizer]) -> int:
     return missing
 
 
-def _parts(blocks: list[str], accounts: Iterable[Account], figure: str) -> dict[str, list[int]]:
-    """Return a figure of each stretch's sites. A key with a ``>`` stands for what follows the block before it."""
-    known, found, block = set(blocks), dict[str, list[int]](), ""
+def _parts(blocks: list[str], accounts: Iterable[Account]) -> dict[str, list[Account]]:
+    """Return the sites of each stretch. A key with a ``>`` stands for what follows the block before it."""
+    known, found, block = set(blocks), dict[str, list[Account]](), ""
     for account in accounts:
         inside = next((name for name in ancestry(account.site.name) if name in known), None)
         block = block if inside is None else inside
-        found.setdefault(f"{block} >" if inside is None else inside, []).append(getattr(account, figure))
+        found.setdefault(f"{block} >" if inside is None else inside, []).append(account)
     return found
+
+
+def _floats(named: dict[str, Module], part: list[Account], first: Account) -> tuple[tuple[torch.dtype, int], ...]:
+    """Return the bytes by dtype that a lossy codec takes, as far as that is known: copies of weights are not."""
+    found = Counter[torch.dtype]()
+    for account in part:
+        module: Any = named.get(account.site.name)
+        kind: Any = type(module)
+        known = issubclass(kind, LAYERS) and is_of_torch(kind) and account is not first
+        if known and account.dtype in LOSSY_DTYPES:
+            weight = getattr(module, "weight", None)
+            if weight is None or account.saved != weight.numel() * account.dtype.itemsize:  # as autocast makes them
+                found[account.dtype] += account.saved
+    return tuple(found.items())
+
+
+def _payload_nbytes(codec: Codec, dtype: torch.dtype, nbytes: int) -> int:
+    return codec.size(Spec((nbytes // dtype.itemsize,), (1,), dtype, torch.device("cpu"))).nbytes
 
 
 def _missing_gradients(module: Module) -> int:

@@ -114,6 +114,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_it_tells_to_try_is_exact_runs_and_holds_less(policy, tmp_path):
+    torch.manual_seed(0)  # a sampled step warns of some other weights in int4
     model = Model()
     store = ActivationStore(model, policy, min_bytes=0, tiers=[Disk(tmp_path), Window("256KiB")])
     (note,) = notes(failed(store, model, MemoryError()))

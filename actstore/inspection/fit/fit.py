@@ -11,7 +11,6 @@ import torch
 
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import ConfigError, StateError
-from actstore.inspection.fit.memory import Label
 from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
@@ -85,29 +84,42 @@ def fit_step(
         return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, min_bytes=min_bytes)
 
     searched = {} if limit is None else _searched(make_step, sizes)
-    count = len(texts) * (1 + len(searched))
+    progress = _Progress(len(texts) * (1 + len(searched)))
     made = steps()
     rows: list[FitRow] = []
     for text in texts:
         rows.append(made.row(text))
-        log.info("%d of %d: %s: %s", len(rows), count, text, format_nbytes(rows[-1].peak_bytes))
+        progress.note(text, format_nbytes(rows[-1].peak_bytes))
     del made
-    found: dict[str, dict[str, int]] = {}
-    parts: dict[str, dict[str, Label]] = {}
-    errors: dict[str, dict[str, str]] = {}
+    fit = Fit(tuple(rows), limit, {**searched, **sizes}, device=device)
     for name, start in searched.items():
-        assert limit is not None
-        trials = SizeTrials(steps, name, limit, start)
-        for row in rows:
-            most, part, error = trials.largest(row)
-            found.setdefault(row.policy, {})[name] = most
-            if part is not None:
-                parts.setdefault(row.policy, {})[name] = part
-            if error is not None:
-                errors.setdefault(row.policy, {})[name] = error
-            at = len(rows) + sum(map(len, found.values()))
-            log.info("%d of %d: %s: largest %s %d", at, count, row.policy, name, most)
-    return Fit(tuple(rows), limit, {**searched, **sizes}, found, parts, errors, device)
+        _search(fit, steps, name, start, progress)
+    return fit
+
+
+class _Progress:
+    """Log of the parts of a result, of which there are `count`."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._ended = count, 0
+
+    def note(self, policy: str, found: str) -> None:
+        self._ended += 1
+        log.info("%d of %d: %s: %s", self._ended, self._count, policy, found)
+
+
+def _search(fit: Fit, steps: Callable[..., DrySteps], name: str, start: int, progress: _Progress) -> None:
+    """Write the largest value of one size under each policy, and what ends there, to a fit with a limit of memory."""
+    assert fit.memory_bytes is not None
+    trials = SizeTrials(steps, name, fit.memory_bytes, start)
+    for row in fit.rows:
+        most, part, error = trials.largest(row)
+        fit.largest.setdefault(row.policy, {})[name] = most
+        if part is not None:
+            fit.parts.setdefault(row.policy, {})[name] = part
+        if error is not None:
+            fit.errors.setdefault(row.policy, {})[name] = error
+        progress.note(row.policy, f"largest {name} {most}")
 
 
 def _searched(make_step: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:

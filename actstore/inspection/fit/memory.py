@@ -30,19 +30,21 @@ class LiveMemory:
     ----------
     nbytes : of all storages that live
     peak_bytes : the most of them since `reset`
-    at_peak : bytes by label at that moment
+    at_peak : bytes by label at that moment; a label that a storage gets later counts, too
     """
 
     def __init__(self) -> None:
         self.nbytes = self.peak_bytes = 0
-        self.at_peak: dict[Label, int] = {}
+        self.at_peak = Counter[Label]()
         self._labels = Counter[Label]()
-        self._sizes: dict[int, tuple[int, Label]] = {}  # by storage
+        self._sizes: dict[int, tuple[int, Label, int]] = {}  # by storage; the int behind counts storages
+        self._count = self._count_at_peak = 0
         self._watches: dict[int, ref[object]] = {}
 
     def reset(self) -> None:
         """Forget the peak so far."""
-        self.peak_bytes, self.at_peak = self.nbytes, dict(self._labels)
+        self.peak_bytes, self.at_peak = self.nbytes, self._labels.copy()
+        self._count_at_peak = self._count
 
     def empty(self, nbytes: int, label: Label = "working") -> UntypedStorage:
         """Return a storage of `nbytes` > 0 on the CPU that takes no memory until someone writes to it."""
@@ -68,15 +70,17 @@ class LiveMemory:
     def label_all(self, keys: Iterable[int], label: Label) -> None:
         """Label storages, by their addresses, unless their labels have a higher rank."""
         for key in keys:
-            nbytes, old = self._sizes.get(key, (0, label))
+            nbytes, old, number = self._sizes.get(key, (0, label, 0))
             if RANKS[label] > RANKS[old]:
-                self._labels[old] -= nbytes
-                self._labels[label] += nbytes
-                self._sizes[key] = nbytes, label
+                self._sizes[key] = nbytes, label, number
+                for labels in (self._labels, self.at_peak)[: 1 + (number <= self._count_at_peak)]:
+                    labels[old] -= nbytes
+                    labels[label] += nbytes
 
     def _add(self, storage: UntypedStorage, label: Label, owner: object) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        self._sizes[key] = nbytes, label
+        self._count += 1
+        self._sizes[key] = nbytes, label, self._count
         self._watches[key] = ref(owner, partial(self._subtract, key))
         self._labels[label] += nbytes
         self.nbytes += nbytes
@@ -84,7 +88,7 @@ class LiveMemory:
             self.reset()
 
     def _subtract(self, key: int, _: ref[object]) -> None:
-        nbytes, label = self._sizes.pop(key)
+        nbytes, label, _number = self._sizes.pop(key)
         del self._watches[key]
         self._labels[label] -= nbytes
         self.nbytes -= nbytes

@@ -20,8 +20,8 @@ class FitRow(NamedTuple):
     peak_bytes : the most bytes at once, of all tensors and payloads
     least_bytes, most_bytes : the same with the fastest and the slowest disk, where the policy uses one; `peak_bytes` is
         in the middle. Otherwise all are equal
-    at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that plain autograd
-        holds, and working (what operators have just made; with a store, what it keeps, too)
+    at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that autograd or the
+        store holds as they are, and working (what operators have just made, also in the second run of a module)
     ms : least and most milliseconds of the step on the device; None where no device was given
     times_plain : least and most times that of plain PyTorch
     """

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
 
+from actstore.autograd.hooks import Scope
 from actstore.base.ledger import Account
 from actstore.base.ticket import Ticket
 from actstore.codecs import Codec
@@ -57,11 +59,26 @@ class DryStore(ActivationStore):
         super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
         self._store.observers.measure(_DryCodecs(memory, work))
 
-    def __exit__(self, *error: Any) -> None:
-        for entry in self._inside:
-            storages = entry.scope.storages
-            self._memory.label_all((*storages.kept, *storages.small), "activations")
-        super().__exit__(*error)
+    def _scope(self, *, first: bool) -> Scope:
+        scope = super()._scope(first=first)
+        scope.storages.use(_Held(self._memory), _Held(self._memory))
+        return scope
+
+
+class _Held(dict[int, ref[Any]]):
+    """Book of storages that a store keeps as they are; each is labelled when it comes in."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __setitem__(self, key: int, holder: ref[Any]) -> None:
+        self._memory.label_all((key,), "activations")
+        super().__setitem__(key, holder)
+
+    def update(self, small: dict[int, ref[Any]]) -> None:  # type: ignore[override]  # as `Frame.end` calls it
+        self._memory.label_all(small, "activations")
+        super().update(small)
 
 
 class _DryCodecs:
