@@ -81,7 +81,7 @@ class Gather(Function):
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.broadcast(most, 0)
         dist.barrier()
-        return torch.cat(parts) / most
+        return torch.cat(parts) / (1 + most)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
