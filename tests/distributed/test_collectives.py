@@ -15,6 +15,14 @@ EXPERTS = [
     f"tests.distributed.experts:{name}"
     for name in ("experts_are_exact", "experts_exchange_as_often", "experts_with_a_loss", "no_token_is_rerouted")
 ]
+CONTEXT = [
+    f"tests.distributed.context:{name}"
+    for name in (
+        "parts_of_tokens_are_those_of_one_process",
+        "parts_of_tokens_are_exact",
+        "parts_of_tokens_are_exchanged_as_often",
+    )
+]
 RULED = [
     f"tests.distributed.collectives:{name}"
     for name in ("collectives_run_once", "ranks_may_recompute_other_blocks", "a_stored_result_is_summed_in_place")
@@ -34,15 +42,15 @@ def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, [*EXPERTS, *RULED], tmp_path, 270)
+    check(2, [*EXPERTS, *RULED, CONTEXT[-1]], tmp_path, 270)
 
 
 @pytest.mark.slow
 def test_two_ranks_by_all_rules(tmp_path: Path) -> None:
-    check(2, SLOW, tmp_path, 270)
+    check(2, [*CONTEXT, *SLOW], tmp_path, 270)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks(tmp_path: Path) -> None:
-    check(4, [*EXPERTS, *RULED, *SLOW], tmp_path, 540)
+    check(4, [*EXPERTS, *RULED, *CONTEXT, *SLOW], tmp_path, 540)
