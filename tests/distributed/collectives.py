@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from actstore import tag
 from tests.distributed.counting import check_counts, collectives
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import (
@@ -98,7 +99,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second, third, last = self.parts
         x = x + torch.sigmoid(self.mix(first(x).flatten(0, 1))).view_as(x)
-        y = self.spread(F.gelu(second(x)))
+        y = tag(self.spread(F.gelu(second(x))), "spread")
         return x + F.gelu(last(F.gelu(third(y))))
 
     def mix(self, rows: Tensor) -> Tensor:
@@ -163,6 +164,7 @@ def collectives_are_exact() -> None:
     for way in WAYS:
         reports = check_equal(partial(build, way), ("blocks.* : recompute", *map(once, WAITS)))
         assert reports[once("raw @ disk")].stored_bytes > 0
+        check_equal(partial(build, way), ("blocks.*/spread : keep; blocks.* : recompute", f"*/spread : raw; {once()}"))
 
 
 def collectives_run_once() -> None:
