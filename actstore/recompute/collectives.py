@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from actstore.recompute.inner_rules import COMMUNICATION, name_of, written_by, written_values
+from actstore.recompute.modes import shape_of
 
 # Their collectives move weights, on streams of their own and for modules that run later.
 _WEIGHT_CODE = (
@@ -33,6 +34,11 @@ _WEIGHT_CODE = (
 def is_collective(operator: Any) -> bool:
     """Return whether a rule for `@collective` is for an operator."""
     return bool(name_of(operator)) and operator.namespace != "aten"
+
+
+def call_shape(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of the first tensor of a call; collectives take lists of tensors."""
+    return shape_of(tree_leaves(list(args)) if is_collective(operator) else args)
 
 
 def moves_weights(runner: str) -> bool:

@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,10 +28,10 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Encode, Keep, Offload
-from actstore.recompute.collectives import is_collective, moves_weights, wait, write_again, writes_results
+from actstore.recompute.collectives import call_shape, is_collective, moves_weights, wait, write_again, writes_results
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
-from actstore.recompute.modes import is_traced, shape_of
+from actstore.recompute.modes import is_traced
 from actstore.recompute.outputs import is_plain, own_copy
 from actstore.recompute.repeating import Repeating
 from actstore.recompute.results import OperatorCall, ResultTensor
@@ -155,7 +156,7 @@ class Keeping(ResultMode):
         if not self._may_keep(operator):
             return operator(*args, **kwargs)
         frame = self._run.scope.tracker.frame
-        call = OperatorCall(name_of(operator), _shape(operator, args), self._run.count())
+        call = OperatorCall(name_of(operator), call_shape(operator, args), self._run.count())
         self._calls.append(call)
         decision = self._rules.decide(frame.place.name, operator=call.operator)
         if decision is None and not self._rules.tags:
@@ -234,6 +235,10 @@ class Keeping(ResultMode):
         """Store copies of what a collective has written."""
         if decision is None or not all(map(is_plain, tensors)):
             return
+        written = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for buffer in () if frame.module is None else frame.module.buffers():
+            if is_plain(buffer) and buffer.untyped_storage()._cdata in written:
+                increment_version(buffer)  # so that the region finds it as it was, and leaves it as it is
         with self._outside():
             copies = [own_copy(tensor.detach()) for tensor in tensors]
         self._made = MadeResult(call, copies, frame, decision)
@@ -318,7 +323,7 @@ class Serving(ResultMode):
         kwargs = kwargs or {}
         if not self._may_keep(operator):
             return operator(*args, **kwargs)
-        call = self._take(name_of(operator), _shape(operator, args))
+        call = self._take(name_of(operator), call_shape(operator, args))
         if call.runs_again:
             return operator(*args, **kwargs)
         if isinstance(self._run.mode, Repeating):
@@ -382,11 +387,6 @@ def serving(run: LaterRun, forward: Forward) -> Forward:
             return forward(*args, **kwargs)
 
     return serve
-
-
-def _shape(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the shape of the first tensor of a call; collectives take lists of tensors."""
-    return shape_of(tree_flatten(list(args))[0] if is_collective(operator) else args)
 
 
 def _can_wait(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from actstore import tag
+from actstore import ActivationStore, tag
 from tests.distributed.counting import check_counts, collectives
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import (
     WIDTH,
     Rank,
+    batch,
     check_equal,
     check_lossy,
     micro_batches,
@@ -228,3 +230,38 @@ def tensor_parallel_layers() -> None:
         check_counts(partial(build_tp, sequence=sequence), {once(): 0})
         found = collectives(partial(build_tp, sequence=sequence), "blocks.* : recompute").total()
         assert found > collectives(partial(build_tp, sequence=sequence), None).total()
+
+
+class Totals(nn.Module):
+    """Sums over ranks in a buffer, and counts on from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("total", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.first(x))
+        dist.all_reduce(self.total)
+        return torch.sigmoid(self.second(torch.tanh(y / (1 + self.total))))
+
+
+def train_totals(policy: str | None, order: int) -> list[Tensor]:
+    """The gradients and buffers after two forwards, whose backward runs in their order or in the other one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Totals(), Totals())))
+    store: Any = ActivationStore(model, policy, min_bytes=0) if policy else nullcontext()
+    losses: list[Tensor] = []
+    for number in range(2):
+        with store:
+            losses.append(model(batch(number)).square().sum())
+    for loss in losses[::order]:
+        loss.backward()
+    return [*(p.grad.clone() for p in model.parameters() if p.grad is not None), *(b.clone() for b in model.buffers())]
+
+
+def sums_in_buffers_are_counted_once() -> None:
+    for order in (1, -1):
+        wanted = train_totals(None, order)
+        for wait in ("keep", "raw"):
+            assert all(map(torch.equal, train_totals(once(wait), order), wanted)), (wait, order)

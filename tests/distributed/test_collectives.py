@@ -25,7 +25,12 @@ CONTEXT = [
 ]
 RULED = [
     f"tests.distributed.collectives:{name}"
-    for name in ("collectives_run_once", "ranks_may_recompute_other_blocks", "a_stored_result_is_summed_in_place")
+    for name in (
+        "collectives_run_once",
+        "ranks_may_recompute_other_blocks",
+        "a_stored_result_is_summed_in_place",
+        "sums_in_buffers_are_counted_once",
+    )
 ]
 SLOW = [
     f"tests.distributed.collectives:{name}"
