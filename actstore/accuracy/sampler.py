@@ -177,7 +177,7 @@ class Sampler:
                 self._tell(row, figures)
 
     def close(self) -> None:
-        """Judge the remaining figures, and return the memory.
+        """Judge the remaining figures, and return the memory, also that of figures on the devices.
 
         Raises
         ------
@@ -189,6 +189,8 @@ class Sampler:
             for cells in self._cells.values():
                 cells.close([])
             self._cells.clear()
+            for losses in self._losses.values():
+                losses.row = None
 
     # -----------------------------------------------------------------------------------------------------------------
 

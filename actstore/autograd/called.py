@@ -8,6 +8,7 @@ from itertools import takewhile
 from types import CodeType, FrameType
 
 _MAX_CALLS = 4096  # calls that are remembered; beyond, all are forgotten
+_MAX_FRAMES = 8  # between a call and the `__torch_function__` that it is part of
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "PRECALL"})  # the last of Python 3.11, which may call
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
 # They stand between the function and its call.
@@ -25,6 +26,21 @@ def called_name(frame: FrameType) -> str:
             _known.clear()
         found = _known[id(code), at] = code, _read(code, at).strip("_")  # the code is held, and so its id stays its own
     return found[1]
+
+
+def operator_name(frame: FrameType) -> str:
+    """Tell the name by which `frame` calls a function now, or, where `frame` is part of what a class of tensors or a
+    mode runs in place of a function (``__torch_function__``), the name by which that function was called.
+    """
+    name = called_name(frame)
+    above: FrameType | None = frame
+    for _ in range(0 if name else _MAX_FRAMES):
+        if above is None:
+            break
+        at, above = above, above.f_back
+        if at.f_code.co_name == "__torch_function__" and above is not None:
+            return operator_name(above)
+    return name
 
 
 def _read(code: CodeType, at: int) -> str:

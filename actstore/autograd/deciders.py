@@ -22,7 +22,7 @@ from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
-from actstore.autograd.called import called_name
+from actstore.autograd.called import operator_name
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -190,7 +190,7 @@ _BY_NAME = _BY_SIGN | _BY_VALUE
 
 def is_reader(frame: FrameType) -> bool:
     """Return whether an operator that decides by a float is known to be called by `frame` now, or by its caller."""
-    if called_name(frame) in _BY_NAME or frame.f_code in READERS:
+    if operator_name(frame) in _BY_NAME or frame.f_code in READERS:
         return True
     if not frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         return False
@@ -199,7 +199,7 @@ def is_reader(frame: FrameType) -> bool:
 
 def _named_reader(frame: FrameType) -> tuple[str, Need]:
     """Find the operator that `frame` calls by its name, and its need."""
-    name = called_name(frame)
+    name = operator_name(frame)
     if frame.f_code in _ORDERS:
         return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
     return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
 
+from actstore.autograd.called import called_name
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
 from actstore.autograd.protect import TRANSPARENT
@@ -136,8 +137,8 @@ def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, em
     code, at = None, 0
     if not target[0].lossless:
         frame = caller()
-        if "Norm" in producer or frame is None or is_reader(frame):
-            return
+        if "Norm" in producer or frame is None or is_reader(frame) or not called_name(frame):
+            return  # without a name, the next call there may be that of another operator
         code, at = frame.f_code, frame.f_lasti
     handle.account.precedent = Precedent(
         target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, code, at

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from actstore.autograd.called import called_name
+from actstore.autograd.called import operator_name
 from actstore.autograd.deciders import caller
 
 _TORCH = Path(torch.__file__).parent
@@ -36,7 +36,7 @@ class CodeLine(NamedTuple):
 def current_line() -> CodeLine:
     """Return the line that runs now, for a saved-tensor hook."""
     frame = caller()
-    operator = "" if frame is None else called_name(frame)
+    operator = "" if frame is None else operator_name(frame)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _get_dispatch_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn import Module
+from torch.nn import Module, RNNBase
 
 
 class GeneratorAccess(NamedTuple):
@@ -47,30 +47,41 @@ class GeneratorStates:
     last : the states of the previous forward on this thread, if any
     arguments : the arguments of the forward
 
+    Attributes
+    ----------
+    begins_anew : whether a module draws by dropout of cuDNN's recurrent layers. Their numbers have a state that nothing
+        reads. It begins anew, by a number of the device's generator, in the first of these layers that runs after that
+        generator's state was set: so it is set before the forward, too
+
     Notes
     -----
     Not thread-safe: numbers that other threads draw from the same generators during a recompute are drawn again.
     Several threads may rewind the same forward, each with its own result of `again`.
     """
 
-    __slots__ = ("_before", "_ended", "_meanwhile", "_own")
+    __slots__ = ("_before", "_ended", "_meanwhile", "_own", "begins_anew")
 
     def __init__(
         self,
-        modules: Iterable[Module],
+        modules: Sequence[Module],
         devices: Iterable[torch.device] = (),
         last: GeneratorStates | None = None,
         arguments: Sequence[Any] = (),
     ) -> None:
         self._meanwhile: Sequence[tuple[GeneratorAccess, Any]] = ()
         self._ended = False
-        sources = (*_SHARED, *map(_device_source, devices))
+        on_devices = [_device_source(device) for device in devices]
+        self.begins_anew = bool(on_devices) and any(map(_drops_by_cudnn, modules))
+        sources = (*_SHARED, *on_devices)
         self._before = {source: source.read() if last is None else source.look() for source in sources}
         if last is not None and last._ended:
             for source, state in self._before.items():
                 if last._before.get(source, last) is state:
                     del last._before[source]
         self._own = tuple([(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))])
+        if self.begins_anew:
+            for source in on_devices:
+                source.set(source.read())
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop the states of own generators that it did not draw from."""
@@ -85,6 +96,7 @@ class GeneratorStates:
         """Return a twin with the same states, which can `rewind` and `resume` independently."""
         twin = object.__new__(GeneratorStates)
         twin._before, twin._ended, twin._own, twin._meanwhile = self._before, self._ended, self._own, ()
+        twin.begins_anew = self.begins_anew
         return twin
 
     def rewind(self) -> None:
@@ -101,6 +113,10 @@ class GeneratorStates:
             if source.read() is not state:
                 source.set(state)
         self._meanwhile = ()
+
+
+def _drops_by_cudnn(module: Module) -> bool:
+    return isinstance(module, RNNBase) and module.dropout > 0 and module.training
 
 
 def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from actstore.recompute.inner_rules import COMMUNICATION, name_of, written_by, written_values
 from actstore.recompute.modes import shape_of
+from actstore.recompute.outputs import is_plain
 
 # Their collectives move weights, on streams of their own and for modules that run later.
 _WEIGHT_CODE = (
@@ -64,6 +67,14 @@ def wait(result: Any) -> None:
             torch.ops._c10d_functional.wait_tensor(leaf)
         elif leaf is not None:
             torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
+def count_write(module: Module, tensors: Sequence[Tensor]) -> None:
+    """Give buffers that a collective has written another version, so that regions rewind them."""
+    written = {tensor.untyped_storage()._cdata for tensor in tensors}
+    for buffer in module.buffers():
+        if is_plain(buffer) and buffer.untyped_storage()._cdata in written:
+            increment_version(buffer)
 
 
 def write_again(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Any]) -> Any:

@@ -148,10 +148,14 @@ class ExceptedCall:
         self._states = [
             (source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old
         ]
+        if generators.begins_anew:  # as in later runs, which set the states in place of the part
+            for source, state in self._states:
+                source.set(state)
         self.effects = attributes.effects()
         if any(leaf._version != version for leaf, version in versions):
             raise _writes(self.part)
-        self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
+        with run.paused():  # operators of codecs and checksums are none of the region's
+            self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
         self._packs = run.count()
         return output
 

@@ -20,7 +20,9 @@ from actstore.policy.pattern import Pattern
 from actstore.recompute.operators import MAKES_EMPTY, base_name
 
 # They also write to running statistics, which their schema does not say: the region runs them again.
-_HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_HIDDEN_WRITES = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_cudnn_rnn", "_cudnn_init_dropout_state"}
+)
 COMMUNICATION = "c10d"  # namespace of operators that write to their first argument, which their schemas do not say
 
 

@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,7 +27,8 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Encode, Keep, Offload
-from actstore.recompute.collectives import call_shape, is_collective, moves_weights, wait, write_again, writes_results
+from actstore.recompute import collectives
+from actstore.recompute.collectives import call_shape, is_collective, writes_results
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
 from actstore.recompute.modes import is_traced
@@ -72,7 +72,7 @@ class ResultMode(TorchDispatchMode, ABC):
         around = self._around
         if not self._rules.may_keep(operator) or current() is not around or innermost_pack() is not around.hook:
             return False
-        return not is_traced() and not (is_collective(operator) and moves_weights(__name__))
+        return not is_traced() and not (is_collective(operator) and collectives.moves_weights(__name__))
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class Keeping(ResultMode):
         result = self._run_once(operator, args, kwargs, call, decides=decision is None)
         if is_collective(operator):
             if decision is not None:
-                wait(result)
+                collectives.wait(result)
             if writes_results(operator):
                 self._keep_written(list(written_by(operator, args, kwargs)), call, frame, decision)
                 return result
@@ -227,6 +227,9 @@ class Keeping(ResultMode):
                 result = operator(*args, **kwargs)
         after = self._states(operator)
         call.states = [(source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old]
+        if self._run.parts.generators.begins_anew:  # as in later runs, which set the states in place of the operator
+            for source, state in call.states:
+                source.set(state)
         return result
 
     def _keep_written(
@@ -235,10 +238,8 @@ class Keeping(ResultMode):
         """Store copies of what a collective has written."""
         if decision is None or not all(map(is_plain, tensors)):
             return
-        written = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for buffer in () if frame.module is None else frame.module.buffers():
-            if is_plain(buffer) and buffer.untyped_storage()._cdata in written:
-                increment_version(buffer)  # so that the region finds it as it was, and leaves it as it is
+        if frame.module is not None:
+            collectives.count_write(frame.module, tensors)
         with self._outside():
             copies = [own_copy(tensor.detach()) for tensor in tensors]
         self._made = MadeResult(call, copies, frame, decision)
@@ -332,7 +333,7 @@ class Serving(ResultMode):
             leaves = call.again(self._run)
         if is_collective(operator) and writes_results(operator):
             with self._run.paused():
-                return write_again(operator, args, kwargs, leaves)
+                return collectives.write_again(operator, args, kwargs, leaves)
         # Here `detach` makes tensors that autograd knows nothing of, as those that an operator returns.
         return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], call.form)
 

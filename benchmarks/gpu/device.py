@@ -73,7 +73,7 @@ def ceilings(place: Place) -> dict[str, Any]:
 def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
     """Return whether the first rows that came back are bit-identical to the result of PyTorch operations on these rows.
 
-    Groups and tiles do not cross the end of these rows.
+    Groups and tiles do not cross the end of these rows, but for the last one of `zmask`, which packs what is not zero.
     """
     if not isinstance(codec, KernelCodec):
         return True
@@ -83,7 +83,8 @@ def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
     expected = torch.empty_like(rows)
     kernels.encode(rows, payload, rows.numel(), KEY, *shape)
     kernels.decode(payload, expected, rows.numel(), KEY, *shape)
-    return torch.equal(found[:CHECKED_ROWS].view(torch.uint8), expected.view(torch.uint8))
+    whole = CHECKED_ROWS - (codec.name == "zmask")
+    return torch.equal(found[:whole].view(torch.uint8), expected[:whole].view(torch.uint8))
 
 
 def poison(trip: Trip) -> None:

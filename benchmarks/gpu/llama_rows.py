@@ -88,13 +88,7 @@ def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tup
         finally:
             store.close()
     elif row.name == "torch checkpoint":
-        for block in job.model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        try:
-            yield nullcontext, None
-        finally:
-            for block in job.model.blocks:
-                del block.forward
+        yield partial(_checkpointed, job), None
     elif row.name == "save_on_cpu":
         yield partial(save_on_cpu, pin_memory=job.place.on_gpu), None
     elif row.package:
@@ -102,3 +96,15 @@ def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tup
         yield lambda: offload, None
     else:
         yield nullcontext, None
+
+
+@contextmanager
+def _checkpointed(job: Job) -> Iterator[None]:
+    """Checkpoint each block in one forward; the plain steps between run as ever."""
+    for block in job.model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in job.model.blocks:
+            del block.forward

@@ -165,6 +165,8 @@ _TITLES = {
     "transfer": "The transfer engine",
     "kernels": "Codecs",
     "exact": "Exactness in float32",
+    "random": "Random models under exact policies",
+    "lossy": "Random models under lossy policies",
     "hotpath": "Host time for a saved tensor of 4 KB",
     "tests": "Tests that need a GPU",
     "codecs": "Tests of the codecs on the GPU",

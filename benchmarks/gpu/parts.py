@@ -54,23 +54,26 @@ class Part:
 
     def arguments(self, place: Place) -> list[str]:
         """Return the command, for a device and a scale."""
-        words = {"{device}": place.device, "{scale}": place.sized("full", "small"), "{workers}": place.sized("6", "1")}
+        words = {"{device}": place.device, "{scale}": place.sized("full", "small")}
+        words |= {"{workers}": place.sized("8", "1"), "{few}": place.sized("2", "1")}
         command = [*self.command, *(self.small if place.small else ())]
         return [words.get(argument, argument) for argument in command]
 
 
 # Correctness comes first, then figures by their value. The limits follow from a part's work on an H200 (500
 # TFLOP/s, 55 GB/s each way, 4 TB/s) and 10 s for a process to start:
-# codecs    580 tests against oracles in NumPy take 150 s on one core, so 25 s on six; 15 sources to compile, 10 s
+# compile   before all parts: 13 sources take 120 s on one core, the longest of them 45 s
+# codecs    580 tests against oracles in NumPy take 150 s on one core, so 20 s on eight
 # tests     165 tests of a second or less; four of them start a process
 # exact     seven processes of 10 s, and some steps of 30 ms
+# random    300 and 100 small models, 10 and 2 a second on a CPU
 # sanitizer 500 small kernels under each of three tools, which start slowly
 # llama     12 TFLOP a layer and 8 layers: 0.2 s a step, 0.3 to 0.6 s in rows that move 11 GB; 13 rows of 13 steps are
 #           70 s, two plans of some 40 steps 40 s; 11 GB are pinned twice, 4 s each time
 # transfer  moves 1 GiB about 100 times each way (4 s), steps of 0.2 s, pins 6 GB
 # context   steps of 1 to 3 s at 20,000 to 50,000 tokens, six of a row: 60 s; 65 GB are pinned, 20 s
 # kernels   80 rows of 100 calls of 0.3 ms; the error of 128 million elements in float64 takes longer: 0.5 s a row
-# hotpath   200 rounds of 20 ms
+# hotpath   200 rounds took more than 60 s on an H100
 PARTS = (
     Part(
         "codecs",
@@ -78,8 +81,23 @@ PARTS = (
         130,
         alone=False,
     ),
-    Part("tests", ("-m", "benchmarks.gpu.pytests", *JSON, "--", *TESTS, "-m", "gpu"), 130, alone=False),
+    Part(
+        "tests",
+        ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{few}", "--", *TESTS, "-m", "gpu"),
+        130,
+        alone=False,
+    ),
     Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
+    *(
+        Part(
+            name,
+            ("-m", "tests.autograd.test_random_models", "--device", "{device}", *JSON, "--seed", "1", *arguments),
+            130,
+            alone=False,
+            small=("--examples", "10"),
+        )
+        for name, arguments in (("random", ("--examples", "300")), ("lossy", ("--examples", "100", "--lossy")))
+    ),
     Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), 130, alone=False),
     Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), 170),
     Part("transfer", ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"), 80),
@@ -87,7 +105,7 @@ PARTS = (
     Part("kernels", ("-m", "benchmarks.gpu.device", *PLACED, *JSON), 120),
     Part(
         "hotpath",
-        ("-m", "benchmarks.hotpath.run", "--device", "{device}", *JSON),
+        ("-m", "benchmarks.hotpath.run", "--device", "{device}", *JSON, "--rounds", "20"),
         60,
         small=("--rounds", "3", "--length", "20"),
     ),

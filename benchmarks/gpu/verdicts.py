@@ -77,6 +77,27 @@ def _exact(figures: Figures) -> _Judged:
     )
 
 
+def _random(figures: Figures) -> _Judged:
+    yield "random models under exact policies leave what plain training leaves, bit for bit", _all_of(figures)
+
+
+def _lossy(figures: Figures) -> _Judged:
+    yield (
+        "random models under lossy policies have plain's loss, and the same gradients whenever copies end",
+        _all_of(figures),
+    )
+
+
+def _all_of(figures: Figures) -> tuple[str, bool] | None:
+    """Judge random models; where one failed, those of its hundred and later ones are not counted."""
+    if not figures:
+        return None
+    counts = figures["counts"]
+    trained = sum(count for name, count in counts.items() if name not in ("no model", "no policy"))
+    words = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{trained} of {figures['examples']} models ({words})", trained >= figures["examples"]
+
+
 def _transfer(figures: Figures) -> _Judged:
     goals, links = figures.get("goals", {}), figures.get("link", [])
     steps = [figures[name]["equal"] for name in ("hidden", "exposed") if name in figures]
@@ -160,6 +181,8 @@ _JUDGES = (
     ("tests", _tests),
     ("sanitizer", _sanitizer),
     ("exact", _exact),
+    ("random", _random),
+    ("lossy", _lossy),
     ("transfer", _transfer),
     ("llama", _llama),
 )

@@ -228,8 +228,10 @@ def test_nobody_waits_for_the_device_but_who_asks():
         sampler.start(3)
     encode(sampler, account, device, torch.randn(1000))
     assert [(error.step, error.measured) for error in sampler.errors().values()] == [(3, 1)]
+    assert sampler.relative(account) > 0
     sampler.close()
     assert not device.segments
+    assert sampler.relative(account) is None  # a scalar on the device
 
 
 def test_with_a_limit_to_fail_the_next_step_waits():

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # on its first use it would be imported, and keep frames for the collector
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -109,6 +110,8 @@ def settle(engine: Engine) -> None:
 
 def check_drained(store: ActivationStore) -> None:
     """Nothing is held any more: the graphs are gone, and so are the bytes and the slots."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what copies still read is held until they end
     assert dict(pools(store)) == dict.fromkeys(dict(pools(store)), 0)
     report = store.report()
     assert report.live_bytes == 0

@@ -148,7 +148,8 @@ class Attention(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cells = kind(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+        dropout = 0.2 if torch.get_default_device().type == "cpu" else 0.0  # of cuDNN, it draws other numbers: limits
+        self.cells = kind(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cells(x)[0]
@@ -193,9 +194,10 @@ class Mixed(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float() if x.dtype == torch.bfloat16 else x
-        on = torch.is_autocast_enabled("cpu")
+        kind = x.device.type
+        on = torch.is_autocast_enabled(kind)
         for i, part in enumerate(self):
-            with torch.autocast("cpu", torch.bfloat16, enabled=on and i >= len(self) // 2):
+            with torch.autocast(kind, torch.bfloat16, enabled=on and i >= len(self) // 2):
                 x = part(x)
         return x
 
@@ -386,7 +388,8 @@ def _with_slope(inner: nn.Module, x: Tensor) -> Tensor:
 def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
     """Reads what its node has saved, before backward does."""
     y = inner(x).exp()
-    return y if y.grad_fn is None else y * y.grad_fn._saved_result.detach()
+    read = getattr(y.grad_fn, "_saved_result", None)  # None: of a subclass, whose result is an alias
+    return y if read is None else y * read.detach()
 
 
 def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:
@@ -451,7 +454,7 @@ def _hooked_before(inner: nn.Module) -> nn.Module:
 
 
 def _full_precision(inner: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return inner(x.float() if x.dtype == torch.bfloat16 else x)
 
 
@@ -516,7 +519,9 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "vmap": lambda: Call(torch.vmap(lambda row: row * row.tanh().cumsum(-1))),
     "jvp": lambda: Call(lambda x: torch.func.jvp(torch.sin, (x,), (x.cos(),))[1]),
     "sorted": lambda: Call(lambda x: x.sort(-1).values * x.topk(1).values),
-    "gathered": lambda: Call(lambda x: x.index_select(-1, torch.arange(WIDTH - 1, -1, -1))[:, [-1] * x.shape[1]]),
+    "gathered": lambda: Call(
+        lambda x: x.index_select(-1, torch.arange(WIDTH - 1, -1, -1, device=x.device))[:, [-1] * x.shape[1]]
+    ),
     "spectrum": lambda: Call(_filtered),
     "summed": lambda: Call(lambda x: x.cumsum(1) / (1 + x.logsumexp(-1, keepdim=True).square())),
     "expanded": lambda: Call(lambda x: x * x.mean(-1, keepdim=True).expand_as(x).sin()),
@@ -589,7 +594,8 @@ def grow(tree: Tree) -> nn.Module:
     return AROUND[name](grow(parts[0])) if parts else LEAVES[name]()
 
 
-def build(forest: list[Tree], dtype: torch.dtype) -> nn.Module:
+def build(forest: list[Tree], dtype: torch.dtype, device: str = "cpu") -> nn.Module:
     """A sequence of trees within another, the same at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(*map(grow, forest))).to(dtype)
+    with torch.device(device):
+        return nn.Sequential(nn.Sequential(*map(grow, forest))).to(dtype)

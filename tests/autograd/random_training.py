@@ -79,6 +79,7 @@ def train(
     autocast: bool,
     *,
     around: Callable[[], Any] = nullcontext,
+    device: str = "cpu",
 ) -> list[Any]:
     """Two steps; losses, gradients, parameters, buffers, and where the random numbers have got to."""
     torch.manual_seed(1)
@@ -88,7 +89,7 @@ def train(
         outer = nullcontext if way == OTHER_HOOKS and store is None else AROUND.get(way, nullcontext)
         with outer(), around():
             try:
-                found += step(model, store, way, dtype, autocast)
+                found += step(model, store, way, dtype, autocast, device)
             finally:
                 watched = [grad for part in model.modules() if isinstance(part, Watched) for grad in part.gradients()]
         found += watched
@@ -97,10 +98,13 @@ def train(
                 if p.grad is not None:
                     p -= 0.1 * p.grad
     found += [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
-    return [*found, torch.get_rng_state(), torch.tensor(random.random())]
+    random_states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+    return [*found, *random_states, torch.tensor(random.random())]
 
 
-def step(model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool) -> list[Any]:
+def step(
+    model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool, device: str
+) -> list[Any]:
     """The losses, and the gradients of the inputs; those of the parameters are theirs afterwards."""
     inputs: list[Tensor] = []
     losses: list[Tensor] = []
@@ -108,11 +112,11 @@ def step(model: nn.Module, store: ActivationStore | None, way: str, dtype: torch
     run = on_a_thread if way == "on threads" else lambda work: work()
 
     def forward() -> None:
-        x = torch.randn(2, 4, WIDTH, dtype=dtype, requires_grad=way != "fixed input")
+        x = torch.randn(2, 4, WIDTH, dtype=dtype, device=device, requires_grad=way != "fixed input")
         given = forward_ad.make_dual(x, x.detach().cos()) if way == DUAL else x
         with (
             store or nullcontext(),
-            torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(),
+            torch.autocast(device, torch.bfloat16) if autocast else nullcontext(),
         ):
             loss = model(given).float().square().mean()
             if way in INSIDE:
@@ -146,7 +150,7 @@ def backward(way: str, losses: list[Tensor], tensors: list[Tensor]) -> list[Any]
                 continue
         if way in ("of some", BATCHED, DUAL):
             some = tensors[::2] if way == "of some" else tensors
-            ones = torch.tensor([1.0, -2.0, 0.5]) if way == BATCHED else None
+            ones = torch.tensor([1.0, -2.0, 0.5], device=loss.device) if way == BATCHED else None
             grads = torch.autograd.grad(loss, some, ones, allow_unused=True, is_grads_batched=way == BATCHED)
             for tensor, grad in zip(some, grads, strict=True):
                 if way == DUAL and grad is not None:

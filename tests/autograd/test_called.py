@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from actstore.autograd.called import called_name
+from actstore.autograd.called import called_name, operator_name
 
 ABS = torch.abs
 
@@ -52,11 +54,11 @@ CASES = {  # and the names of what saves a tensor, in their order
 }
 
 
-def names(function, x):
+def names(function, x, name_of=called_name):
     seen = []
 
     def pack(tensor):
-        seen.append(called_name(sys._getframe(1)))
+        seen.append(name_of(sys._getframe(1)))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -70,6 +72,48 @@ def test_names(name):
     function, expected = CASES[name]
     x = torch.randn(4, requires_grad=True)
     assert {names(function, x) for _ in range(40)} == {expected}
+
+
+class Helped(TorchFunctionMode):
+    """It calls what it stands for in a function of its own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.run(func, *args, **(kwargs or {}))
+
+    def run(self, func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+
+class Class(torch.Tensor):
+    pass
+
+
+AROUND = {
+    "a default device": lambda: torch.device("cpu"),
+    "a mode": Helped,
+    "two modes": lambda: Together(Helped(), torch.device("cpu")),
+}
+
+
+class Together(ExitStack):
+    def __init__(self, *contexts):
+        super().__init__()
+        for context in contexts:
+            self.enter_context(context)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", CASES)
+def test_names_of_what_a_mode_stands_for(name, around):
+    function, expected = CASES[name]
+    x = torch.randn(4, requires_grad=True)
+    with AROUND[around]():
+        assert {names(function, x, operator_name) for _ in range(40)} == {expected}
+
+
+def test_names_of_what_a_class_of_tensors_stands_for():
+    x = torch.randn(4, requires_grad=True).as_subclass(Class)
+    assert names(lambda x: x.sin().abs().clamp(0), x, operator_name) == "sin abs clamp"
 
 
 def test_without_positions_no_call_has_a_name():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
@@ -137,6 +139,22 @@ def test_a_model_calls_an_operator_itself(name, policy):
     x = x[x.isfinite()][:5000]
     expected, _ = gradient(NAMED[name], x, "keep")
     found, _ = gradient(NAMED[name], x, policy)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("steps", ["same", "other"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mode_calls_the_operator(name, steps):
+    """As where a default device is set. In the `other` first step, the line of the mode called another operator."""
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+
+    def function(calls):
+        return lambda x: x.sin() if steps == "other" and next(calls) == 0 else NAMED[name](x)
+
+    with torch.device("cpu"):
+        expected, _ = gradient(function(count()), x, "keep")
+        found, _ = gradient(function(count()), x, "int4")
     assert torch.equal(found, expected)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
+import json
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,15 +63,13 @@ counts: Counter[str] = Counter()  # of models, by what came of them
 IN_FORWARD = "read early", "differentiated", "by slope", "with slope"
 
 
-def check(
-    forest: list[Tree], data: st.DataObject, way: str, dtype: torch.dtype, autocast: bool, options: dict[str, Any]
-) -> None:
-    wanted, refused = plain(forest, way, dtype, autocast)
-    model = build(forest, dtype)
+def check(forest: list[Tree], data: st.DataObject, options: dict[str, Any], **job: Any) -> None:
+    wanted, refused = plain(forest, **job)
+    model = build(forest, job["dtype"], job["device"])
     policy = data.draw(policies(model))
     store = store_for(model, policy, options)
     with gc_off():
-        found = train_unless_refused(model, store, way, dtype, autocast, refused=refused or may_refuse(forest, policy))
+        found = train_unless_refused(model, store, refused=refused or may_refuse(forest, policy), **job)
         if found is None:
             return
         if wanted is not None:
@@ -79,17 +79,15 @@ def check(
     counts["no reference" if wanted is None else "equal"] += 1
 
 
-def check_lossy(
-    forest: list[Tree], data: st.DataObject, way: str, dtype: torch.dtype, autocast: bool, options: dict[str, Any]
-) -> None:
-    wanted, refused = plain(forest, way, dtype, autocast)
-    policy, found = data.draw(policies(build(forest, dtype), LOSSY, LOSSY_RECOMPUTED)), []
+def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any], **job: Any) -> None:
+    wanted, refused = plain(forest, **job)
+    policy, found = data.draw(policies(build(forest, job["dtype"]), LOSSY, LOSSY_RECOMPUTED)), []
     refused = refused or may_refuse(forest, policy)
     for times in ({"window": options.get("window")}, {"verify": True} if "verify" in options else {}):
-        model = build(forest, dtype)
+        model = build(forest, job["dtype"], job["device"])
         store = store_for(model, policy, {"min_bytes": options["min_bytes"], **times})
         with gc_off():
-            found.append(train_unless_refused(model, store, way, dtype, autocast, refused=refused))
+            found.append(train_unless_refused(model, store, refused=refused, **job))
             if found[-1] is None:
                 return
             check_drained(store)
@@ -100,11 +98,11 @@ def check_lossy(
     counts["equal"] += 1
 
 
-def plain(forest: list[Tree], way: str, dtype: torch.dtype, autocast: bool) -> tuple[list[Any] | None, bool]:
+def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: Any) -> tuple[list[Any] | None, bool]:
     """What plain training leaves, and whether it refuses a change in place: then, what it leaves if that is allowed."""
     try:
-        return train(build(forest, dtype), None, way, dtype, autocast), False
-    except (RuntimeError, UserWarning) as error:
+        return train(build(forest, dtype, device), None, way, dtype, device=device, **job), False
+    except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
             reject()
@@ -112,13 +110,13 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, autocast: bool) -> t
         return None, True
     try:
         allowed = allow_mutation_on_saved_tensors
-        return train(build(forest, dtype), None, way, dtype, autocast, around=allowed), True
+        return train(build(forest, dtype, device), None, way, dtype, device=device, around=allowed, **job), True
     except (RuntimeError, AssertionError, UserWarning):
         return None, True
 
 
 def train_unless_refused(
-    model: torch.nn.Module, store: ActivationStore, way: str, dtype: torch.dtype, autocast: bool, *, refused: bool
+    model: torch.nn.Module, store: ActivationStore, way: str, *, refused: bool, **job: Any
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
@@ -127,7 +125,7 @@ def train_unless_refused(
     inference mode.
     """
     try:
-        return train(model, store, way, dtype, autocast)
+        return train(model, store, way, **job)
     except RuntimeError as error:
         changed = isinstance(error, MutationError) or CHANGED in str(error)
         of_parts = isinstance(error, StateError) and any(words in str(error) for words in REFUSED)
@@ -160,6 +158,7 @@ ARGUMENTS = {
     "way": st.sampled_from(WAYS),
     "dtype": st.sampled_from([torch.float32, torch.float64]),
     "autocast": st.booleans(),
+    "device": st.just("cpu"),
     "options": st.fixed_dictionaries(
         {"min_bytes": st.sampled_from([0, 200])},
         optional={
@@ -221,8 +220,9 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             draw(given(**ARGUMENTS)(run))()
 
 
-def fuzz(examples: int, first: int, *, lossy: bool) -> None:
-    """Draw models, as many of each seed as `OF_A_SEED` says."""
+def fuzz(examples: int, first: int, device: str, *, lossy: bool) -> Iterator[dict[str, int]]:
+    """Draw models, as many of each seed as `OF_A_SEED` says. Yields what came of them after each seed."""
+    arguments = ARGUMENTS | {"device": st.just(device)}
     begin, numbers = time.perf_counter(), range(first, first + -(-examples // OF_A_SEED))
     for number in numbers:
         left = examples - OF_A_SEED * (number - first)
@@ -230,12 +230,13 @@ def fuzz(examples: int, first: int, *, lossy: bool) -> None:
             max_examples=min(left, OF_A_SEED), deadline=None, database=None, suppress_health_check=list(HealthCheck)
         )
         try:
-            seed(number)(drawn(given(**ARGUMENTS)(check_lossy if lossy else check)))()
+            seed(number)(drawn(given(**arguments)(check_lossy if lossy else check)))()
         except BaseException as error:
             error.add_note(f"seed {number}")
             raise
         took = time.perf_counter() - begin
         print(f"seeds {first} to {number}, {counts.total() / took:.1f} models a second: {dict(counts)}", flush=True)
+        yield dict(counts)
 
 
 def main() -> None:
@@ -243,13 +244,23 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1000, help="how many models (1000)")
     parser.add_argument("--seed", type=int, default=time.time_ns() // 10**9, help="the first one (another each time)")
     parser.add_argument("--lossy", action="store_true", help="draw lossy policies")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are (cpu)")
+    parser.add_argument("--json", type=Path, help="write what came of the models to this file, seed by seed")
     options = parser.parse_args()
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", ".*Switch the model's own checkpoints off", RuntimeWarning)
-    importlib.import_module("torch._dynamo")  # on its first use it would be imported, and keep frames for the collector
     torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.use_deterministic_algorithms(True)  # operators without such an algorithm are no reference
     gc.freeze()  # collections look at what a model leaves only
-    fuzz(options.examples, options.seed, lossy=options.lossy)
+
+    def write(counts: dict[str, int]) -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps({"examples": options.examples, "counts": counts}) + "\n")
+
+    write({})
+    for found in fuzz(options.examples, options.seed, options.device, lossy=options.lossy):
+        write(found)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from actstore.bench.codecs.contenders import OurTrip, select
 from actstore.bench.environment import environment
 from actstore.bench.result import Result
 from actstore.codecs import Int8, Raw
+from benchmarks.gpu import (
+    compile as gpu_compile,
+)
 from benchmarks.gpu import (
     device as gpu_device,
 )
@@ -41,13 +45,18 @@ COPY = {"ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "gbps": 1000.0}
 
 @pytest.mark.parametrize(
     ("text", "dtype", "name"),
-    [("raw", torch.bfloat16, "gaussian"), ("int8", torch.float32, "gaussian"), ("zmask", torch.bfloat16, "relu")],
+    [
+        ("raw", torch.bfloat16, "gaussian"),
+        ("int8", torch.float32, "gaussian"),
+        ("zmask", torch.bfloat16, "relu"),
+        ("zmask(int8)", torch.bfloat16, "relu"),
+    ],
 )
 def test_a_row_of_a_kernel(text: str, dtype: torch.dtype, name: str) -> None:
     (contender,), _ = select([text])
     row = gpu_device.kernel_row(contender, dtype, name, 1.0, CPU, nbytes=1 << 22)
     assert row["correct"]
-    assert (row["error"] == 0) == (text != "int8")
+    assert (row["error"] == 0) == ("int8" not in text)
     assert row["ratio"] >= 1
 
 
@@ -134,6 +143,30 @@ def test_every_part_has_its_page_and_its_place() -> None:
     assert alone == sorted(alone)  # those side by side are neighbours
     longest = max(part.limit_s for part in gpu.PARTS if not part.alone)
     assert longest + next(part.limit_s for part in gpu.PARTS if part.alone) < gpu.TOTAL_S < 9 * 60
+
+
+def test_the_sources_are_compiled_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    started: list[str] = []
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            started.append(command[-1])
+
+        def wait(self) -> int:
+            return int(started[-1] == "bad")
+
+    monkeypatch.setattr(gpu_compile, "find_spec", lambda name: name)
+    monkeypatch.setattr(
+        gpu_compile.build, "_module", lambda name: SimpleNamespace(compile=lambda: compiled.append(name))
+    )
+    monkeypatch.setattr(gpu_compile.subprocess, "Popen", Process)
+    assert gpu_compile.main(["int8", "raw"]) == 0
+    assert (compiled, started) == (["int8", "raw"], [])
+    assert gpu_compile.main([]) == 0
+    assert {"affine", "int8", "sparse"} <= set(started)
+    monkeypatch.setattr(gpu_compile, "names", lambda: ["bad"])
+    assert gpu_compile.main([]) == 1
 
 
 def test_all_tests_for_a_gpu_are_run() -> None:

@@ -39,6 +39,8 @@ EXACT = {"rows": [{"bit_equal": True, "loss_hex": "0x1"}] * 3}
 FIGURES = {
     "codecs": TESTS, "tests": TESTS, "exact": EXACT, "transfer": TRANSFER, "llama": LLAMA,
     "kernels": {"rows": [{"correct": True}, {"left_out": "no"}]},
+    "random": {"examples": 10, "counts": {"equal": 8, "refused": 2, "no model": 5}},
+    "lossy": {"examples": 10, "counts": {"equal": 10}},
     "sanitizer": {"said": {"memcheck": "0 errors"}, "clean": True, "tools": ["memcheck"]},
 }  # fmt: skip
 
@@ -61,6 +63,8 @@ def test_everything_that_is_good_passes() -> None:
         ("tests", {"failed": {f"c::{SANITIZER_TEST}[int8]": "race"}}, "torch.cuda._sanitizer"),
         ("exact", {"rows": [*EXACT["rows"], {"bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
         ("sanitizer", {"tools": ["memcheck", "racecheck"]}, "compute-sanitizer"),
+        ("random", {"counts": {"equal": 9, "no model": 5}}, "random models under exact"),
+        ("lossy", {"counts": {}}, "random models under lossy"),
         ("kernels", {"rows": [{"correct": False}]}, "every kernel's"),
         ("transfer", {"link": [TRANSFER["link"][1] | {"both": {"of_ceiling": 0.89}}]}, "both directions"),
         ("transfer", {"hidden": {"equal": True, "stall_share": 0.02}}, "under 2 %"),

@@ -1,10 +1,11 @@
 """The whole store on a CUDA device: exact, asynchronous, and the memory really goes."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn import GELU, LayerNorm, Linear, Module, ModuleList, Sequential
+from torch.nn import GELU, GRU, LSTM, Dropout, LayerNorm, Linear, Module, ModuleList, Sequential
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from actstore import ActivationStore, Disk, Window
@@ -98,6 +99,51 @@ def test_lossless_is_bit_equal_for_several_steps(job, policy, stream, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert store.report().live_bytes == 0
     store.close()
+
+
+class Recurrent(Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, num_layers=3, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x)[0]
+
+
+def begins_anew(*_):
+    """The next of cuDNN's recurrent layers begins its random numbers by a number of the generator."""
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["recompute", "recompute(raw @ host)", "*.0 : keep; * : recompute", "*.0.cells : keep; * : recompute",
+     "*/_cudnn_rnn : keep; * : recompute", "*/@aten.* : keep; * : recompute"],
+)  # fmt: skip
+def test_dropout_of_recurrent_layers_is_that_of_forward(policy):
+    """cuDNN has a state of its own for it. Where a region has begun that anew, plain training does here, too."""
+    torch.manual_seed(0)
+    blocks = [Sequential(Recurrent(kind), Dropout(0.1), Recurrent(kind)) for kind in (LSTM, GRU, LSTM)]
+    model = Sequential(*blocks).cuda()
+    x = torch.randn(BATCH, 32, WIDTH, device="cuda")
+    found = []
+    for store in (None, ActivationStore(model, policy, min_bytes=0)):
+        plain = [] if store else [module.register_forward_pre_hook(begins_anew) for module in blocks]
+        once = {"*.0": 0, "*/@": 1}.get(policy[:3])  # the part that later runs do not run
+        parts = [block[once] for block in blocks if store is None and once is not None]
+        plain += [part.register_forward_hook(begins_anew) for part in parts]
+        torch.manual_seed(1)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with store or nullcontext():
+                loss = model(x).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for hook in plain:
+            hook.remove()
+    wanted, found = found[:2], found[2:]
+    for a, b in zip(found, wanted, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("policy", LOSSY)

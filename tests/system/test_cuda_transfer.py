@@ -473,7 +473,7 @@ import sys, warnings
 sys.modules["cupy"] = None  # the checker sees torch's operations only
 import torch
 from torch.nn import Linear, ReLU, Sequential
-from actstore import ActivationStore
+from actstore import ActivationStore, Window
 from actstore.devices import Accelerator
 from actstore.base.ticket import EventTicket
 
