@@ -13,8 +13,10 @@ from typing import Any
 from actstore.errors import ConfigError, StateError
 from actstore.integrations.around import around_loss, refuse_checkpointing
 from actstore.integrations.figures import figures
+from actstore.integrations.reports import log_reports
 from actstore.session.activation_store import ActivationStore
 from actstore.session.arguments import check_policy
+from actstore.session.job_report import JobReport
 
 try:
     from transformers import TrainerCallback
@@ -32,7 +34,8 @@ class ActivationStoreCallback(TrainerCallback):
 
     The store is entered around the loss of each training step, gradient accumulation included; evaluation is not
     stored. Its figures, such as `actstore/held_MiB`, join the rows that the Trainer logs (TensorBoard has them as
-    ``train/actstore/held_MiB``), and its report is logged when training ends.
+    ``train/actstore/held_MiB``), and its report is logged when training ends; on rank 0
+    of several also that of all ranks.
 
     Parameters
     ----------
@@ -44,6 +47,7 @@ class ActivationStoreCallback(TrainerCallback):
     ----------
     store : the store of the training that runs, or ran last; None before the first. It is closed when training ends;
         `store.report()` and `store.plan` go on being there
+    job_report : the report of all ranks, on rank 0 of several, from the end of training on; otherwise None
 
     Raises
     ------
@@ -70,6 +74,7 @@ class ActivationStoreCallback(TrainerCallback):
         self._options = options
         self._trainer: Any = None
         self.store: ActivationStore | None = None
+        self.job_report: JobReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Build the store for the model, which is in its final form here, and make the Trainer enter it."""
@@ -89,6 +94,7 @@ class ActivationStoreCallback(TrainerCallback):
                 devices=args.n_gpu,
             )
         refuse_checkpointing(model)
+        self.job_report = None
         self.store = store = ActivationStore(model, self._policy, **self._options)
         if checkpoint is not None:
             _load(store, Path(checkpoint), args.process_index)
@@ -104,9 +110,9 @@ class ActivationStoreCallback(TrainerCallback):
             _file(folder, args.process_index).write_text(json.dumps(self.store.state_dict()), encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Log the report, restore the Trainer and close the store."""
+        """Log the reports, restore the Trainer and close the store."""
         if self.store is not None:
-            _logger.info("activations in the last step:\n%s", self.store.report())
+            self.job_report = log_reports(self.store, _logger)
         self._detach()
 
     def _detach(self) -> None:

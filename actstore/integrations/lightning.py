@@ -8,8 +8,10 @@ from typing import Any
 from actstore.errors import StateError
 from actstore.integrations.around import around_loss, refuse_checkpointing
 from actstore.integrations.figures import figures
+from actstore.integrations.reports import log_reports
 from actstore.session.activation_store import ActivationStore
 from actstore.session.arguments import check_policy
+from actstore.session.job_report import JobReport
 
 try:
     from lightning.pytorch import Callback
@@ -32,7 +34,8 @@ class ActivationStoreCallback(Callback):
     """Callback that trains with a store: ``Trainer(callbacks=[ActivationStoreCallback("recompute")])``.
 
     The store is entered around each `training_step`; validation and test are not stored. Its figures go to the loggers
-    (such as `actstore/held_MiB`) every `log_every_n_steps`, and its report is logged when training ends.
+    (such as `actstore/held_MiB`) every `log_every_n_steps`, and its report is logged when training ends; on rank 0
+    of several also that of all ranks.
 
     Parameters
     ----------
@@ -44,6 +47,7 @@ class ActivationStoreCallback(Callback):
     ----------
     store : the store of the training that runs, or ran last; None before the first. It is closed when training ends;
         `store.report()` and `store.plan` go on being there
+    job_report : the report of all ranks, on rank 0 of several, from the end of training on; otherwise None
 
     Raises
     ------
@@ -67,6 +71,7 @@ class ActivationStoreCallback(Callback):
         self._strategy: Any = None
         self._state: dict[str, Any] | None = None  # loaded, for the next store
         self.store: ActivationStore | None = None
+        self.job_report: JobReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the store for the model, which is in its final form here, and make the strategy enter it."""
@@ -79,6 +84,7 @@ class ActivationStoreCallback(Callback):
                 callback=other,
             )
         refuse_checkpointing(pl_module)
+        self.job_report = None
         self.store = store = ActivationStore(pl_module, self._policy, **self._options)
         state, self._state = self._state, None
         if state is not None:
@@ -110,9 +116,9 @@ class ActivationStoreCallback(Callback):
                 logger.log_metrics(figures(self.store.report()), step=step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the report, restore the strategy and close the store."""
+        """Log the reports, restore the strategy and close the store."""
         if self.store is not None:
-            _logger.info("activations in the last step:\n%s", self.store.report())
+            self.job_report = log_reports(self.store, _logger)
         self._detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

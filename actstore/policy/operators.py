@@ -9,6 +9,7 @@ from actstore.errors import PolicyError
 from actstore.policy.globs import includes, matcher
 from actstore.policy.options import did_you_mean
 
+COLLECTIVE = "collective"
 CLASSES: dict[str, tuple[str, ...]] = {
     "activation": (
         "_prelu_kernel", "celu", "elu", "gelu", "glu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
@@ -30,6 +31,14 @@ CLASSES: dict[str, tuple[str, ...]] = {
     ),
     "sdpa": ("_cudnn_attention_forward", "_efficient_attention_forward", "_flash_attention_forward",
              "_scaled_dot_product_*"),
+    COLLECTIVE: (
+        "_c10d_functional.all_gather_into_tensor*", "_c10d_functional.all_reduce*",
+        "_c10d_functional.all_to_all_single", "_c10d_functional.broadcast",
+        "_c10d_functional.reduce_scatter_tensor*", "_dtensor.shard_dim_alltoall",
+        "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allgather_*", "c10d.allreduce_*",
+        "c10d.alltoall_*", "c10d.barrier", "c10d.broadcast_", "c10d.gather_", "c10d.monitored_barrier_",
+        "c10d.reduce_", "c10d.reduce_scatter_*", "c10d.scatter_",
+    ),
 }  # fmt: skip
 NAMESPACE = "aten."
 
@@ -70,7 +79,7 @@ def includes_all(word: str, other: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _globs(word: str) -> tuple[str, ...]:
-    return tuple(NAMESPACE + name for name in CLASSES[word]) if word in CLASSES else (word,)
+    return tuple(name if "." in name else NAMESPACE + name for name in CLASSES.get(word, ())) or (word,)
 
 
 def _known() -> str:

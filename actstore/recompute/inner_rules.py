@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from actstore.base.operators import PASSING
 from actstore.policy import Encode, Keep, Offload, Rules
 from actstore.policy.decision import exactly, waits_as
-from actstore.policy.operators import covers
+from actstore.policy.operators import COLLECTIVE, covers
+from actstore.policy.pattern import Pattern
 from actstore.recompute.operators import MAKES_EMPTY, base_name
 
 # They also write to running statistics, which their schema does not say: the region runs them again.
 _HIDDEN_WRITES = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_cudnn_rnn", "_cudnn_init_dropout_state"}
 )
+COMMUNICATION = "c10d"  # namespace of operators that write to their first argument, which their schemas do not say
 
 
 class InnerRules:
@@ -48,6 +51,10 @@ class InnerRules:
 
     def __bool__(self) -> bool:
         return bool(self._rules)
+
+    def has(self, pattern: Pattern) -> bool:
+        """Return whether the rule of a pattern is among these."""
+        return pattern in self._rules
 
     def may_keep(self, operator: Any) -> bool:
         """Return whether a rule may be for results of `operator`. Operators that write, and views, run again."""
@@ -77,14 +84,18 @@ def _as_result(wait: Keep | Encode | Offload) -> Keep | Encode | Offload:
 
 def name_of(operator: Any) -> str:
     """Return the name of an operator of PyTorch in rules, such as ``aten.gelu``; empty for any other."""
-    is_aten = isinstance(operator, OpOverload) and operator.namespace == "aten"
-    return f"aten.{base_name(operator)}" if is_aten else ""
+    if not isinstance(operator, OpOverload):
+        return ""
+    name = f"{operator.namespace}.{base_name(operator)}"
+    return name if operator.namespace == "aten" or covers(COLLECTIVE, name) else ""
 
 
 def makes_results(operator: Any) -> bool:
-    """Return whether an operator makes tensors from tensors, and does nothing else."""
+    """Return whether an operator makes tensors from tensors, and does nothing else. Collectives may write."""
     if not name_of(operator):
         return False
+    if operator.namespace != "aten":  # a collective
+        return True
     name, schema = base_name(operator), operator._schema
     if schema.is_mutable or name in PASSING or name in MAKES_EMPTY or name in _HIDDEN_WRITES:
         return False
@@ -100,12 +111,15 @@ def draws(operator: OpOverload) -> bool:
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an operator writes to."""
+    """Yield the tensors that an operator writes to."""
+    for value in written_values(operator, args, kwargs):
+        yield from (part for part in tree_leaves(value) if isinstance(part, Tensor))
+
+
+def written_values(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator writes to, or that hold such tensors."""
     for position, name in _writes(operator):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        yield from (
-            part for part in (value if isinstance(value, list | tuple) else (value,)) if isinstance(part, Tensor)
-        )
+        yield args[position] if position < len(args) else kwargs.get(name)
 
 
 @cache
@@ -113,5 +127,8 @@ def _writes(operator: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and the names of the arguments that an operator writes to."""
     if not isinstance(operator, OpOverload):
         return ()
-    arguments = enumerate(operator._schema.arguments)
-    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+    arguments = operator._schema.arguments
+    if operator.namespace == COMMUNICATION:
+        return ((0, arguments[0].name),)
+    written = enumerate(arguments)
+    return tuple((i, arg.name) for i, arg in written if arg.alias_info is not None and arg.alias_info.is_write)

@@ -27,9 +27,11 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Encode, Keep, Offload
+from actstore.recompute import collectives
+from actstore.recompute.collectives import call_shape, is_collective, writes_results
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
-from actstore.recompute.modes import is_traced, shape_of
+from actstore.recompute.modes import is_traced
 from actstore.recompute.outputs import is_plain, own_copy
 from actstore.recompute.repeating import Repeating
 from actstore.recompute.results import OperatorCall, ResultTensor
@@ -70,7 +72,7 @@ class ResultMode(TorchDispatchMode, ABC):
         around = self._around
         if not self._rules.may_keep(operator) or current() is not around or innermost_pack() is not around.hook:
             return False
-        return not is_traced()
+        return not is_traced() and not (is_collective(operator) and collectives.moves_weights(__name__))
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -154,12 +156,18 @@ class Keeping(ResultMode):
         if not self._may_keep(operator):
             return operator(*args, **kwargs)
         frame = self._run.scope.tracker.frame
-        call = OperatorCall(name_of(operator), shape_of(args), self._run.count())
+        call = OperatorCall(name_of(operator), call_shape(operator, args), self._run.count())
         self._calls.append(call)
         decision = self._rules.decide(frame.place.name, operator=call.operator)
         if decision is None and not self._rules.tags:
             return operator(*args, **kwargs)
         result = self._run_once(operator, args, kwargs, call, decides=decision is None)
+        if is_collective(operator):
+            if decision is not None:
+                collectives.wait(result)
+            if writes_results(operator):
+                self._keep_written(list(written_by(operator, args, kwargs)), call, frame, decision)
+                return result
         if not _can_wait(result, args, kwargs):
             return result
         if decision is not None:
@@ -223,6 +231,19 @@ class Keeping(ResultMode):
             for source, state in call.states:
                 source.set(state)
         return result
+
+    def _keep_written(
+        self, tensors: list[Tensor], call: OperatorCall, frame: Frame, decision: Keep | Encode | Offload | None
+    ) -> None:
+        """Store copies of what a collective has written."""
+        if decision is None or not all(map(is_plain, tensors)):
+            return
+        if frame.module is not None:
+            collectives.count_write(frame.module, tensors)
+        with self._outside():
+            copies = [own_copy(tensor.detach()) for tensor in tensors]
+        self._made = MadeResult(call, copies, frame, decision)
+        self._settle()
 
     def _states(self, operator: Any) -> list[tuple[GeneratorAccess, Any]]:
         """Return the states of the generators that an operator may draw from."""
@@ -303,13 +324,16 @@ class Serving(ResultMode):
         kwargs = kwargs or {}
         if not self._may_keep(operator):
             return operator(*args, **kwargs)
-        call = self._take(name_of(operator), shape_of(args))
+        call = self._take(name_of(operator), call_shape(operator, args))
         if call.runs_again:
             return operator(*args, **kwargs)
         if isinstance(self._run.mode, Repeating):
             self._run.mode.skip(call.decisions)
         with self._outside():
             leaves = call.again(self._run)
+        if is_collective(operator) and writes_results(operator):
+            with self._run.paused():
+                return collectives.write_again(operator, args, kwargs, leaves)
         # Here `detach` makes tensors that autograd knows nothing of, as those that an operator returns.
         return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], call.form)
 

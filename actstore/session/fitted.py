@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 
 from torch.nn import Module
@@ -16,7 +16,8 @@ from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
-from actstore.policy.pattern import ancestry
+from actstore.policy.operators import COLLECTIVE
+from actstore.policy.pattern import Pattern, ancestry
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
@@ -114,6 +115,7 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
                 f"the policy names modules or recomputes them, but no model was given: {str(policy)!r}. "
                 "Write ActivationStore(model, policy)."
             )
+        _require_regions(policy, [])
         return []
     named = dict(named_modules(model))
     policy.check(named)
@@ -122,6 +124,7 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     once = frozenset(inner for part in excepted.values() for inner in part.modules())
     alike = Counter(roots.values())
     inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
+    _require_regions(policy, [rules for rules in inner.values() if rules is not None])
     return [
         *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
         *(
@@ -141,6 +144,19 @@ def _inner_rules(root: str, named: Iterable[str], policy: Rules, excepted: Conta
         if root in around and not any(outer in excepted for outer in around[: around.index(root)]):
             names.append(name)
     return InnerRules(policy, names) or None
+
+
+def _require_regions(policy: Rules, inner: Sequence[InnerRules]) -> None:
+    """Refuse a rule for collectives outside of recomputed modules, where nothing communicates again."""
+    for text, decision in policy.rules:
+        pattern = Pattern.parse(text)
+        if pattern.operator == COLLECTIVE and not any(rules.has(pattern) for rules in inner):
+            raise PolicyError(
+                f"rule '{text} : {decision}' is for collectives that a recomputed module would call again, and "
+                f"'{pattern.module}' holds no such module. Add a rule such as '{pattern.module} : recompute', or leave "
+                "this one out.",
+                pattern=text,
+            )
 
 
 def _callable_parts(name: str, module: Module) -> Iterator[tuple[str, Module]]:

@@ -15,7 +15,7 @@ No two ranks need to do anything in the same order, or at the same time:
    it. Where a rank has gone on to another step without the payload, no rank has let it go, and each removes its own;
 5. a rank that has died ends each call to it at once, and one that does not post a payload ends its check within
    `wait_s`, by an error with the number of the rank. No slice is of use then, and each rank removes its own as it frees
-   them. A process that the system has stopped, with its native threads, is not noticed.
+   them. So does one that does not answer within `wait_s`: the system has stopped it, with its native threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from collections.abc import Iterable
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any, ClassVar
-from weakref import finalize
 
 import torch
 
@@ -37,6 +35,7 @@ from actstore.base.job import Job
 from actstore.base.ticket import JobTicket, Span, Ticket
 from actstore.errors import ActstoreError, PayloadError, ReplicaError, StateError, TransferError
 from actstore.tiers.base import Slot, Tier
+from actstore.tiers.calls import CallThread
 from actstore.tiers.device import too_late
 from actstore.tiers.peers import CHUNK_NBYTES, Peers
 
@@ -359,31 +358,6 @@ class GroupTier(Tier):
             raise StateError("the group tier is closed. Make a new ActivationStore.")
         if self._pid != os.getpid():
             raise StateError("the group tier does not work in a forked child. Start the process by spawn.")
-
-
-class CallThread:
-    """A thread that makes calls one after another. `give` is one call in C: safe in finalizers."""
-
-    def __init__(self, name: str) -> None:
-        calls: SimpleQueue[Any] = SimpleQueue()
-        self.give = calls.put
-        self._thread = Thread(target=_run, args=(calls,), name=name, daemon=True)
-        self._thread.start()
-        finalize(self, calls.put, None)
-
-    def end(self, wait_s: float) -> None:
-        """End the thread after the calls that were given; wait for that at most `wait_s` seconds."""
-        self.give(None)
-        self._thread.join(wait_s)
-
-
-def _run(calls: SimpleQueue[Any]) -> None:
-    while True:
-        call = calls.get()
-        if call is None:
-            return
-        call()
-        del call  # or its tensors live until the next one comes
 
 
 def _chunks(start: int, stop: int) -> list[tuple[int, int]]:

@@ -104,13 +104,16 @@ def build() -> Rank:
     return Rank(model, micro_batches(model, dist.get_rank()))
 
 
+RULED = "blocks.*/@collective : keep; blocks.* : recompute"
+
+
 def once(wait: str, region: str = "recompute") -> str:
     """Recomputed blocks, whose exchanges run once; what they return waits."""
     return f"blocks.*.moe.dispatch : {wait}; blocks.*.moe.combine : {wait}; blocks.* : {region}"
 
 
 ALIKE = tuple(policy for policy in LOSSLESS if "expack" not in policy and policy != "derive")
-ONCE = tuple(once(wait) for wait in ("keep", "raw", "raw @ host", "raw @ disk"))
+ONCE = (RULED, *(once(wait) for wait in ("keep", "raw", "raw @ host", "raw @ disk")))
 
 
 def experts_are_exact() -> None:
@@ -122,7 +125,7 @@ def experts_are_exact() -> None:
 
 def experts_exchange_as_often() -> None:
     """A recomputed block exchanges its rows again, and one whose exchanges are excepted does not."""
-    once_only = dict.fromkeys(("keep", "raw @ disk", ONCE[0], ONCE[-1]), 0)
+    once_only = dict.fromkeys(("keep", "raw @ disk", RULED, ONCE[1], ONCE[-1]), 0)
     check_counts(build, once_only | {"blocks.* : recompute": DEPTH * COLLECTIVES})
 
 

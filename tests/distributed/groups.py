@@ -26,9 +26,9 @@ WAIT_S = 20.0
 POLICIES = tuple(f"blocks.* : {wait}" for wait in ("recompute(raw @ group)", "recompute(expack @ group > host)"))
 
 
-def group() -> list[Group | Window]:
+def group(wait_s: float = WAIT_S) -> list[Group | Window]:
     """The tiers of a store that keeps little on the device of what has left it."""
-    return [Group(dist.group.WORLD, wait_s=WAIT_S), Window("4KiB")]
+    return [Group(dist.group.WORLD, wait_s=wait_s), Window("4KiB")]
 
 
 def group_is_exact() -> None:
@@ -179,11 +179,11 @@ def ranks_read_in_their_own_order() -> None:
     assert tier._replicas == {}, list(tier._replicas)
 
 
-def replicated() -> tuple[Model, ActivationStore]:
+def replicated(wait_s: float = WAIT_S) -> tuple[Model, ActivationStore]:
     """A model that all ranks have, which calls no collective, and its store."""
     torch.manual_seed(0)
     model = Model()
-    return model, ActivationStore(model, "blocks.* : recompute(raw @ group)", min_bytes=0, tiers=group())
+    return model, ActivationStore(model, "blocks.* : recompute(raw @ group)", min_bytes=0, tiers=group(wait_s))
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -198,18 +198,18 @@ def tier_of(store: ActivationStore) -> GroupTier:
     return tier
 
 
-def loses_a_rank(rank: int, folder: str) -> None:
-    """Rank 1 of two is killed between forward and backward; rank 0 writes what it raises, and what it has left."""
+def loses_a_rank(rank: int, folder: str, wait_s: float) -> None:
+    """Rank 1 of two is killed or stopped between forward and backward; rank 0 writes what it raises, and has left."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/rendezvous", 2), rank=rank, world_size=2)
-    model, store = replicated()
+    model, store = replicated(wait_s)
     with store:
         loss = loss_of(model(batch(0)))
     land(store)
     dist.barrier()
     Path(folder, f"landed.{rank}").touch()
-    while rank == 1 or not Path(folder, "killed").exists():
+    while rank == 1 or not Path(folder, "lost").exists():
         sleep(0.01)
     with pytest.raises(TransferError) as raised:
         loss.backward()

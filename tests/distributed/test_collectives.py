@@ -11,17 +11,51 @@ from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
-JOBS = [
+EXPERTS = [
     f"tests.distributed.experts:{name}"
     for name in ("experts_are_exact", "experts_exchange_as_often", "experts_with_a_loss", "no_token_is_rerouted")
 ]
+CONTEXT = [
+    f"tests.distributed.context:{name}"
+    for name in (
+        "parts_of_tokens_are_those_of_one_process",
+        "parts_of_tokens_are_exact",
+        "parts_of_tokens_are_exchanged_as_often",
+    )
+]
+RULED = [
+    f"tests.distributed.collectives:{name}"
+    for name in (
+        "collectives_run_once",
+        "ranks_may_recompute_other_blocks",
+        "a_stored_result_is_summed_in_place",
+        "sums_in_buffers_are_counted_once",
+    )
+]
+SLOW = [
+    f"tests.distributed.collectives:{name}"
+    for name in (
+        "collectives_are_exact", "collectives_with_a_loss", "weights_are_gathered_again", "tensor_parallel_layers",
+    )
+]  # fmt: skip
 
 
-def check(world: int, folder: Path, timeout_s: float) -> None:
-    outcome = launch(world, JOBS, folder, timeout_s)
-    failures = [f"{name}\n{text}" for name in JOBS for text in outcome.failures[name]]
+def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
+    outcome = launch(world, jobs, folder, timeout_s)
+    failures = [f"{name}\n{text}" for name in jobs for text in outcome.failures[name]]
     assert not failures, "\n\n".join(failures)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, tmp_path, 270)
+    check(2, [*EXPERTS, *RULED, CONTEXT[-1]], tmp_path, 270)
+
+
+@pytest.mark.slow
+def test_two_ranks_by_all_rules(tmp_path: Path) -> None:
+    check(2, [*CONTEXT, *SLOW], tmp_path, 270)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_ranks(tmp_path: Path) -> None:
+    check(4, [*EXPERTS, *RULED, *CONTEXT, *SLOW], tmp_path, 540)

@@ -61,6 +61,9 @@ def test_every_example_is_run_here():
                 ("fsdp", 4),
                 ("tensor_parallel", 2),
                 ("expert_parallel", 2),
+                ("expert_parallel", 4),
+                ("context_parallel", 2),
+                ("context_parallel", 4),
                 ("pipeline", 4),
             )
         ),

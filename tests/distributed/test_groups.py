@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 from time import sleep
 
@@ -36,21 +38,29 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    ranks = mp.spawn(loses_a_rank, (str(tmp_path),), nprocs=2, join=False)
+@pytest.mark.parametrize(
+    ("how", "wait_s", "text"),
+    [
+        (signal.SIGKILL, 20.0, "rank 1 no longer answers"),
+        (signal.SIGSTOP, 3.0, r"rank 1 has not answered in 3.0 s: its process is stopped, .* Look at rank 1"),
+    ],
+)
+def test_a_lost_rank_is_named(how: signal.Signals, wait_s: float, text: str, tmp_path: Path) -> None:
+    ranks = mp.spawn(loses_a_rank, (str(tmp_path), wait_s), nprocs=2, join=False)
     first, second = ranks.processes
     try:
         while not all((tmp_path / f"landed.{rank}").exists() for rank in range(2)):
             assert first.is_alive()
             assert second.is_alive()
             sleep(0.01)
-        second.kill()
-        second.join(60)
-        (tmp_path / "killed").touch()
+        os.kill(second.pid, how)
+        if how is signal.SIGKILL:
+            second.join(60)
+        (tmp_path / "lost").touch()
         first.join(60)
         assert first.exitcode == 0
     finally:
         for process in (first, second):
             process.kill()
             process.join()
-    assert re.match(r"1 \[\] .*: rank 1 no longer answers", (tmp_path / "raised").read_text())
+    assert re.match(rf"1 \[\] while decoding blocks\.1\[0\] .*: {text}", (tmp_path / "raised").read_text())

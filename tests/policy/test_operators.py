@@ -1,10 +1,13 @@
 """Operators in patterns."""
 
 import pytest
+import torch
 
+from actstore import ActivationStore
 from actstore.base.operators import PASSING, aten_names, operator_of_node
 from actstore.errors import PolicyError
 from actstore.policy import Keep, Rules, parse
+from actstore.policy.globs import matcher
 from actstore.policy.operators import CLASSES, covers
 from actstore.policy.pattern import Pattern
 
@@ -39,12 +42,57 @@ def test_what_a_word_covers(word, operators):
     assert not covers(word, "")
 
 
+def test_what_the_class_of_collectives_covers():
+    assert covers("collective", "_c10d_functional.all_reduce")
+    assert covers("collective", "c10d.allreduce_")
+    assert not covers("collective", "aten.mm")
+    assert not covers("aten.*", "c10d.allreduce_")
+
+
 def test_every_operator_of_a_class_exists_and_makes_its_result_itself():
-    for names in CLASSES.values():
+    for kind, names in CLASSES.items():
         for name in names:
-            found = [known for known in aten_names() if covers(f"aten.{name}", f"aten.{known}")]
+            found = [known for known in operators(name) if covers(kind, known)]
             assert found, name
-            assert not PASSING.intersection(found)
+            assert not {f"aten.{passing}" for passing in PASSING}.intersection(found)
+
+
+def operators(name):
+    """The operators of PyTorch that a name of a class covers, with their namespaces."""
+    if "." not in name:
+        return [f"aten.{known}" for known in aten_names() if covers(f"aten.{name}", f"aten.{known}")]
+    if name.startswith("_dtensor."):
+        pytest.importorskip("torch.distributed.tensor")
+    known = {full.replace("::", ".").partition("(")[0] for full in torch._C._dispatch_get_all_op_names()}
+    return [each for each in known if matcher(name)(each)]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+def test_the_collectives_of_pytorch_are_those_of_the_class():
+    """What it leaves out: messages between two ranks, and what does not communicate."""
+    left_out = {
+        "_c10d_functional._wrap_tensor_autograd", "_c10d_functional.batch_p2p_ops", "_c10d_functional.irecv",
+        "_c10d_functional.isend", "_c10d_functional.wait_tensor", "c10d.check_for_nan", "c10d.recv_",
+        "c10d.recv_any_source_", "c10d.send",
+    }  # fmt: skip
+    names = {schema.name.replace("::", ".") for schema in torch._C._jit_get_all_schemas()}
+    found = {name for name in names if name.startswith(("_c10d_functional.", "c10d."))}
+    uncovered = {name for name in found if not (covers("collective", name) or covers("collective", name[:-1]))}
+    assert uncovered == left_out & found
+
+
+@pytest.mark.parametrize("text", ["*/@collective : keep", "0/@collective : keep; 1 : recompute; * : raw"])
+def test_rules_for_collectives_are_for_recomputed_modules(text):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(PolicyError, match=r"holds no such module. Add a rule such as '.* : recompute'") as caught:
+        ActivationStore(model, text)
+    assert caught.value.pattern == text.partition(" ")[0]
+    ActivationStore(model, "*/@collective : keep; 1 : recompute").close()
+
+
+def test_rules_for_collectives_need_a_model():
+    with pytest.raises(PolicyError, match="holds no such module"):
+        ActivationStore(policy="*/@collective : keep")
 
 
 def test_an_operator_restricts_a_rule_to_tensors_that_it_made():
