@@ -386,7 +386,8 @@ def _with_slope(inner: nn.Module, x: Tensor) -> Tensor:
 def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
     """Reads what its node has saved, before backward does."""
     y = inner(x).exp()
-    return y if y.grad_fn is None else y * y.grad_fn._saved_result.detach()
+    saved = getattr(y.grad_fn, "_saved_result", None)  # the node of a subclass is that of an alias
+    return y if saved is None else y * saved.detach()
 
 
 def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tests.operators.calls import module_calls, operators, samples
 AUTOCAST = {"off": nullcontext, "on": lambda: torch.autocast("cpu", torch.bfloat16)}
 UNSTABLE = ("linalg.lstsq",)  # differs from run to run
 KNOWN = ("linalg.pinv",)  # under autocast on a CPU: one of its callers runs without autocast
+ANOTHER_WAY = "LinearCrossEntropyLoss"  # smoothed with weights: PyTorch sums in another order below any mode
 QUICK = ("linalg.pinv", "pinverse", "nn.functional.bilinear", "matrix_exp", "cdist", "einsum")
 
 
@@ -81,4 +82,5 @@ def test_all_operators(dtype, context):
 @pytest.mark.slow
 @pytest.mark.parametrize("context", AUTOCAST)
 def test_all_modules(context):
-    check((each.call for each in module_calls(torch.float32, None)), AUTOCAST[context], least=200)
+    calls = (each.call for each in module_calls(torch.float32, None) if ANOTHER_WAY not in each.call.name)
+    check(calls, AUTOCAST[context], least=200)
