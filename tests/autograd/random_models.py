@@ -421,6 +421,8 @@ def _checkpoint_reentrant(inner: nn.Module, x: Tensor) -> Tensor:
 
 def _checkpoint_selective(inner: nn.Module, x: Tensor) -> Tensor:
     saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    if any(isinstance(part, nn.GRU) for part in inner.modules()):
+        saved = [torch.ops.aten.bmm.default]  # its cells write to products: plain PyTorch would read others again
     contexts = partial(create_selective_checkpoint_contexts, saved)
     return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
 
