@@ -69,8 +69,8 @@ class Partitioner:
             self._rules,
             self._names,
             num_outputs=num_outputs,
-            active=_active(forward, metadata),
-            static=_static(forward, options.get("static_lifetime_input_indices")),
+            active=_active(_inputs(forward, metadata), metadata),
+            static=_static(_inputs(forward, metadata), options.get("static_lifetime_input_indices")),
         )
         editor = Editor(forward, backward, boundary, num_outputs, self._decompositions())
         self.table = editor.apply(treatments, self._rules)
@@ -92,9 +92,13 @@ class Partitioner:
         return self.table
 
 
-def _active(forward: GraphModule, metadata: Any) -> set[Node] | None:
+def _inputs(forward: GraphModule, metadata: Any) -> list[Node]:
+    """Return the inputs of a graph, without the tokens of effects before them, such as those of checks."""
+    return list(forward.graph.find_nodes(op="placeholder"))[len(getattr(metadata, "tokens", ())) :]
+
+
+def _active(inputs: list[Node], metadata: Any) -> set[Node] | None:
     """Return the inputs of a graph that require a gradient; None where PyTorch does not tell."""
-    inputs = forward.graph.find_nodes(op="placeholder")
     infos = getattr(metadata, "input_info", None)
     if infos is None or len(infos) != len(inputs):
         return None
@@ -102,7 +106,6 @@ def _active(forward: GraphModule, metadata: Any) -> set[Node] | None:
     return {node for node, info in tensors if info.requires_grad and isinstance(node.meta.get("val"), Tensor)}
 
 
-def _static(forward: GraphModule, indices: Sequence[int] | None) -> set[Node]:
+def _static(inputs: list[Node], indices: Sequence[int] | None) -> set[Node]:
     """Return the inputs of a graph that are parameters and buffers."""
-    inputs = forward.graph.find_nodes(op="placeholder")
     return {inputs[index] for index in indices or ()}

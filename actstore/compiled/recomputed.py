@@ -6,24 +6,46 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.exact import depending_on_gradients
+from actstore.compiled.graph import GETITEM, VIEWS, name_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 
+# The write itself, and norms: what backward reads of these in training does not depend on running statistics.
+_APART = frozenset({"copy_", "_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"})
+
 
 def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> None:
-    """Mark the operators of recomputed modules. Each call of such a module is a region, whose inputs are saved."""
+    """Mark the operators of recomputed modules. Each call of such a module is a region, whose inputs are saved.
+
+    What is computed from an input that the graph overwrites is saved, too: in backward the input is another one.
+    """
     if not rules.roots:
         return
     nodes = list(joint.graph.nodes)
     backward = depending_on_gradients(nodes)
+    overwritten = _readers_of_overwritten(nodes)
     regions: dict[str, int] = {}
     for node in nodes:
         if node.op != "call_function" or node in backward or node.meta.get("partitioner_tag") == "is_backward":
             continue
         call = _region_of(node, rules, names)
         if call:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            again = node not in overwritten
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = regions.setdefault(call, len(regions) + 1)
+
+
+def _readers_of_overwritten(nodes: list[Node]) -> set[Node]:
+    """Return the operators that read an input which the graph writes to, such as a vector of spectral norm."""
+    found: set[Node] = set()
+    memory = {node.args[0] for node in nodes if name_of(node) == "copy_"}
+    for node in nodes:
+        name = name_of(node)
+        if name == GETITEM and node.args[0] in found:
+            found.add(node)
+        elif name and name not in _APART and not memory.isdisjoint(node.all_input_nodes):
+            (memory if name in VIEWS else found).add(node)
+    return found
 
 
 def _region_of(node: Node, rules: GraphRules, names: NodeNames) -> str:

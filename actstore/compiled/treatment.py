@@ -10,7 +10,7 @@ from math import inf
 import torch
 from torch.fx import GraphModule, Node
 
-from actstore.autograd.protect import PARAMETER
+from actstore.autograd.protect import COMPUTED, PARAMETER
 from actstore.base.note import SMALL
 from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec, Raw
@@ -99,14 +99,16 @@ def treat(
     known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
     tangents = depending(nodes, {node for node in nodes if node not in known and _begins(node)})
     parameters = static if active is None else static & active
-    differentiated = None if active is None else differentiable(list(forward.graph.nodes), active)
+    inner = list(forward.graph.nodes)
+    given = depending(inner, {node for node in inner if node.op == "placeholder"} - static)
+    differentiated = None if active is None else differentiable(inner, active)
     returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
     indices = Counter[str]()
     found = []
     for saved in boundary.tensors:
         treatment = _first(saved, returned, rules, names, indices)
         if treatment.codec is not None:
-            _protect(treatment, parameters, differentiated, tangents)
+            _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
     inputs = _lossy_inputs(found, rules, active, static, tangents)
     _share(found)
@@ -182,15 +184,24 @@ def _choose(treatment: Treatment, waits: Encode | Offload, *, outside: bool) -> 
 
 
 def _protect(
-    treatment: Treatment, parameters: Set[Node], differentiated: Set[Node] | None, tangents: Set[Node]
+    treatment: Treatment,
+    parameters: Set[Node],
+    given: Set[Node],
+    differentiated: Set[Node] | None,
+    tangents: Set[Node],
 ) -> None:
-    """Keep a tensor that must come back exactly."""
+    """Keep a tensor that must come back exactly.
+
+    given : nodes that depend on an input of the model
+    """
     assert treatment.codec is not None
     if treatment.codec.lossless:
         return
     reason = ""
     if origin_of_copy(treatment.saved.node) in parameters:  # under autocast, of each layer
         reason = PARAMETER
+    elif parameters and treatment.saved.node not in given:
+        reason = COMPUTED
     elif treatment.protected:
         reason = exact_reason(treatment.saved, differentiated, tangents)
     if reason:

@@ -47,11 +47,9 @@ class GeneratorStates:
     last : the states of the previous forward on this thread, if any
     arguments : the arguments of the forward
 
-    Attributes
-    ----------
-    begins_anew : whether a module draws by dropout of cuDNN's recurrent layers. Their numbers have a state that nothing
-        reads. It begins anew, by a number of the device's generator, in the first of these layers that runs after that
-        generator's state was set: so it is set before the forward, too
+    Dropout of cuDNN's recurrent layers has a state of its own, which nothing reads. It begins anew, by a number of the
+    device's generator, in the first of these layers that runs after that generator's state was set. So it is set before
+    the forward, too, where a module draws so.
 
     Notes
     -----
@@ -59,7 +57,7 @@ class GeneratorStates:
     Several threads may rewind the same forward, each with its own result of `again`.
     """
 
-    __slots__ = ("_before", "_ended", "_meanwhile", "_own", "begins_anew")
+    __slots__ = ("_before", "_ended", "_meanwhile", "_own", "_begins_anew")
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class GeneratorStates:
         self._meanwhile: Sequence[tuple[GeneratorAccess, Any]] = ()
         self._ended = False
         on_devices = [_device_source(device) for device in devices]
-        self.begins_anew = bool(on_devices) and any(map(_drops_by_cudnn, modules))
+        self._begins_anew = bool(on_devices) and any(map(_drops_by_cudnn, modules))
         sources = (*_SHARED, *on_devices)
         self._before = {source: source.read() if last is None else source.look() for source in sources}
         if last is not None and last._ended:
@@ -79,7 +77,7 @@ class GeneratorStates:
                 if last._before.get(source, last) is state:
                     del last._before[source]
         self._own = tuple([(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))])
-        if self.begins_anew:
+        if self._begins_anew:
             for source in on_devices:
                 source.set(source.read())
 
@@ -92,11 +90,17 @@ class GeneratorStates:
         """Return the states now of all generators that a forward which has not ended may draw from."""
         return [(source, source.look()) for source, _ in (*self._before.items(), *self._own)]
 
+    def drawn(self, states: Iterable[tuple[GeneratorAccess, Any]]) -> None:
+        """Note the states after a part of the forward that later runs leave out: they set these states in its place."""
+        if self._begins_anew:
+            for source, state in states:
+                source.set(state)
+
     def again(self) -> GeneratorStates:
         """Return a twin with the same states, which can `rewind` and `resume` independently."""
         twin = object.__new__(GeneratorStates)
         twin._before, twin._ended, twin._own, twin._meanwhile = self._before, self._ended, self._own, ()
-        twin.begins_anew = self.begins_anew
+        twin._begins_anew = self._begins_anew
         return twin
 
     def rewind(self) -> None:

@@ -148,9 +148,7 @@ class ExceptedCall:
         self._states = [
             (source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old
         ]
-        if generators.begins_anew:  # as in later runs, which set the states in place of the part
-            for source, state in self._states:
-                source.set(state)
+        generators.drawn(self._states)
         self.effects = attributes.effects()
         if any(leaf._version != version for leaf, version in versions):
             raise _writes(self.part)

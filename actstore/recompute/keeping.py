@@ -23,6 +23,7 @@ from actstore.autograd.handles import Stored
 from actstore.autograd.tracker import Frame
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.note import Note
+from actstore.base.redispatch import redispatch
 from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
@@ -154,13 +155,13 @@ class Keeping(ResultMode):
         if self._stored or self._recent:
             self._write(list(written_by(operator, args, kwargs)))
         if not self._may_keep(operator):
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         frame = self._run.scope.tracker.frame
         call = OperatorCall(name_of(operator), call_shape(operator, args), self._run.count())
         self._calls.append(call)
         decision = self._rules.decide(frame.place.name, operator=call.operator)
         if decision is None and not self._rules.tags:
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         result = self._run_once(operator, args, kwargs, call, decides=decision is None)
         if is_collective(operator):
             if decision is not None:
@@ -220,16 +221,14 @@ class Keeping(ResultMode):
         mode, before = self._run.mode, self._states(operator)
         if decides:
             count = 0 if mode is None else mode.count
-            result = operator(*args, **kwargs)
+            result = redispatch(operator, args, kwargs)
             call.decisions = 0 if mode is None else mode.count - count
         else:
             with self._run.paused():
-                result = operator(*args, **kwargs)
+                result = redispatch(operator, args, kwargs)
         after = self._states(operator)
         call.states = [(source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old]
-        if self._run.parts.generators.begins_anew:  # as in later runs, which set the states in place of the operator
-            for source, state in call.states:
-                source.set(state)
+        self._run.parts.generators.drawn(call.states)
         return result
 
     def _keep_written(
@@ -323,10 +322,10 @@ class Serving(ResultMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self._may_keep(operator):
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         call = self._take(name_of(operator), call_shape(operator, args))
         if call.runs_again:
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         if isinstance(self._run.mode, Repeating):
             self._run.mode.skip(call.decisions)
         with self._outside():

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.redispatch import redispatch
 from actstore.recompute.choices import Packed, choice_of
 from actstore.recompute.decisions import Decision
 from actstore.recompute.gates import gate_of
@@ -25,18 +26,18 @@ class Recording(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.paused:
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         kind = kind_of(operator)
         if kind is DecisionKind.RESULT:
-            result = operator(*args, **kwargs)
+            result = redispatch(operator, args, kwargs)
             if is_choice(result) and takes_floats((*args, *kwargs.values())) and not is_traced():
                 self._keep(operator, args, [choice_of(result, index_bound(operator, args, kwargs))])
             return result
         if kind is DecisionKind.NEVER or not has_floats(args) or is_traced():
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         x = args[0]
         if kind is DecisionKind.RELU:
-            result = operator(*args, **kwargs)
+            result = redispatch(operator, args, kwargs)
             if x.requires_grad:
                 choice = gate_of(result)
                 if isinstance(choice, Packed):  # ReLU in place increments the version after this call has returned
@@ -48,8 +49,8 @@ class Recording(Mode):
             points = points_of(operator, args, kwargs)
             if points:
                 self._keep(operator, args, [choice_of(point.is_below(x)) for point in points])
-            return operator(*args, **kwargs)
-        result = operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
+        result = redispatch(operator, args, kwargs)
         if kind is DecisionKind.PEAK:
             if x.requires_grad:
                 self._keep(operator, args, [choice_of(x == peak_of(operator, args, result))])

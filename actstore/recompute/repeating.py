@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
+from actstore.base.redispatch import redispatch
 from actstore.errors import StateError
 from actstore.recompute.choices import Copy, Packed
 from actstore.recompute.decisions import Decision, Decisions, shape_text
@@ -57,21 +58,21 @@ class Repeating(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.paused:
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         if operator is _DETACH:  # of saved-tensor hooks
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         kind = kind_of(operator)
         if kind is DecisionKind.RESULT:
             self._end()
             self.saved.clear()
-            result = operator(*args, **kwargs)
+            result = redispatch(operator, args, kwargs)
             if is_choice(result) and takes_floats((*args, *kwargs.values())) and not is_traced():
                 return _give(operator, result, self._take(operator, args)[0])
             return result
         try:
             if kind is DecisionKind.NEVER or not has_floats(args) or is_traced():
                 self._end()
-                return operator(*args, **kwargs)
+                return redispatch(operator, args, kwargs)
             return self._repeat(kind, operator, args, kwargs)
         finally:
             self.saved.clear()
@@ -100,12 +101,12 @@ class Repeating(Mode):
         if kind is DecisionKind.PEAK:
             if not x.requires_grad:
                 self._end()
-                return operator(*args, **kwargs)
+                return redispatch(operator, args, kwargs)
             (is_peak,) = self._take(operator, args)
-            moved = give_peak(operator, x, is_peak, peak_of(operator, args, operator(*args, **kwargs)))
+            moved = give_peak(operator, x, is_peak, peak_of(operator, args, redispatch(operator, args, kwargs)))
             self._write(x, moved)
             self._end()
-            return operator(moved, *args[1:], **kwargs)
+            return redispatch(operator, (moved, *args[1:]), kwargs)
         self._end()
         if kind is DecisionKind.INDEX:
             (indices,) = self._take(operator, args)
@@ -113,21 +114,22 @@ class Repeating(Mode):
             if not operator._schema.is_mutable:
                 return values, indices
             return tuple(
-                _give(operator, *pair) for pair in zip(operator(*args, **kwargs), (values, indices), strict=True)
+                _give(operator, *pair)
+                for pair in zip(redispatch(operator, args, kwargs), (values, indices), strict=True)
             )
         choices = self._take(operator, args)
         if kind is DecisionKind.DRAW:
-            result = operator(*args, **kwargs)  # advances the generator for later draws
+            result = redispatch(operator, args, kwargs)  # advances the generator for later draws
             return _give(operator, result, choices[0].to(result.dtype))
         if kind is DecisionKind.WHOLE and torch.Tag.nondeterministic_seeded in operator.tags:
-            operator(*args, **kwargs)
+            redispatch(operator, args, kwargs)
         return choices[0] if len(choices) == 1 else tuple(choices)
 
     def _let_pass(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         if not x.requires_grad:
             self._end()
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         (choice,) = self._next_decision(operator, args).choices
         self._end()
         return let_pass(
@@ -139,7 +141,7 @@ class Repeating(Mode):
         points = points_of(operator, args, kwargs)
         if not points:
             self._end()
-            return operator(*args, **kwargs)
+            return redispatch(operator, args, kwargs)
         moved = x
         for point, below in zip(points, self._take(operator, args), strict=True):
             moved = point.move(moved, below)
@@ -151,7 +153,7 @@ class Repeating(Mode):
                     self._write(tensor, moved)
             moved = x
         self._end()
-        return operator(moved, *args[1:], **kwargs)
+        return redispatch(operator, (moved, *args[1:]), kwargs)
 
     def _write(self, x: Tensor, moved: Tensor) -> None:
         """Write the moved values to the saved tensors of `x`, unless `x` came back exactly."""

@@ -388,8 +388,8 @@ def _with_slope(inner: nn.Module, x: Tensor) -> Tensor:
 def _read_early(inner: nn.Module, x: Tensor) -> Tensor:
     """Reads what its node has saved, before backward does."""
     y = inner(x).exp()
-    read = getattr(y.grad_fn, "_saved_result", None)  # None: of a subclass, whose result is an alias
-    return y if read is None else y * read.detach()
+    saved = getattr(y.grad_fn, "_saved_result", None)  # the node of a subclass is that of an alias
+    return y if saved is None else y * saved.detach()
 
 
 def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:
@@ -423,6 +423,8 @@ def _checkpoint_reentrant(inner: nn.Module, x: Tensor) -> Tensor:
 
 def _checkpoint_selective(inner: nn.Module, x: Tensor) -> Tensor:
     saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    if any(isinstance(part, nn.GRU) for part in inner.modules()):
+        saved = [torch.ops.aten.bmm.default]  # its cells write to products: plain PyTorch would read others again
     contexts = partial(create_selective_checkpoint_contexts, saved)
     return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
 

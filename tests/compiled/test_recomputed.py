@@ -1,5 +1,7 @@
 """Recomputation by rule inside of compiled graphs."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from actstore import ActivationStore
 from actstore.errors import ConfigError, StateError
 from tests.autograd.checks import check_drained, check_same
-from tests.compiled.models import AttentionNet, Mlp, compiled, error, gradients, make, plain
+from tests.compiled.models import WIDTH, AttentionNet, DeepConvolutions, Mlp, compiled, error, gradients, make, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
@@ -24,6 +26,36 @@ def test_gradients_are_those_of_the_plain_graphs(policy: str) -> None:
     for _ in range(2):
         check_same(gradients(model, x, store), plain(Mlp))
         check_drained(store)
+
+
+class PowerNet(nn.Module):
+    """Weights by spectral norm: each forward overwrites the vectors that it starts from."""
+
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_buffers_that_forward_overwrites_are_not_read_again(norm) -> None:
+    torch.manual_seed(0)
+    model, x = PowerNet(norm), torch.randn(8, WIDTH)
+    wanted = copy.deepcopy(model)
+    store = ActivationStore(model, "blocks.* : recompute", min_bytes=0)
+    store.compile(backend="aot_eager")
+    for _ in range(3):
+        check_same(gradients(model, x, store), gradients(wanted, x))
+        check_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
+        check_drained(store)
+
+
+def test_running_statistics_do_not_keep_a_norm_from_running_again() -> None:
+    assert saved_bytes(DeepConvolutions, "layers.* : recompute") < 0.5 * saved_bytes(DeepConvolutions, "keep")
 
 
 def test_less_is_saved_and_less_still_of_more_modules() -> None:

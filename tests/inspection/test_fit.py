@@ -90,6 +90,27 @@ def test_shapes_that_depend_on_values_are_computed():
     assert fit_step(make_step, []).rows[0].peak_bytes > 0
 
 
+def test_operators_that_must_run_see_autocast():
+    found = []
+
+    torch.library.define("actstore_tests::shapeless", "(Tensor x) -> Tensor")
+    torch.library.impl("actstore_tests::shapeless", "CPU", lambda x: x @ x.mT)
+
+    def make_step():
+        model = Mlp()
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                x = torch.ones(64, 512)
+                found.append(torch.ops.actstore_tests.shapeless(x).dtype)
+                return model(x).mean()
+
+        return model, step
+
+    fit_step(make_step, [])
+    assert set(found) == {torch.bfloat16}
+
+
 def test_generators_are_as_before():
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from actstore.base.redispatch import redispatch
 from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.work import OperatorWork, Work, work_of
@@ -151,7 +152,7 @@ class DryMode(TorchDispatchMode):
 
     def _run(self, func: Any, call: _Call) -> Any:
         """Run the operator, and count the memory that it makes."""
-        found = call.run(func, call.flat)
+        found = call.run(lambda *args, **kwargs: redispatch(func, args, kwargs), call.flat)
         for each in (found,) if isinstance(found, Tensor) else tree_leaves(found):
             if isinstance(each, Tensor):
                 self._memory.meet(each)

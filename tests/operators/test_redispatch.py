@@ -1,0 +1,86 @@
+"""PyTorch's own operators and modules below a mode that calls them by `redispatch`: bits are those without a mode."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from actstore.base.redispatch import redispatch
+from tests.autograd.checks import same_bits
+from tests.operators.calls import module_calls, operators, samples
+
+AUTOCAST = {"off": nullcontext, "on": lambda: torch.autocast("cpu", torch.bfloat16)}
+UNSTABLE = ("linalg.lstsq",)  # differs from run to run
+KNOWN = ("linalg.pinv",)  # under autocast on a CPU: one of its callers runs without autocast
+ANOTHER_WAY = "LinearCrossEntropyLoss"  # smoothed with weights: PyTorch sums in another order below any mode
+QUICK = ("linalg.pinv", "pinverse", "nn.functional.bilinear", "matrix_exp", "cdist", "einsum")
+
+
+class Below(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return redispatch(operator, args, kwargs or {})
+
+
+def outcome(call, context, mode):
+    """Outputs and gradients, or the error."""
+    torch.manual_seed(0)
+    try:
+        with context(), mode:
+            found = [leaf for leaf in tree_leaves(call.run(call.inputs)) if isinstance(leaf, Tensor)]
+        outputs = [each for each in found if each.requires_grad]
+        grads = torch.autograd.grad([each.abs().sum() for each in outputs], call.inputs, allow_unused=True)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error)
+    return [*found, *grads]
+
+
+def same(found, wanted):
+    if isinstance(found, str) or isinstance(wanted, str):
+        return found == wanted
+    return len(found) == len(wanted) and all(map(same_bits, found, wanted))
+
+
+def check(calls, context, *, least):
+    """All of so many `calls` that are the same in two runs without a mode are the same below one."""
+    count, findings = 0, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in calls:
+            wanted = outcome(call, context, nullcontext())
+            if not same(outcome(call, context, nullcontext()), wanted):
+                continue
+            count += 1
+            if not same(outcome(call, context, Below()), wanted):
+                findings.append(call.name)
+    assert findings == []
+    assert count >= least
+
+
+def calls_of(dtype, context, limit, **which):
+    for op in operators(dtype, **which):
+        if op.name not in UNSTABLE and not (context == "on" and op.name in KNOWN):
+            yield from samples(op, dtype, limit)
+
+
+@pytest.mark.parametrize("context", AUTOCAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_operators_that_call_others(dtype, context):
+    check(calls_of(dtype, context, 4, only=QUICK), AUTOCAST[context], least=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", AUTOCAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_all_operators(dtype, context):
+    check(calls_of(dtype, context, None), AUTOCAST[context], least=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", AUTOCAST)
+def test_all_modules(context):
+    calls = (each.call for each in module_calls(torch.float32, None) if ANOTHER_WAY not in each.call.name)
+    check(calls, AUTOCAST[context], least=200)
