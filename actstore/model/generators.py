@@ -57,7 +57,7 @@ class GeneratorStates:
     Several threads may rewind the same forward, each with its own result of `again`.
     """
 
-    __slots__ = ("_before", "_ended", "_meanwhile", "_own", "_begins_anew")
+    __slots__ = ("_before", "_begins_anew", "_ended", "_meanwhile", "_own")
 
     def __init__(
         self,
