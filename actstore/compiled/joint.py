@@ -19,6 +19,9 @@ from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
+# Inductor makes loops of them, too; PyTorch's partitioner does not know them.
+_SCATTERED = frozenset({"select_scatter", "slice_scatter"})
+
 
 class JointReader:
     """The reader of one joint graph.
@@ -67,7 +70,7 @@ class JointReader:
         name = name_of(node)
         of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS
         view = name in VIEWS or of_split or not isinstance(value, Tensor)
-        fused = self._types is not None and bool(self._types.is_fusible(node))
+        fused = self._is_fused(node)
         cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
         nbytes, taken = (0, 0) if name in VIEWS or of_split else self._nbytes(node)
         return Operator(
@@ -82,6 +85,16 @@ class JointReader:
             barred=_is_barred(node) and not rerun,
             late=late,
         )
+
+    def is_elementwise(self, node: Node) -> bool:
+        """Return whether the compiler computes a node in the loops that read it."""
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
+        return is_tensor and name_of(node) not in VIEWS and self._is_fused(node) and _is_elementwise(node)
+
+    def _is_fused(self, node: Node) -> bool:
+        if self._types is None or node.op != "call_function":
+            return False
+        return name_of(node) in _SCATTERED or bool(self._types.is_fusible(node))
 
     def _cost(self, node: Node, *, fused: bool) -> Cost:
         tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]

@@ -18,12 +18,14 @@ from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.copies import copy_for_readers
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
 
 FUSED_MARGIN = 0.06  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
+APART_SHARE = 1 / 256  # of the budget
 
 Graphs = tuple[GraphModule, GraphModule]
 
@@ -41,11 +43,13 @@ class BudgetPartition:
     ----------
     plan : of the region; None until it is partitioned
     refusal : the error of a budget that is too small; None for no error
+    apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
     """
 
     def __init__(self, budget: int, names: NodeNames, *, fuses: bool) -> None:
         self.plan: GraphPlan | None = None
         self.refusal: CapacityError | None = None
+        self.apart: int | None = None
         self._budget = budget
         self._names = names
         self._fuses = fuses
@@ -70,7 +74,7 @@ class BudgetPartition:
         except ValueError as error:
             raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
         saved = reader.indices(_saved_names(plain[0], num_outputs))
-        found = step.evaluate(saved)
+        found = step.evaluate(saved, loops=True)
         if self._needed(found) <= self._budget:
             self.plan = self._plan(found, found, 0, "", ())
             return plain
@@ -80,6 +84,9 @@ class BudgetPartition:
             found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
             if self._needed(found) <= self._budget:
                 self.plan = self._described(step, ladder, rung, found, reader)
+                if self._fuses:
+                    self.apart = int(APART_SHARE * self._budget)
+                    copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
                 return graphs
         self.refusal = self._refused(ladder)
         raise self.refusal

@@ -79,6 +79,23 @@ class WideMlp(Mlp):
     """A model whose activations take more than its gradients."""
 
 
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class GatedMlp(Mlp):
+    """A model of blocks whose gradient reads what is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(3))
+
+
 class DeepConvolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +115,7 @@ class DeepConvolutions(nn.Module):
 BATCHES = {
     Mlp: lambda: torch.randn(32, WIDTH),
     WideMlp: lambda: torch.randn(1024, WIDTH),
+    GatedMlp: lambda: torch.randn(2048, WIDTH),
     ReluNet: lambda: torch.randn(64, WIDTH),
     AttentionNet: lambda: torch.randn(2, 32, WIDTH),
     Convolutions: lambda: torch.randn(8, 3, 16, 16),

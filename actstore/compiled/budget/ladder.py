@@ -59,7 +59,7 @@ class PlanLadder:
 
 def ladder_of(step: RegionStep, saved: Set[int]) -> PlanLadder:
     """Return the choices of a region. `saved` are the tensors that PyTorch itself saves."""
-    plain = step.evaluate(saved)
+    plain = step.evaluate(saved, loops=True)
     found = [Rung((), (), plain)]
     for units in cuts_of(step, plain):
         points = min(MAX_POINTS, 2 * len(units) + 1)
