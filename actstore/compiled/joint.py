@@ -40,6 +40,7 @@ class JointReader:
         self._num_outputs = num_outputs
         self._costs = costs
         self._blocks = Blocks(self.nodes)
+        self._reads: dict[Node, frozenset[Node]] = {}  # what the loop of a result reads
         self._types: Any = None
         if fuses:
             from torch._functorch.partitioners import get_default_op_list
@@ -81,7 +82,7 @@ class JointReader:
             workspace=cost.workspace + (taken if cost.workspace else 0),
             view=view,
             fused=fused,
-            inlined=fused and not view and _is_elementwise(node),
+            inlined=not view and self.is_elementwise(node) and not self._is_realized(node),
             barred=_is_barred(node) and not rerun,
             late=late,
         )
@@ -90,6 +91,17 @@ class JointReader:
         """Return whether the compiler computes a node in the loops that read it."""
         is_tensor = isinstance(node.meta.get("val"), Tensor)
         return is_tensor and name_of(node) not in VIEWS and self._is_fused(node) and _is_elementwise(node)
+
+    def _is_realized(self, node: Node) -> bool:
+        """Return whether Inductor writes a result that several loops read, because its own loop reads too much."""
+        from torch._inductor.config import realize_reads_threshold
+
+        roots = {root_of(source) for source in node.all_input_nodes}
+        reads = frozenset[Node]().union(*(self._reads.get(root, {root}) for root in roots))
+        realized = len(node.users) > 1 and len(reads) > realize_reads_threshold
+        if not realized:
+            self._reads[node] = reads
+        return realized
 
     def _is_fused(self, node: Node) -> bool:
         if self._types is None or node.op != "call_function":
@@ -120,12 +132,17 @@ def _is_backward(node: Node) -> bool:
 
 
 def _is_barred(node: Node) -> bool:
-    """Return whether an operator must not run twice: it draws random numbers, communicates, writes or is unknown."""
+    """Return whether an operator must not run twice: it communicates, writes, is unknown, or draws random numbers.
+
+    Attention that draws some runs again from the same state of the generator: so PyTorch's partitioner has it.
+    """
     if name_of(node) == GETITEM:
         return _is_barred(node.all_input_nodes[0])
     target = node.target
     if not isinstance(target, OpOverload):
         return any(isinstance(value, Tensor) for value in tree_leaves(node.meta.get("val")))
+    if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
+        return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()

@@ -123,8 +123,8 @@ class BudgetPartition:
                 for each in (ladder.plain, found)
             )
             units.append(GraphUnit(" to ".join(ends), saved, held, count))
-        certificate = "" if rung.solution is None else rung.solution.certificate
-        return self._plan(found, ladder.plain, self._needed(ladder.rungs[-1].evaluation), certificate, tuple(units))
+        least = self._needed(ladder.rungs[-1].evaluation)
+        return self._plan(found, ladder.plain, least, rung.certificate, tuple(units))
 
     def _plan(
         self,
