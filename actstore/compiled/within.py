@@ -24,7 +24,7 @@ from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
 
-FUSED_MARGIN = 0.06  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
+FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
 APART_SHARE = 1 / 256  # of the budget
 
 Graphs = tuple[GraphModule, GraphModule]
@@ -79,24 +79,31 @@ class BudgetPartition:
             self.plan = self._plan(found, found, 0, "", ())
             return plain
         ladder = ladder_of(step, saved)
-        for rung in ladder.within(int(self._budget / (1 + self._margin))):
+
+        def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
-            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            return graphs, step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+
+        for rung in ladder.rungs:
+            if self._needed(rung.evaluation) > self._budget:
+                continue
+            graphs, found = partitioned(rung)
             if self._needed(found) <= self._budget:
                 self.plan = self._described(step, ladder, rung, found, reader)
                 if self._fuses:
                     self.apart = int(APART_SHARE * self._budget)
                     copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
                 return graphs
-        self.refusal = self._refused(ladder)
+        last = ladder.rungs[-1]
+        self.refusal = self._refused(max(map(self._needed, (last.evaluation, partitioned(last)[1]))))
         raise self.refusal
 
     def _needed(self, found: RegionEvaluation) -> int:
         """Return the smallest budget of a choice: its peak, and the margin."""
         return found.peak + ceil(self._margin * found.peak)
 
-    def _refused(self, ladder: PlanLadder) -> CapacityError:
-        least, budget = self._needed(ladder.rungs[-1].evaluation), self._budget
+    def _refused(self, least: int) -> CapacityError:
+        budget = self._budget
         return CapacityError(
             f"no plan for the compiled model fits: at least {format_nbytes(least)} of device memory are needed, "
             f"gradients included, and {format_nbytes(budget)} are allowed. Raise the budget by "

@@ -215,14 +215,9 @@ def test_dropout_is_not_drawn_again() -> None:
     assert store.plan.held < store.plan.plain_held
 
 
-class OneRung(PlanLadder):
-    def within(self, budget: int) -> tuple[Rung, ...]:
-        return self.rungs
-
-
 def ladder_without_saved_tensors(step: RegionStep, saved: frozenset[int]) -> PlanLadder:
     plain = step.evaluate(saved)
-    return OneRung(plain, (Rung(cuts_of(step, plain)[0], (), step.evaluate(frozenset())),))
+    return PlanLadder(plain, (Rung(cuts_of(step, plain)[0], (), step.evaluate(frozenset())),))
 
 
 def check_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
