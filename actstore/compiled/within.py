@@ -26,6 +26,7 @@ from actstore.errors import CapacityError, ConfigError
 
 FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
 APART_SHARE = 1 / 256  # of the budget
+REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
 
 Graphs = tuple[GraphModule, GraphModule]
 
@@ -94,8 +95,8 @@ class BudgetPartition:
                     self.apart = int(APART_SHARE * self._budget)
                     copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
                 return graphs
-        last = ladder.rungs[-1]
-        self.refusal = self._refused(max(map(self._needed, (last.evaluation, partitioned(last)[1]))))
+        lowest = [(rung.evaluation, partitioned(rung)[1]) for rung in ladder.rungs[-REFUSED_RUNGS:]]
+        self.refusal = self._refused(min(max(map(self._needed, pair)) for pair in lowest))
         raise self.refusal
 
     def _needed(self, found: RegionEvaluation) -> int:
