@@ -121,6 +121,13 @@ def origin_of_copy(node: Node) -> Node:
     return root
 
 
+def operator_of(node: Node) -> str:
+    """Return the operator whose result a chain of views, copies and casts has, as a policy names it; empty for none."""
+    node = origin_of_copy(node)
+    name = origin_of(node.all_input_nodes[0] if name_of(node) == GETITEM else node)
+    return f"aten.{name}" if name else ""
+
+
 def views_between(root: Node, node: Node) -> list[Node] | None:
     """Return the views that lead from a root to a node, where each keeps all elements and needs nothing else."""
     views: list[Node] = []

@@ -1,24 +1,26 @@
-"""The partitioner as an option of Inductor, with an identity for its caches."""
+"""The partitioner and the loops of a plan as options of Inductor, with an identity for its caches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from actstore.compiled.partition import Partitioner
 
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
-class InductorPartitioner(CustomPartitionerFn):
-    """A `Partitioner` for Inductor. Regions of one `digest` and one graph share compiled code, in all processes."""
+
+class _Identified:
+    """A pass of Inductor for one region. Those of one `digest` and one graph share compiled code, in all processes."""
 
     def __init__(self, partitioner: Partitioner, digest: str) -> None:
         self._partitioner = partitioner
         self._digest = digest
-
-    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        return self._partitioner(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
         """Return the digest."""
@@ -27,5 +29,47 @@ class InductorPartitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._digest,)  # the caches hash Inductor's options as a pickle
 
-    def __deepcopy__(self, memo: Any) -> InductorPartitioner:
+    def __deepcopy__(self, memo: Any) -> _Identified:
         return self
+
+
+class InductorPartitioner(_Identified, CustomPartitionerFn):
+    """A `Partitioner` for Inductor."""
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        return self._partitioner(gm, joint_inputs, **kwargs)
+
+
+class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
+    """The loops of a plan: none writes two large results of which neither needs the other.
+
+    Inductor would run an operator again in the loop of the gradient that reads the same tensor, where all of their
+    inputs and results exist at once.
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        within = self._partitioner.within
+        if nodes and within is not None and within.apart is not None:
+            scheduler = nodes[0].scheduler
+            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart)
+        return nodes
+
+
+def _can_fuse(inner: Callable[..., bool], apart: int, one: Any, other: Any, *rest: Any, **options: Any) -> bool:
+    for first in _writers(one, apart):
+        for second in _writers(other, apart):
+            if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
+                return False
+    return inner(one, other, *rest, **options)
+
+
+def _writers(node: Any, nbytes: int) -> list[Any]:
+    """Return the loops of a node that write a result of so many bytes, element by element."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    loops = [each for each in node.get_nodes() if isinstance(each, SchedulerNode) and not each.is_reduction()]
+    return [each for each in loops if any(_nbytes(output.node) >= nbytes for output in each.get_outputs())]
+
+
+def _nbytes(buffer: Any) -> Any:
+    return buffer.get_numel() * buffer.get_dtype().itemsize

@@ -19,6 +19,9 @@ from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
+# Inductor makes loops of them, too; PyTorch's partitioner does not know them.
+_SCATTERED = frozenset({"select_scatter", "slice_scatter"})
+
 
 class JointReader:
     """The reader of one joint graph.
@@ -37,6 +40,7 @@ class JointReader:
         self._num_outputs = num_outputs
         self._costs = costs
         self._blocks = Blocks(self.nodes)
+        self._reads: dict[Node, frozenset[Node]] = {}  # what the loop of a result reads
         self._types: Any = None
         if fuses:
             from torch._functorch.partitioners import get_default_op_list
@@ -67,7 +71,7 @@ class JointReader:
         name = name_of(node)
         of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS
         view = name in VIEWS or of_split or not isinstance(value, Tensor)
-        fused = self._types is not None and bool(self._types.is_fusible(node))
+        fused = self._is_fused(node)
         cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
         nbytes, taken = (0, 0) if name in VIEWS or of_split else self._nbytes(node)
         return Operator(
@@ -78,10 +82,31 @@ class JointReader:
             workspace=cost.workspace + (taken if cost.workspace else 0),
             view=view,
             fused=fused,
-            inlined=fused and not view and _is_elementwise(node),
+            inlined=not view and self.is_elementwise(node) and not self._is_realized(node),
             barred=_is_barred(node) and not rerun,
             late=late,
         )
+
+    def is_elementwise(self, node: Node) -> bool:
+        """Return whether the compiler computes a node in the loops that read it."""
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
+        return is_tensor and name_of(node) not in VIEWS and self._is_fused(node) and _is_elementwise(node)
+
+    def _is_realized(self, node: Node) -> bool:
+        """Return whether Inductor writes a result that several loops read, because its own loop reads too much."""
+        from torch._inductor.config import realize_reads_threshold
+
+        roots = {root_of(source) for source in node.all_input_nodes}
+        reads = frozenset[Node]().union(*(self._reads.get(root, {root}) for root in roots))
+        realized = len(node.users) > 1 and len(reads) > realize_reads_threshold
+        if not realized:
+            self._reads[node] = reads
+        return realized
+
+    def _is_fused(self, node: Node) -> bool:
+        if self._types is None or node.op != "call_function":
+            return False
+        return name_of(node) in _SCATTERED or bool(self._types.is_fusible(node))
 
     def _cost(self, node: Node, *, fused: bool) -> Cost:
         tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
@@ -107,12 +132,17 @@ def _is_backward(node: Node) -> bool:
 
 
 def _is_barred(node: Node) -> bool:
-    """Return whether an operator must not run twice: it draws random numbers, communicates, writes or is unknown."""
+    """Return whether an operator must not run twice: it communicates, writes, is unknown, or draws random numbers.
+
+    Attention that draws some runs again from the same state of the generator: so PyTorch's partitioner has it.
+    """
     if name_of(node) == GETITEM:
         return _is_barred(node.all_input_nodes[0])
     target = node.target
     if not isinstance(target, OpOverload):
         return any(isinstance(value, Tensor) for value in tree_leaves(node.meta.get("val")))
+    if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
+        return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()

@@ -51,12 +51,12 @@ class GraphRules:
         """Return a module's name relative to the compiled module."""
         return name.removeprefix(self.target).removeprefix(".") if self.target else name
 
-    def decide(self, names: NodeNames, name: str, index: int, spec: Spec) -> tuple[Decision, str]:
+    def decide(self, names: NodeNames, name: str, index: int, spec: Spec, operator: str = "") -> tuple[Decision, str]:
         """Return the decision on a tensor of the module `name`, and the reason where rules contradict each other."""
         same = [name]
         if name == names.base or name.startswith(f"{names.base}."):
             same = [twin + name.removeprefix(names.base) for twin in names.twins()]
-        decisions = [self.policy(Site(each, index), spec) for each in same]
+        decisions = [self.policy(Site(each, index, operator=operator), spec) for each in same]
         if any(decision != decisions[0] for decision in decisions):
             return Keep(), AMBIGUOUS
         return decisions[0], ""
@@ -75,6 +75,7 @@ class GraphRules:
         regions = [[order[call] for call in each] for each in calls]
         parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
         parts += [] if self.budget is None else [self.budget.nbytes]
+        parts += [str(self.policy)] if self.policy.names_operators else []
         return sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -19,7 +19,17 @@ from actstore.compiled.decisions import settle
 from actstore.compiled.exact import amplified, amplifier, depending, differentiable, exact_reason
 from actstore.compiled.formats.choose import graph_codec, why_unavailable
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
-from actstore.compiled.graph import GETITEM, VIEWS, Boundary, SavedNode, name_of, origin_of_copy, outputs_of, root_of
+from actstore.compiled.graph import (
+    GETITEM,
+    VIEWS,
+    Boundary,
+    SavedNode,
+    name_of,
+    operator_of,
+    origin_of_copy,
+    outputs_of,
+    root_of,
+)
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
@@ -106,7 +116,8 @@ def treat(
     indices = Counter[str]()
     found = []
     for saved in boundary.tensors:
-        treatment = _first(saved, returned, rules, names, indices)
+        operator = operator_of(saved.node) if differentiated is None or saved.node in differentiated else ""
+        treatment = _first(saved, operator, returned, rules, names, indices)
         if treatment.codec is not None:
             _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
@@ -125,7 +136,7 @@ def _begins(node: Node) -> bool:
 
 
 def _first(
-    saved: SavedNode, returned: Set[Node], rules: GraphRules, names: NodeNames, indices: Counter[str]
+    saved: SavedNode, operator: str, returned: Set[Node], rules: GraphRules, names: NodeNames, indices: Counter[str]
 ) -> Treatment:
     """Return the treatment by the policy, by size and by owner."""
     root = root_of(saved.node)
@@ -140,7 +151,7 @@ def _first(
     except ValueError:
         treatment.keep("a size that only the run knows")
         return treatment
-    decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec)
+    decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator)
     treatment.where = str(decision)
     waits = waits_as(decision)
     if ambiguous:

@@ -18,12 +18,15 @@ from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.copies import copy_for_readers
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
 
-FUSED_MARGIN = 0.06  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
+FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
+APART_SHARE = 1 / 256  # of the budget
+REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
 
 Graphs = tuple[GraphModule, GraphModule]
 
@@ -41,11 +44,13 @@ class BudgetPartition:
     ----------
     plan : of the region; None until it is partitioned
     refusal : the error of a budget that is too small; None for no error
+    apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
     """
 
     def __init__(self, budget: int, names: NodeNames, *, fuses: bool) -> None:
         self.plan: GraphPlan | None = None
         self.refusal: CapacityError | None = None
+        self.apart: int | None = None
         self._budget = budget
         self._names = names
         self._fuses = fuses
@@ -70,26 +75,36 @@ class BudgetPartition:
         except ValueError as error:
             raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
         saved = reader.indices(_saved_names(plain[0], num_outputs))
-        found = step.evaluate(saved)
+        found = step.evaluate(saved, loops=True)
         if self._needed(found) <= self._budget:
             self.plan = self._plan(found, found, 0, "", ())
             return plain
         ladder = ladder_of(step, saved)
-        for rung in ladder.within(int(self._budget / (1 + self._margin))):
+
+        def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
-            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            return graphs, step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+
+        for rung in ladder.rungs:
+            if self._needed(rung.evaluation) > self._budget:
+                continue
+            graphs, found = partitioned(rung)
             if self._needed(found) <= self._budget:
                 self.plan = self._described(step, ladder, rung, found, reader)
+                if self._fuses:
+                    self.apart = int(APART_SHARE * self._budget)
+                    copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
                 return graphs
-        self.refusal = self._refused(ladder)
+        lowest = [(rung.evaluation, partitioned(rung)[1]) for rung in ladder.rungs[-REFUSED_RUNGS:]]
+        self.refusal = self._refused(min(max(map(self._needed, pair)) for pair in lowest))
         raise self.refusal
 
     def _needed(self, found: RegionEvaluation) -> int:
         """Return the smallest budget of a choice: its peak, and the margin."""
         return found.peak + ceil(self._margin * found.peak)
 
-    def _refused(self, ladder: PlanLadder) -> CapacityError:
-        least, budget = self._needed(ladder.rungs[-1].evaluation), self._budget
+    def _refused(self, least: int) -> CapacityError:
+        budget = self._budget
         return CapacityError(
             f"no plan for the compiled model fits: at least {format_nbytes(least)} of device memory are needed, "
             f"gradients included, and {format_nbytes(budget)} are allowed. Raise the budget by "
@@ -116,8 +131,8 @@ class BudgetPartition:
                 for each in (ladder.plain, found)
             )
             units.append(GraphUnit(" to ".join(ends), saved, held, count))
-        certificate = "" if rung.solution is None else rung.solution.certificate
-        return self._plan(found, ladder.plain, self._needed(ladder.rungs[-1].evaluation), certificate, tuple(units))
+        least = self._needed(ladder.rungs[-1].evaluation)
+        return self._plan(found, ladder.plain, least, rung.certificate, tuple(units))
 
     def _plan(
         self,

@@ -79,6 +79,42 @@ class WideMlp(Mlp):
     """A model whose activations take more than its gradients."""
 
 
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class GatedMlp(Mlp):
+    """A model of blocks whose gradient reads what is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(3))
+
+
+class HeadBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+class Heads(Mlp):
+    """A model whose attention is one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HeadBlock() for _ in range(4))
+
+
 class DeepConvolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +134,8 @@ class DeepConvolutions(nn.Module):
 BATCHES = {
     Mlp: lambda: torch.randn(32, WIDTH),
     WideMlp: lambda: torch.randn(1024, WIDTH),
+    Heads: lambda: torch.randn(8, 128, WIDTH),
+    GatedMlp: lambda: torch.randn(2048, WIDTH),
     ReluNet: lambda: torch.randn(64, WIDTH),
     AttentionNet: lambda: torch.randn(2, 32, WIDTH),
     Convolutions: lambda: torch.randn(8, 3, 16, 16),

@@ -1,7 +1,8 @@
 """The choices of saved tensors that no other one beats, from the least memory to the least time.
 
 The solver of `actstore.plan` finds them: each unit of the region is a layer of its chain. A choice is then evaluated on
-the whole step, operator by operator. The list does not depend on a budget: a larger budget never gives a slower plan.
+the whole step, operator by operator. From some of them a descent goes on, tensor by tensor. The list does not depend on
+a budget: a larger budget never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import inf
 
+from actstore.compiled.budget.descent import descend
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.budget.units import RegionUnit, cuts_of
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
@@ -20,6 +22,7 @@ from actstore.plan.solver.solve import Solution
 MAX_POINTS = 24  # limits for which the solver looks
 TIME_LIMIT_S = 1.0  # for each of them
 GAP = 0.005
+MAX_DESCENTS = 6
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,24 @@ class Rung:
     Attributes
     ----------
     units : of the step; empty for what PyTorch itself saves
-    choice : option of each unit
+    choice : option of each unit; empty for a choice of a descent
     evaluation : of the step
-    solution : of the solver; None for what PyTorch itself saves
+    solution : of the solver; of a descent the one that it beats, None for none
     """
 
     units: tuple[RegionUnit, ...]
     choice: tuple[int, ...]
     evaluation: RegionEvaluation
     solution: Solution | None = None
+
+    @property
+    def certificate(self) -> str:
+        """Prediction and bound as text; empty for what PyTorch itself saves."""
+        bounded = "" if self.solution is None else self.solution.certificate
+        if self.choice or not self.units:
+            return bounded
+        own = f"predicted {self.evaluation.ms:.1f} ms, tensor by tensor"
+        return f"{own}; unit by unit {bounded}" if bounded else f"{own}, no bound"
 
 
 @dataclass(frozen=True)
@@ -59,18 +71,28 @@ class PlanLadder:
 
 def ladder_of(step: RegionStep, saved: Set[int]) -> PlanLadder:
     """Return the choices of a region. `saved` are the tensors that PyTorch itself saves."""
-    plain = step.evaluate(saved)
-    found = [Rung((), (), plain)]
-    for units in cuts_of(step, plain):
+    plain = step.evaluate(saved, loops=True)
+    found, cuts = [Rung((), (), plain)], cuts_of(step, plain)
+    for units in cuts:
         points = min(MAX_POINTS, 2 * len(units) + 1)
         for point in pareto(chain_of(step, units), Limits(inf), points, time_limit=TIME_LIMIT_S, gap=GAP):
             choice = point.solution.choice
             found.append(Rung(units, choice, step.evaluate(wanted_by(units, choice)), point.solution))
+    rungs = _unbeaten(found)
+    below = rungs[:0:-1]  # the least memory first
+    for start in (step.evaluate(saved), *(rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)])):
+        for lower in descend(step, start):
+            beaten = next((rung for rung in rungs if rung.evaluation.peak <= lower.peak), None)
+            found.append(Rung(cuts[0], (), lower, None if beaten is None else beaten.solution))
+    return PlanLadder(plain, tuple(_unbeaten(found)))
+
+
+def _unbeaten(found: list[Rung]) -> list[Rung]:
     rungs: list[Rung] = []
     for rung in sorted(found, key=lambda rung: (rung.evaluation.ms, rung.evaluation.peak)):
         if not rungs or rung.evaluation.peak < rungs[-1].evaluation.peak:
             rungs.append(rung)
-    return PlanLadder(plain, tuple(rungs))
+    return rungs
 
 
 def wanted_by(units: Sequence[RegionUnit], choice: Sequence[int]) -> frozenset[int]:

@@ -61,16 +61,21 @@ class RegionStep:
         """Operators that make what forward returns."""
         return self.sources(self.returned, frozenset())
 
-    def evaluate(self, wanted: Set[int]) -> RegionEvaluation:
-        """Evaluate a choice of saved tensors. Those that backward does not read are not saved."""
+    def evaluate(self, wanted: Set[int], *, loops: bool = False) -> RegionEvaluation:
+        """Evaluate a choice of saved tensors. Those that backward does not read are not saved.
+
+        loops : whether the compiler runs operators in one loop because they read one tensor
+        """
         operators = self.operators
         saved, backward = self._backward(wanted)
         own = {index for index in saved if not operators[index].given}
         forward = self.sources((*self.returned, *own), frozenset())
         held = {owner: operators[owner].nbytes for owner in sorted({operators[index].owner for index in own})}
-        first = self._live(forward, {*self.returned, *own}, {}, ())
+        first = self._live(forward, {*self.returned, *own}, {}, (), loops=loops)
         kept = {operators[index].owner: operators[operators[index].owner].nbytes for index in self.returned}
-        second = self._live(backward, set(self.gradients), held | kept, saved | kept.keys(), lasting=kept.keys())
+        second = self._live(
+            backward, set(self.gradients), held | kept, saved | kept.keys(), lasting=kept.keys(), loops=loops
+        )
         return RegionEvaluation(
             frozenset(saved),
             frozenset(backward).intersection(forward),
@@ -131,6 +136,8 @@ class RegionStep:
         begin: dict[int, int],
         members: Collection[int],
         lasting: Collection[int] = (),
+        *,
+        loops: bool,
     ) -> list[int]:
         """Return the bytes while each operator of a graph runs: the most, where loops may run at either place.
 
@@ -142,11 +149,11 @@ class RegionStep:
         lasting : owners that exist to the end
         """
         live = self._placed(run, range(len(run)), stays, begin, members, lasting)
-        if not any(self.operators[index].inlined for index in run):
+        if not loops or not any(self.operators[index].inlined for index in run):
             return live
-        loops = Loops(self.operators, run, self._readers(run, stays)[1])
-        other = self._placed(loops.order, loops.last, stays, begin, members, lasting)
-        later = dict(zip(loops.order, other, strict=True))
+        joined = Loops(self.operators, run, self._readers(run, stays)[1])
+        other = self._placed(joined.order, joined.last, stays, begin, members, lasting)
+        later = dict(zip(joined.order, other, strict=True))
         return [max(nbytes, later[index]) for index, nbytes in zip(run, live, strict=True)]
 
     def _placed(

@@ -15,9 +15,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Bits
+from actstore.compiled import within
+from actstore.compiled.budget.ladder import PlanLadder, Rung
+from actstore.compiled.budget.step import RegionStep
+from actstore.compiled.budget.units import cuts_of
 from actstore.errors import CapacityError, ConfigError
 from tests.autograd.checks import check_drained, check_same
-from tests.compiled.models import BATCHES, DeepConvolutions, WideMlp, gradients, make, plain
+from tests.compiled.models import BATCHES, DeepConvolutions, GatedMlp, Heads, WideMlp, gradients, make, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
@@ -209,6 +213,48 @@ def test_dropout_is_not_drawn_again() -> None:
     model, x, store = planned(Noisy, budget)
     check_same(gradients(model, x, store), wanted)
     assert store.plan.held < store.plan.plain_held
+
+
+def ladder_without_saved_tensors(step: RegionStep, saved: frozenset[int]) -> PlanLadder:
+    plain = step.evaluate(saved)
+    return PlanLadder(plain, (Rung(cuts_of(step, plain)[0], (), step.evaluate(frozenset())),))
+
+
+def check_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of attention runs again, in a plan that saves nothing."""
+    wanted = plain(Heads, backend=backend)
+    torch._dynamo.reset()
+    monkeypatch.setattr(within, "ladder_of", ladder_without_saved_tensors)
+    monkeypatch.setattr(within.BudgetPartition, "_needed", lambda self, found: sum(found.held.values()))
+    model, x = make(Heads)
+    store: Any = ActivationStore(model, Auto("64KiB"))
+    store.compile(backend=backend)
+    check_same(gradients(model, x, store), wanted)
+    with torch.profiler.profile() as profile:
+        check_same(gradients(model, x, store), wanted)
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 8
+    assert store.plan.held == 0
+
+
+def test_attention_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_attention("aot_eager", monkeypatch)
+
+
+@pytest.mark.slow
+def test_attention_runs_again_under_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_attention("inductor", monkeypatch)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_loops_of_a_plan_apart() -> None:
+    """Without that its peak is 1.1 times that of the least plan."""
+    plain, *rows = measured(GatedMlp, "inductor", (0.6, 0.1), "system")
+    for row in rows:
+        assert row["peak"] <= row["budget"] + OUTSIDE_NBYTES
+        assert row["peak"] <= 1.05 * row["plan"]["predicted_peak"] + OUTSIDE_NBYTES
+        assert row["grads"] == plain["grads"]
+    assert not rows[0]["refused"]
 
 
 @pytest.mark.slow

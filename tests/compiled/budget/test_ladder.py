@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from math import inf
 
 import pytest
@@ -22,6 +22,8 @@ def test_no_choice_beats_a_plan_by_much(seed: int) -> None:
     for units in cuts_of(step, ladder.plain):
         choices = product(*(range(len(unit.options)) for unit in units))
         every += [step.evaluate(wanted_by(units, choice)) for choice in choices]
+    for count in range(len(plain) + 1):
+        every += [step.evaluate(frozenset(wanted)) for wanted in combinations(sorted(plain), count)]
     low, high = min(found.peak for found in every), ladder.plain.peak
     assert ladder.rungs[-1].evaluation.peak >= low
     for budget in range(low, high + 1, max(1, (high - low) // 8)):

@@ -1,0 +1,63 @@
+"""Operators as the reader of a joint graph has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from actstore.compiled.budget.costs import Cost, Costs
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.joint import JointReader
+
+
+class NoCosts(Costs):
+    def by_bytes(self, node: Node) -> Cost:
+        return Cost(0.0)
+
+    measured = by_bytes
+
+
+def read(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], count: int, *, fuses: bool = True
+) -> dict[str, Operator]:
+    """The operators of a function of `count` matrices, by name."""
+    module = make_fx(lambda *values: tree_leaves(function(*values)), tracing_mode="fake")(
+        *(torch.randn(8, 8) for _ in range(count))
+    )
+    reader = JointReader(module, 1, NoCosts(), fuses=fuses)
+    return dict(zip((node.name for node in reader.nodes), reader.step(()).operators, strict=True))
+
+
+def test_a_loop_that_reads_much_writes_what_two_others_read() -> None:
+    def sums(*values: Tensor) -> tuple[Tensor, Tensor]:
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total * 2.0, total - 1.0
+
+    assert read(sums, 4)["add_2"].inlined
+    assert not read(sums, 5)["add_3"].inlined
+    assert read(sums, 5)["add_2"].inlined, "one loop reads it"
+
+
+def test_a_scatter_into_a_part_is_a_loop() -> None:
+    def scattered(x: Tensor) -> Tensor:
+        return torch.select_scatter(torch.zeros(3, 8, 8), x, 0, 1)
+
+    assert read(scattered, 1)["select_scatter"].inlined
+    assert not read(scattered, 1, fuses=False)["select_scatter"].fused
+
+
+def test_attention_runs_again_and_dropout_does_not() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.nn.functional.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None])
+        return torch.nn.functional.dropout(seen, 0.5)
+
+    found = read(attention, 3)
+    assert not any(each.barred for name, each in found.items() if name.startswith("_scaled_dot_product"))
+    assert any(each.barred for each in found.values())
