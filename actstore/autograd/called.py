@@ -1,63 +1,137 @@
-"""Names of C functions that Python frames call: ``x.clamp(0)`` calls `clamp`, and ``x % 2`` calls `%`."""
+"""Names of operators that Python frames call: ``x.clamp(0)`` calls `clamp`, and ``x % 2`` calls `%`."""
 
 from __future__ import annotations
 
 import dis
 import re
+from functools import cache, partial
+from inspect import getattr_static
 from itertools import takewhile
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import functional
 
 _MAX_CALLS = 4096  # calls that are remembered; beyond, all are forgotten
 _MAX_FRAMES = 8  # between a call and the `__torch_function__` that it is part of
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "PRECALL"})  # the last of Python 3.11, which may call
-_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
+_VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the function and its call.
 _BETWEEN = re.compile(r"PUSH_NULL|PRECALL|KW_NAMES|LOAD_CONST|CALL_INTRINSIC_1|(BUILD|LIST|DICT)_\w+")
+_APPLY = "apply"  # of a Function
+_OPERATOR = ("_op",)  # what an object in `torch.ops` calls; it has no name of its own
+_OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+_FUNCTIONS = *_OF_C, FunctionType
 
-_known: dict[tuple[int, int], tuple[CodeType, str]] = {}
+
+class _Call(NamedTuple):
+    """A call in the source. `path` has a variable and attributes that lead to the function; empty for anything else."""
+
+    code: CodeType  # held, and so its id stays its own
+    name: str
+    path: tuple[str, ...] = ()
+
+    @property
+    def names_operator(self) -> bool:
+        """Whether the name is that of an operator, and not of a variable that may hold any."""
+        return not self.name.isidentifier() or _is_operator(self.name) if self.name else False
 
 
-def called_name(frame: FrameType) -> str:
-    """Tell the name by which `frame` calls a function now, without underscores at its ends; empty for no known name."""
-    code, at = frame.f_code, frame.f_lasti
-    found = _known.get((id(code), at))
-    if found is None:
-        if len(_known) >= _MAX_CALLS:
-            _known.clear()
-        found = _known[id(code), at] = code, _read(code, at).strip("_")  # the code is held, and so its id stays its own
-    return found[1]
+_known: dict[tuple[int, int], _Call] = {}
 
 
 def operator_name(frame: FrameType) -> str:
-    """Tell the name by which `frame` calls a function now, or, where `frame` is part of what a class of tensors or a
-    mode runs in place of a function (``__torch_function__``), the name by which that function was called.
+    """Tell the name of the operator that `frame` calls now, without underscores at its ends; empty for no known name.
+
+    It is the name in the source: ``x.clamp(0)`` calls `clamp`. Where that is the name of a variable or an attribute,
+    such as ``self.activation``, it is the name of the function there. Where `frame` is part of what a class of tensors
+    or a mode runs in place of a function (``__torch_function__``), it is the name by which that function was called.
     """
-    name = called_name(frame)
+    call = _call_of(frame)
+    if call.names_operator:
+        return call.name
+    path = call.path[:-1] if call.path[1:] == _OPERATOR else call.path
+    if path and (name := _name_of(_value_at(frame, path))):
+        return name
     above: FrameType | None = frame
-    for _ in range(0 if name else _MAX_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if above is None:
             break
         at, above = above, above.f_back
         if at.f_code.co_name == "__torch_function__" and above is not None:
             return operator_name(above)
-    return name
+    return call.name
 
 
-def _read(code: CodeType, at: int) -> str:
+def calls_one_operator(frame: FrameType) -> bool:
+    """Return whether this place in the source calls the same operator each time."""
+    return _call_of(frame).names_operator
+
+
+def _call_of(frame: FrameType) -> _Call:
+    code, at = frame.f_code, frame.f_lasti
+    found = _known.get((id(code), at))
+    if found is None:
+        if len(_known) >= _MAX_CALLS:
+            _known.clear()
+        found = _known[id(code), at] = _read(code, at)
+    return found
+
+
+def _read(code: CodeType, at: int) -> _Call:
     """Find the name that is loaded where the call begins in the source; its arguments are further to the right."""
     before = list(takewhile(lambda i: i.offset <= at, dis.get_instructions(code)))
     if not before:
-        return ""
+        return _Call(code, "")
     last = before.pop()
     if last.opname == "BINARY_OP":
-        return last.argrepr.removesuffix("=")
+        return _Call(code, last.argrepr.removesuffix("="))
     begin = _begin(last)
     if last.opname not in _CALLS or None in begin:  # Python may run without positions
-        return ""
-    function = next((i for i in reversed(before) if _begin(i) == begin and not _BETWEEN.fullmatch(i.opname)), last)
-    return str(function.argval) if function.opname in _LOADS else ""
+        return _Call(code, "")
+    loads = [i for i in before if _begin(i) == begin and not _BETWEEN.fullmatch(i.opname)]
+    if not loads or loads[-1].opname not in _VARIABLES | _ATTRIBUTES:
+        return _Call(code, "")
+    path: list[str] = []
+    for load in reversed(loads):
+        path.insert(0, str(load.argval))
+        if load.opname in _VARIABLES:
+            return _Call(code, path[-1].strip("_"), tuple(path))
+        if load.opname not in _ATTRIBUTES:
+            break
+    return _Call(code, path[-1].strip("_"))
 
 
 def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
     positions = instruction.positions
     return (None, None) if positions is None else (positions.lineno, positions.col_offset)
+
+
+@cache
+def _is_operator(name: str) -> bool:
+    names = [f"{before}{name}{after}" for before in ("", "_", "__") for after in ("", "_", "__")]
+    found = [getattr(each, full, None) for full in names for each in (torch, torch.Tensor, functional)]
+    return name == _APPLY or any(isinstance(each, _FUNCTIONS) for each in found)
+
+
+def _value_at(frame: FrameType, path: tuple[str, ...]) -> Any:
+    """Return what is at a path now, without running code of its owner; None where nothing is found."""
+    first, *rest = path
+    value = next(
+        (names[first] for names in (frame.f_locals, frame.f_globals, frame.f_builtins) if first in names), None
+    )
+    for name in rest:
+        value = getattr_static(value, name, None)
+        value = getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
+    return value
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function of C; empty for any other value."""
+    while isinstance(function, partial):
+        function = function.func
+    is_c = isinstance(function, (*_OF_C, OpOverload, OpOverloadPacket))
+    return str(function.__name__).partition(".")[0].strip("_") if is_c else ""

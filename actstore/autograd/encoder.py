@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
 
-from actstore.autograd.called import called_name
+from actstore.autograd.called import calls_one_operator
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
 from actstore.autograd.protect import TRANSPARENT
@@ -130,6 +130,9 @@ class Encoder:
         return has_stored
 
 
+_ANY_CODE = calls_one_operator.__code__  # it saves nothing: each call is looked at
+
+
 def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
     """Let the next tensor of a site follow the tensor that was just encoded."""
     if not producer or producer in TRANSPARENT or empty.is_complex():
@@ -137,9 +140,9 @@ def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, em
     code, at = None, 0
     if not target[0].lossless:
         frame = caller()
-        if "Norm" in producer or frame is None or is_reader(frame) or not called_name(frame):
-            return  # without a name, the next call there may be that of another operator
-        code, at = frame.f_code, frame.f_lasti
+        if "Norm" in producer or frame is None or is_reader(frame):
+            return
+        code, at = (frame.f_code, frame.f_lasti) if calls_one_operator(frame) else (_ANY_CODE, 0)
     handle.account.precedent = Precedent(
         target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, code, at
     )

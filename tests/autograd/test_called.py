@@ -12,9 +12,27 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from actstore.autograd.called import called_name, operator_name
+from actstore.autograd.called import operator_name
 
 ABS = torch.abs
+INNER = partial(torch.abs)
+
+
+class Holder:
+    """Of functions. A property would run code to tell which it returns."""
+
+    still = staticmethod(torch.abs)
+
+    def __init__(self, activation, inner=None):
+        self.activation = activation
+        self.inner = inner
+
+    @property
+    def computed(self):
+        return torch.abs
+
+
+HOLDER = Holder(torch.sin, Holder(partial(partial(torch.clamp, max=1), min=0)))
 
 
 def divided(x):
@@ -44,8 +62,15 @@ CASES = {  # and the names of what saves a tensor, in their order
     "an operator in place": (divided, "/ /"),
     "in a function of PyTorch's": (lambda x: F.hardtanh(x), "hardtanh"),  # noqa: PLW0108
     "a comprehension": (lambda x: [torch.abs(row) for row in (x,)], "abs"),
-    "a variable of the module": (lambda x: ABS(x), "ABS"),  # noqa: PLW0108
-    "a variable": (lambda x, f=torch.abs: f(x), ""),
+    "a variable of the module": (lambda x: ABS(x), "abs"),  # noqa: PLW0108
+    "a variable": (lambda x, f=torch.abs: f(x), "abs"),
+    "a method in a variable": (lambda x, f=torch.Tensor.abs: f(x), "abs"),
+    "an overload in a variable": (lambda x, f=torch.ops.aten.abs.default: f(x), "abs"),
+    "a partial in a variable": (lambda x: INNER(x), "abs"),  # noqa: PLW0108
+    "variables in turn": (lambda x: [f(x) for f in (torch.sin, torch.abs)], "sin abs"),
+    "an attribute": (lambda x: HOLDER.inner.activation(x), "clamp"),  # noqa: PLW0108
+    "a static method": (lambda x: HOLDER.still(x), "abs"),  # noqa: PLW0108
+    "a property": (lambda x: HOLDER.computed(x), "computed"),  # noqa: PLW0108
     "either": (lambda x: (torch.abs if x.dim() else torch.sin)(x), ""),
     "an item": (lambda x: [torch.abs][0](x), ""),  # noqa: PLW0108
     "getattr": (lambda x: getattr(x, "abs")(), ""),  # noqa: B009
@@ -54,11 +79,11 @@ CASES = {  # and the names of what saves a tensor, in their order
 }
 
 
-def names(function, x, name_of=called_name):
+def names(function, x):
     seen = []
 
     def pack(tensor):
-        seen.append(name_of(sys._getframe(1)))
+        seen.append(operator_name(sys._getframe(1)))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -88,6 +113,17 @@ class Class(torch.Tensor):
     pass
 
 
+# Whose name the source does not have, and a mode is given.
+GIVEN = {
+    "an operator": "remainder remainder",
+    "an operator in place": "div div",
+    "a property": "abs",
+    "either": "abs",
+    "an item": "abs",
+    "getattr": "abs",
+    "map": "abs",
+    "a partial": "clamp",
+}
 AROUND = {
     "a default device": lambda: torch.device("cpu"),
     "a mode": Helped,
@@ -108,18 +144,18 @@ def test_names_of_what_a_mode_stands_for(name, around):
     function, expected = CASES[name]
     x = torch.randn(4, requires_grad=True)
     with AROUND[around]():
-        assert {names(function, x, operator_name) for _ in range(40)} == {expected}
+        assert {names(function, x) for _ in range(40)} == {GIVEN.get(name, expected)}
 
 
 def test_names_of_what_a_class_of_tensors_stands_for():
     x = torch.randn(4, requires_grad=True).as_subclass(Class)
-    assert names(lambda x: x.sin().abs().clamp(0), x, operator_name) == "sin abs clamp"
+    assert names(lambda x: x.sin().abs().clamp(0), x) == "sin abs clamp"
 
 
 def test_without_positions_no_call_has_a_name():
-    code = "import torch, sys; from actstore.autograd.called import called_name\n"
+    code = "import torch, sys; from actstore.autograd.called import operator_name\n"
     code += (
-        "with torch.autograd.graph.saved_tensors_hooks(lambda t: print(repr(called_name(sys._getframe(1)))), int):\n"
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: print(repr(operator_name(sys._getframe(1)))), int):\n"
     )
     code += "    torch.ones(2, requires_grad=True).abs()"
     run = subprocess.run(

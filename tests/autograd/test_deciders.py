@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import count
+from functools import partial
+from itertools import count, cycle
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ CASES = {
     "torch.relu": torch.relu,
     "a view of relu": lambda x: torch.relu(x).view(-1),
 }
+CLAMP = partial(torch.clamp, min=0)
 NAMED = {  # what a model calls itself
     "x.clamp": lambda x: x.clamp(0),
     "x.clamp of two": lambda x: x.clamp(-0.5, max=0.3),
@@ -64,6 +66,10 @@ NAMED = {  # what a model calls itself
     "norm of order inf": lambda x: x.view(-1, 5).norm(torch.inf, dim=1),
     "x.sign": lambda x: x.sign() * x.detach(),
     "copysign": lambda x: torch.copysign(x, x),
+    "in a variable": lambda x, f=torch.clamp: f(x, 0),
+    "a partial in a variable": lambda x, f=CLAMP: f(x),
+    "of torch.ops": lambda x: torch.ops.aten.clamp(x, 0.1),
+    "an overload": lambda x: torch.ops.aten.abs.default(x),  # noqa: PLW0108
 }
 ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
 KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
@@ -140,6 +146,17 @@ def test_a_model_calls_an_operator_itself(name, policy):
     expected, _ = gradient(NAMED[name], x, "keep")
     found, _ = gradient(NAMED[name], x, policy)
     assert torch.equal(found, expected)
+
+
+def test_one_line_calls_one_operator_after_the_other():
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+    found = []
+    for policy in ("keep", "int4"):
+        turn = cycle([torch.sin, torch.abs])
+        grad, _ = gradient(lambda x, turn=turn: [f(x) for f in [next(turn)]][0], x, policy)  # noqa: RUF015
+        found.append(grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("steps", ["same", "other"])
