@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import re
 from functools import cache, partial
-from inspect import getattr_static
+from inspect import CO_OPTIMIZED, getattr_static
 from itertools import takewhile
+from sys import version_info
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
@@ -120,12 +121,18 @@ def _is_operator(name: str) -> bool:
 def _value_at(frame: FrameType, path: tuple[str, ...]) -> Any:
     """Return what is at a path now, without running code of its owner; None where nothing is found."""
     first, *rest = path
-    value = next(
-        (names[first] for names in (frame.f_locals, frame.f_globals, frame.f_builtins) if first in names), None
-    )
+    value = _variable_in(frame, first)
     for name in rest:
         value = getattr_static(value, name, None)
         value = getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
+    return value
+
+
+def _variable_in(frame: FrameType, name: str) -> Any:
+    names = frame.f_locals
+    value = next((each[name] for each in (names, frame.f_globals, frame.f_builtins) if name in each), None)
+    if version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED:
+        names.clear()  # a copy, which would hold tensors as long as the function runs
     return value
 
 

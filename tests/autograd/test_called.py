@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -150,6 +151,22 @@ def test_names_of_what_a_mode_stands_for(name, around):
 def test_names_of_what_a_class_of_tensors_stands_for():
     x = torch.randn(4, requires_grad=True).as_subclass(Class)
     assert names(lambda x: x.sin().abs().clamp(0), x) == "sin abs clamp"
+
+
+def test_a_variable_is_let_go_while_the_function_runs():
+    alive = []
+
+    def function(x, f=torch.abs):
+        y = x * 2
+        z = f(y)
+        alive.append(ref(y))
+        del y
+        alive.append(alive[0]() is not None)
+        return z
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: operator_name(sys._getframe(1)), lambda _: None):
+        function(torch.randn(4, requires_grad=True))
+    assert alive[1] is False
 
 
 def test_without_positions_no_call_has_a_name():
