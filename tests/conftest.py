@@ -2,7 +2,8 @@
 
 Warnings are errors, save those that a folder of `EXPECTED_WARNINGS` causes on purpose.
 
-With ACTSTORE_TEST_GC=1 in the environment the collector runs at every chance (`make test-debug`).
+With ACTSTORE_TEST_GC=1 in the environment the collector runs at every chance (`make test-debug`). The device that
+ACTSTORE_TEST_DEVICE names is the default one of all tests (`make gpu`).
 """
 
 import gc
@@ -28,6 +29,9 @@ def pytest_configure() -> None:
     threshold = os.environ.get("ACTSTORE_TEST_GC")
     if threshold is not None:
         gc.set_threshold(*[int(threshold)] * 3)
+    device = os.environ.get("ACTSTORE_TEST_DEVICE")
+    if device is not None:
+        torch.set_default_device(device)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -170,6 +170,7 @@ _TITLES = {
     "hotpath": "Host time for a saved tensor of 4 KB",
     "tests": "Tests that need a GPU",
     "codecs": "Tests of the codecs on the GPU",
+    "compiled": "Tests of compiled models, on the GPU",
     "sanitizer": "compute-sanitizer over the kernels",
 }
 _PICTURES = {
@@ -185,6 +186,7 @@ _PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "kernels": _kernels,
     "tests": _tests,
     "codecs": _tests,
+    "compiled": _tests,
     "exact": _bench,
     "hotpath": _hotpath,
 }

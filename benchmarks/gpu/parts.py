@@ -20,6 +20,9 @@ TESTS = (
     "tests/system/test_cuda_store.py",
     "tests/system/test_cuda_transfer.py",
 )
+COMPILED = tuple(
+    f"tests/compiled/{name}.py" for name in ("test_tiers", "test_recomputed", "test_training", "test_formats")
+)
 # Files kept beside the figures, by the part's name for them.
 PICTURES = (
     "llama.png",
@@ -55,7 +58,7 @@ class Part:
     def arguments(self, place: Place) -> list[str]:
         """Return the command, for a device and a scale."""
         words = {"{device}": place.device, "{scale}": place.sized("full", "small")}
-        words |= {"{workers}": place.sized("8", "1"), "{few}": place.sized("2", "1")}
+        words |= {"{workers}": place.sized("8", "1"), "{few}": place.sized("2", "1"), "{some}": place.sized("4", "1")}
         command = [*self.command, *(self.small if place.small else ())]
         return [words.get(argument, argument) for argument in command]
 
@@ -65,6 +68,7 @@ class Part:
 # compile   before all parts: 13 sources take 120 s on one core, the longest of them 45 s
 # codecs    580 tests against oracles in NumPy take 150 s on one core, so 20 s on eight
 # tests     165 tests of a second or less; four of them start a process
+# compiled  200 tests, of which the compiler takes most of the time
 # exact     seven processes of 10 s, and some steps of 30 ms
 # random    300 and 100 small models, 10 and 2 a second on a CPU
 # sanitizer 500 small kernels under each of three tools, which start slowly
@@ -86,6 +90,25 @@ PARTS = (
         ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{few}", "--", *TESTS, "-m", "gpu"),
         130,
         alone=False,
+    ),
+    Part(
+        "compiled",
+        (
+            "-m",
+            "benchmarks.gpu.pytests",
+            *JSON,
+            "--device",
+            "{device}",
+            "--workers",
+            "{some}",
+            "--",
+            *COMPILED,
+            "-m",
+            "not slow",
+        ),
+        130,
+        alone=False,
+        small=("-k", "test_exact_policies_are_plain_compiled_bit_for_bit and keep-Mlp"),
     ),
     Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
     *(

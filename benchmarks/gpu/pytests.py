@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,9 +71,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="write the outcomes to this file")
     parser.add_argument("--workers", type=int, default=1, help="processes, where pytest-xdist is installed")
+    parser.add_argument("--device", help="make it the default device of the tests, in every process")
     parser.add_argument("arguments", nargs="*", help="of pytest")
     options = parser.parse_args()
     several = ["-n", str(options.workers)] if options.workers > 1 and find_spec("xdist") else []
+    if options.device:
+        os.environ["ACTSTORE_TEST_DEVICE"] = options.device
     record = Record(options.json)
     code = int(pytest.main([*PYTEST, *several, *options.arguments], plugins=[record]))
     found = record.found

@@ -50,6 +50,10 @@ def _tests(figures: Figures) -> _Judged:
     )
 
 
+def _compiled(figures: Figures) -> _Judged:
+    yield "tests of compiled models pass on the device", _counted(figures)
+
+
 def _counted(figures: Figures) -> tuple[str, bool] | None:
     """Judge a run of tests; a run that was stopped does not pass."""
     if not figures:
@@ -180,6 +184,7 @@ _JUDGES = (
     ("kernels", _kernels),
     ("tests", _tests),
     ("sanitizer", _sanitizer),
+    ("compiled", _compiled),
     ("exact", _exact),
     ("random", _random),
     ("lossy", _lossy),

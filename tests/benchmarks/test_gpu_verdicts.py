@@ -37,7 +37,7 @@ TRANSFER: dict[str, Any] = {
 }  # fmt: skip
 EXACT = {"rows": [{"bit_equal": True, "loss_hex": "0x1"}] * 3}
 FIGURES = {
-    "codecs": TESTS, "tests": TESTS, "exact": EXACT, "transfer": TRANSFER, "llama": LLAMA,
+    "codecs": TESTS, "tests": TESTS, "compiled": TESTS, "exact": EXACT, "transfer": TRANSFER, "llama": LLAMA,
     "kernels": {"rows": [{"correct": True}, {"left_out": "no"}]},
     "random": {"examples": 10, "counts": {"equal": 8, "refused": 2, "no model": 5}},
     "lossy": {"examples": 10, "counts": {"equal": 10}},
@@ -61,6 +61,7 @@ def test_everything_that_is_good_passes() -> None:
         ("codecs", {"failed": {"x": "no"}}, "every codec writes"),
         ("codecs", {"finished": False}, "every codec writes"),
         ("tests", {"failed": {f"c::{SANITIZER_TEST}[int8]": "race"}}, "torch.cuda._sanitizer"),
+        ("compiled", {"failed": {"x": "no"}}, "tests of compiled"),
         ("exact", {"rows": [*EXACT["rows"], {"bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
         ("sanitizer", {"tools": ["memcheck", "racecheck"]}, "compute-sanitizer"),
         ("random", {"counts": {"equal": 9, "no model": 5}}, "random models under exact"),

@@ -59,7 +59,8 @@ class AttentionNet(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         seen = torch.softmax(q @ k.transpose(1, 2) / WIDTH**0.5, -1) @ v
         logits = self.head(x + self.drop(self.proj(seen)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), torch.arange(logits[..., 0].numel()) % 16)
+        wanted = torch.arange(logits[..., 0].numel(), device=logits.device) % 16
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted)
 
 
 class Convolutions(nn.Module):
