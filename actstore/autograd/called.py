@@ -28,7 +28,7 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 _FUNCTIONS = *_OF_C, FunctionType
 
 
-class _Call(NamedTuple):
+class _CodeCall(NamedTuple):
     """A call in the source. `path` has a variable and attributes that lead to the function; empty for anything else."""
 
     code: CodeType  # held, and so its id stays its own
@@ -37,11 +37,11 @@ class _Call(NamedTuple):
 
     @property
     def names_operator(self) -> bool:
-        """Whether the name is that of an operator, and not of a variable that may hold any."""
+        """Return whether the name is that of an operator, and not of a variable that may hold any."""
         return not self.name.isidentifier() or _is_operator(self.name) if self.name else False
 
 
-_known: dict[tuple[int, int], _Call] = {}
+_known: dict[tuple[int, int], _CodeCall] = {}
 
 
 def operator_name(frame: FrameType) -> str:
@@ -72,7 +72,7 @@ def calls_one_operator(frame: FrameType) -> bool:
     return _call_of(frame).names_operator
 
 
-def _call_of(frame: FrameType) -> _Call:
+def _call_of(frame: FrameType) -> _CodeCall:
     code, at = frame.f_code, frame.f_lasti
     found = _known.get((id(code), at))
     if found is None:
@@ -82,28 +82,28 @@ def _call_of(frame: FrameType) -> _Call:
     return found
 
 
-def _read(code: CodeType, at: int) -> _Call:
+def _read(code: CodeType, at: int) -> _CodeCall:
     """Find the name that is loaded where the call begins in the source; its arguments are further to the right."""
     before = list(takewhile(lambda i: i.offset <= at, dis.get_instructions(code)))
     if not before:
-        return _Call(code, "")
+        return _CodeCall(code, "")
     last = before.pop()
     if last.opname == "BINARY_OP":
-        return _Call(code, last.argrepr.removesuffix("="))
+        return _CodeCall(code, last.argrepr.removesuffix("="))
     begin = _begin(last)
     if last.opname not in _CALLS or None in begin:  # Python may run without positions
-        return _Call(code, "")
+        return _CodeCall(code, "")
     loads = [i for i in before if _begin(i) == begin and not _BETWEEN.fullmatch(i.opname)]
     if not loads or loads[-1].opname not in _VARIABLES | _ATTRIBUTES:
-        return _Call(code, "")
+        return _CodeCall(code, "")
     path: list[str] = []
     for load in reversed(loads):
         path.insert(0, str(load.argval))
         if load.opname in _VARIABLES:
-            return _Call(code, path[-1].strip("_"), tuple(path))
+            return _CodeCall(code, path[-1].strip("_"), tuple(path))
         if load.opname not in _ATTRIBUTES:
             break
-    return _Call(code, path[-1].strip("_"))
+    return _CodeCall(code, path[-1].strip("_"))
 
 
 def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:

@@ -82,6 +82,7 @@ class Stored(Payload):
     ) -> None:
         self.account = account
         self.room = self.last = None
+        self.key = 0
         self.shape = shape
         self.stride = stride
         self.offset = 0

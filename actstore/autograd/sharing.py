@@ -9,7 +9,9 @@ saves both, without Python code in between:
 * where an accelerator has it, and both saves are of the same elements, by the accelerator; the host does not wait.
   Where it differs, backward raises an error, or the next entry of the store if backward was faster than the device.
 
-Where the payload has left for another tier, the tensor gets a payload of its own.
+Where the payload has left for another tier, the tensor gets a payload of its own. That is a matter of time, and must
+not show: a lossy payload that may leave serves only a tensor whose own payload would have the same bytes, and a payload
+of its own gets the same random bits.
 
 No payload from before a backward serves a save after it, because an optimizer may write between the two.
 """
@@ -17,6 +19,7 @@ No payload from before a backward serves a save after it, because an optimizer m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from sys import _getframe
 from types import FrameType
 from weakref import ref
@@ -26,8 +29,11 @@ from torch._C._autograd import _get_sequence_nr
 
 from actstore.autograd.handles import Stored
 from actstore.autograd.regions import source_at
+from actstore.base.layout import layout_of
 from actstore.base.operators import APPLY_CODE
 from actstore.codecs import Codec
+from actstore.codecs.dispatch import KernelCodec
+from actstore.policy.decision import Encode
 from actstore.store.comparison import compare
 from actstore.store.store import Store
 
@@ -67,14 +73,18 @@ class Sharing:
                 and owner.born >= self._since
                 and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
                 and owner.covers(handle)
-                and self._is_unchanged(owner, handle, tensor)
             ):
-                return owner
+                if owner.born == handle.born and not _in_function():
+                    return owner
+                if not (owner.codec.lossless or isinstance(owner.account.decision, Encode)):  # it may leave
+                    if not _would_be(owner, handle):
+                        continue
+                    handle.key = owner.key
+                if self._is_unchanged(owner, handle, tensor):
+                    return owner
         return None
 
     def _is_unchanged(self, owner: Stored, handle: Stored, tensor: Tensor) -> bool:
-        if owner.born == handle.born and not _in_function():
-            return True
         source = source_at(tensor, owner.region, owner.shape, owner.stride)
         place = self._store.place(tensor.device)
         if source is not None and source.numel() != tensor.numel() and not place.device.on_host:
@@ -85,6 +95,19 @@ class Sharing:
             return False
         handle.proof = None if found is True else found
         return True
+
+
+def _would_be(owner: Stored, handle: Stored) -> bool:
+    """Return whether a payload of the same values would have the same bytes, with the same random bits."""
+    layouts = [(each.shape, each.stride) for each in (owner, handle)]
+    if owner.offset != handle.offset:
+        return False
+    if layouts[0] == layouts[1]:
+        return True
+    codec = owner.codec
+    if not isinstance(codec, KernelCodec) or len({codec._shape_args(*layout) for layout in layouts}) > 1:
+        return False
+    return prod(owner.shape) == prod(handle.shape) and all(layout_of(*layout).dense for layout in layouts)
 
 
 def _in_function() -> bool:

@@ -35,6 +35,7 @@ class Payload:
     room : its bytes: memory of a pool, a slot of the device, which returns its memory when it dies, or a berth of the
         engine; None for an empty record
     last : returns memory, books the bytes as gone, or drops the berth
+    key : of the random bits of a keyed codec; 0 before it is put, unless it is to have another payload's
     """
 
     __slots__ = ("__weakref__", "account", "bound", "codec", "key", "last", "room", "store")
@@ -50,6 +51,7 @@ class Payload:
     def __init__(self, account: Account) -> None:
         self.account = account
         self.room = self.last = None
+        self.key = 0
 
     def add_reader(self) -> None:
         """Count one more saved tensor that this payload serves."""

@@ -120,7 +120,7 @@ class Store:
         ledger = self.ledger
         if ledger.gone:
             ledger.settle()  # so that the pool can reuse the buffers of payloads that died
-        key = self._next_key(account) if route.keyed else 0
+        key = (entry.key or self._next_key(account)) if route.keyed else 0
         if self.observers.are_active:
             bound = self.observers.around(bound, route.codec, account, route.place)
         entry.store = self

@@ -104,7 +104,7 @@ def no_signs(monkeypatch):
 
 
 def no_names(monkeypatch):
-    monkeypatch.setattr(deciders, "called_name", lambda _: "")
+    monkeypatch.setattr(deciders, "operator_name", lambda _: "")
 
 
 @pytest.mark.parametrize(
