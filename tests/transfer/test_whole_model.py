@@ -122,7 +122,7 @@ def test_random_models(
         except PolicyError:
             reject()
         refused = may_refuse(forest, policy)
-        found = train_unless_refused(model, store, way, torch.float32, autocast, refused=refused)
+        found = train_unless_refused(model, store, way, dtype=torch.float32, autocast=autocast, refused=refused)
         if found is not None:
             check_same(found, wanted)
         device.scheduler.host_may_wait = True
