@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from threading import RLock
 from weakref import WeakSet
 
 import pytest
@@ -49,6 +50,7 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     Returns the number of weak references of scopes, by address.
     """
     held: Counter[int] = Counter()
+    lock = RLock()  # threads add and take at once, and a collection may free in between
     hold, free, revive = (
         actstore.autograd.storages.hold_weak,
         actstore.autograd.storages.free_weak,
@@ -56,11 +58,13 @@ def identified(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     )
 
     def hold_weak(storage):
-        held[storage._cdata] += 1
+        with lock:
+            held[storage._cdata] += 1
         return hold(storage)
 
     def free_weak(key):
-        held[key] -= 1
+        with lock:
+            held[key] -= 1
         free(key)
 
     def revived(key):
