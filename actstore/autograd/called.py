@@ -26,19 +26,15 @@ _APPLY = "apply"  # of a Function
 _OPERATOR = ("_op",)  # what an object in `torch.ops` calls; it has no name of its own
 _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 _FUNCTIONS = *_OF_C, FunctionType
+_COPIES_LOCALS = version_info < (3, 13)  # into a dict that a frame keeps
 
 
 class _CodeCall(NamedTuple):
-    """A call in the source. `path` has a variable and attributes that lead to the function; empty for anything else."""
+    """A call in the source. `path` has a variable and attributes that lead to the function, where that may be any."""
 
     code: CodeType  # held, and so its id stays its own
     name: str
     path: tuple[str, ...] = ()
-
-    @property
-    def names_operator(self) -> bool:
-        """Return whether the name is that of an operator, and not of a variable that may hold any."""
-        return not self.name.isidentifier() or _is_operator(self.name) if self.name else False
 
 
 _known: dict[tuple[int, int], _CodeCall] = {}
@@ -51,12 +47,15 @@ def operator_name(frame: FrameType) -> str:
     such as ``self.activation``, it is the name of the function there. Where `frame` is part of what a class of tensors
     or a mode runs in place of a function (``__torch_function__``), it is the name by which that function was called.
     """
-    call = _call_of(frame)
-    if call.names_operator:
-        return call.name
-    path = call.path[:-1] if call.path[1:] == _OPERATOR else call.path
-    if path and (name := _name_of(_value_at(frame, path))):
+    _, name, path = _call_of(frame)
+    if name and not path:
         return name
+    if path:
+        function = _value_at(frame, path)
+        if type(function) is FunctionType:  # of Python: it would have a frame
+            return name
+        if found := _name_of(function):
+            return found
     above: FrameType | None = frame
     for _ in range(_MAX_FRAMES):
         if above is None:
@@ -64,12 +63,13 @@ def operator_name(frame: FrameType) -> str:
         at, above = above, above.f_back
         if at.f_code.co_name == "__torch_function__" and above is not None:
             return operator_name(above)
-    return call.name
+    return name
 
 
 def calls_one_operator(frame: FrameType) -> bool:
     """Return whether this place in the source calls the same operator each time."""
-    return _call_of(frame).names_operator
+    _, name, path = _call_of(frame)
+    return bool(name) and not path
 
 
 def _call_of(frame: FrameType) -> _CodeCall:
@@ -96,14 +96,12 @@ def _read(code: CodeType, at: int) -> _CodeCall:
     loads = [i for i in before if _begin(i) == begin and not _BETWEEN.fullmatch(i.opname)]
     if not loads or loads[-1].opname not in _VARIABLES | _ATTRIBUTES:
         return _CodeCall(code, "")
-    path: list[str] = []
-    for load in reversed(loads):
-        path.insert(0, str(load.argval))
-        if load.opname in _VARIABLES:
-            return _CodeCall(code, path[-1].strip("_"), tuple(path))
-        if load.opname not in _ATTRIBUTES:
-            break
-    return _CodeCall(code, path[-1].strip("_"))
+    name, path = str(loads[-1].argval).strip("_"), tuple(str(load.argval) for load in loads)
+    if _is_operator(name):
+        return _CodeCall(code, name)
+    if loads[0].opname not in _VARIABLES or any(load.opname not in _ATTRIBUTES for load in loads[1:]):
+        return _CodeCall(code, "")
+    return _CodeCall(code, name, path[:-1] if path[1:] == _OPERATOR else path)
 
 
 def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
@@ -120,19 +118,13 @@ def _is_operator(name: str) -> bool:
 
 def _value_at(frame: FrameType, path: tuple[str, ...]) -> Any:
     """Return what is at a path now, without running code of its owner; None where nothing is found."""
-    first, *rest = path
-    value = _variable_in(frame, first)
-    for name in rest:
+    name, names = path[0], frame.f_locals
+    value = names[name] if name in names else frame.f_globals.get(name) or frame.f_builtins.get(name)
+    if _COPIES_LOCALS and frame.f_code.co_flags & CO_OPTIMIZED:
+        names.clear()  # it would hold tensors as long as the function runs
+    for name in path[1:]:
         value = getattr_static(value, name, None)
         value = getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
-    return value
-
-
-def _variable_in(frame: FrameType, name: str) -> Any:
-    names = frame.f_locals
-    value = next((each[name] for each in (names, frame.f_globals, frame.f_builtins) if name in each), None)
-    if version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED:
-        names.clear()  # a copy, which would hold tensors as long as the function runs
     return value
 
 
