@@ -119,7 +119,7 @@ def _is_operator(name: str) -> bool:
 def _value_at(frame: FrameType, path: tuple[str, ...]) -> Any:
     """Return what is at a path now, without running code of its owner; None where nothing is found."""
     name, names = path[0], frame.f_locals
-    value = names[name] if name in names else frame.f_globals.get(name) or frame.f_builtins.get(name)
+    value = next((each[name] for each in (names, frame.f_globals, frame.f_builtins) if name in each), None)
     if _COPIES_LOCALS and frame.f_code.co_flags & CO_OPTIMIZED:
         names.clear()  # it would hold tensors as long as the function runs
     for name in path[1:]:

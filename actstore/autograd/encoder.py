@@ -78,15 +78,20 @@ class Encoder:
             stored[key] = [weak]
         return route
 
-    def share(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> bool:
-        """Let an earlier payload of the same storage serve `handle`, if one can. Returns whether one does."""
+    def share(self, handle: Stored, tensor: Tensor, key: int, storage: UntypedStorage, codec: Codec) -> Codec | None:
+        """Let an earlier payload of the same storage serve `handle`, if one can.
+
+        Returns
+        -------
+        Codec : of the payload that `handle` needs; None where an earlier one serves it
+        """
         owner = self.sharing.find(self._storages.stored[key], handle, tensor, codec)
-        if owner is None:
-            return False
+        if not isinstance(owner, Stored):
+            return owner
         handle.owner = owner
         owner.add_reader()
         self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
-        return True
+        return None
 
     def defer(self, handle: Stored, codec: Codec, tiers: tuple[str, ...]) -> None:
         """Encode the tensor of `handle` when the node that runs has ended."""

@@ -252,8 +252,11 @@ class Scope:
             handle.belong_to(outer)
         if not whole:
             handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
-        if key in self.storages.stored and self._encoder.share(handle, tensor, key, storage, codec):
-            return handle
+        if key in self.storages.stored:
+            own = self._encoder.share(handle, tensor, key, storage, codec)
+            if own is None:
+                return handle
+            codec = own
         if facts.producer or known.requires_grad:
             route = self._encoder.encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:

@@ -10,8 +10,8 @@ saves both, without Python code in between:
   Where it differs, backward raises an error, or the next entry of the store if backward was faster than the device.
 
 Where the payload has left for another tier, the tensor gets a payload of its own. That is a matter of time, and must
-not show: a lossy payload that may leave serves only a tensor whose own payload would have the same bytes, and a payload
-of its own gets the same random bits.
+not show where the tensor is to be lossy: a payload that may leave serves it only if its own payload would come back
+with the same values, and a payload of its own gets the same codec and the same random bits.
 
 No payload from before a backward serves a save after it, because an optimizer may write between the two.
 """
@@ -59,13 +59,14 @@ class Sharing:
         self.over = False
         self._since = _get_sequence_nr()
 
-    def find(self, owners: Iterable[ref[Stored]], handle: Stored, tensor: Tensor, codec: Codec) -> Stored | None:
+    def find(self, owners: Iterable[ref[Stored]], handle: Stored, tensor: Tensor, codec: Codec) -> Stored | Codec:
         """Find one of `owners`, all of the same storage, whose payload has the bytes of `tensor` as it is saved now.
 
-        Where the result of the comparison is known only later, `handle` gets it as `proof`.
+        Where the result of the comparison is known only later, `handle` gets it as `proof`. Where none of them has
+        these bytes, or it has left, the codec for a payload of its own is returned, and `handle` gets the key of that.
         """
         if self.over:
-            return None
+            return codec
         for other in owners:
             owner = other()
             if (
@@ -76,22 +77,25 @@ class Sharing:
             ):
                 if owner.born == handle.born and not _in_function():
                     return owner
-                if not (owner.codec.lossless or isinstance(owner.account.decision, Encode)):  # it may leave
-                    if not _would_be(owner, handle):
-                        continue
-                    handle.key = owner.key
-                if self._is_unchanged(owner, handle, tensor):
+                shows = not (codec.lossless or isinstance(owner.account.decision, Encode))  # whether it has left
+                if shows and not (owner.codec.lossless or _would_be(owner, handle)):
+                    continue
+                if self._is_unchanged(owner, handle, tensor, again=shows):
                     return owner
-        return None
+                if shows:
+                    handle.key = owner.key
+                    return owner.codec
+        return codec
 
-    def _is_unchanged(self, owner: Stored, handle: Stored, tensor: Tensor) -> bool:
+    def _is_unchanged(self, owner: Stored, handle: Stored, tensor: Tensor, *, again: bool) -> bool:
         source = source_at(tensor, owner.region, owner.shape, owner.stride)
         place = self._store.place(tensor.device)
         if source is not None and source.numel() != tensor.numel() and not place.device.on_host:
             return False  # the remaining elements may change, through views with version counters of their own
         found = source is not None and compare(owner, source, place, self._store.unproved)
         if found is False:
-            owner.born = _NO_NODE  # its storage has changed since
+            if not again:
+                owner.born = _NO_NODE  # its storage has changed since
             return False
         handle.proof = None if found is True else found
         return True

@@ -152,7 +152,7 @@ class ExceptedCall:
         self.effects = attributes.effects()
         if any(leaf._version != version for leaf, version in versions):
             raise _writes(self.part)
-        with run.paused():  # operators of codecs and checksums are none of the region's
+        with run.paused():  # rules of the region do not see operators of codecs and checksums
             self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
         self._packs = run.count()
         return output

@@ -44,7 +44,7 @@ def two_versions():
 
 def no_comparison(patch):
     """Payloads are taken for unchanged, whose bytes are compared where versions do not tell."""
-    patch.setattr(Sharing, "_is_unchanged", lambda self, owner, handle, tensor: True)
+    patch.setattr(Sharing, "_is_unchanged", lambda *_, **__: True)
 
 
 def no_version_check(patch):

@@ -327,6 +327,49 @@ def test_a_lossy_payload_that_has_left_does_not_show(second, policy, monkeypatch
     assert (few < more) == (same is True or (same is None and "token" not in policy))
 
 
+@pytest.mark.parametrize("policy", ["int8 @ disk", "int8(round=stochastic) @ disk"])
+def test_signs_that_a_payload_keeps_do_not_show_either(policy, monkeypatch):
+    """A payload that `abs` reads keeps them; then a payload of its own for what reads the tensor later does, too."""
+
+    def run():
+        store, h = store_of(policy), torch.randn(64, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with store:
+            y = h * torch.logspace(-6, 0, 64)
+            total = y.abs().sum() + y.sigmoid().sum() + y.cos().sum()
+        (found,) = torch.autograd.grad(total, h)
+        store.close()
+        return found
+
+    shared = run()
+    monkeypatch.setattr(sharing, "compare", lambda *_: False)
+    check_same(shared, run())
+
+
+@pytest.mark.parametrize("first", ["raw @ disk", "int4 @ disk", "int8(signs=keep) @ disk"])
+def test_another_codec_of_an_earlier_save_does_not_show(first, monkeypatch):
+    class Saves(nn.Module):
+        def forward(self, h):
+            return h.sin()
+
+    model = nn.ModuleDict({"first": Saves(), "second": Saves(), "third": Saves()})
+
+    def run(missing):
+        policy = f"first : {first}; second : int8(signs=keep) @ disk; third : int8 @ disk"
+        store, h = ActivationStore(model, policy, min_bytes=0), values.clone().requires_grad_()
+        calls = iter(missing)
+        monkeypatch.setattr(sharing, "compare", lambda *args: not next(calls) and compare(*args))
+        with store:
+            total = sum(part(view).sum() for view in (h, h.view(-1)) for part in model.values())
+        (found,) = torch.autograd.grad(total, h)
+        store.close()
+        return found
+
+    values, compare = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), sharing.compare
+    wanted = run([False] * 99)
+    for missing in ([True] * 99, [True, False] * 50, [False, True] * 50, [True, True, False] * 33):
+        check_same(run(missing), wanted)
+
+
 @pytest.mark.parametrize("policy", ["raw", "int8", "raw @ host", "expack", "zmask(int8)", "expack @ host"])
 def test_on_an_accelerator_the_device_compares(policy, monkeypatch):
     monkeypatch.setattr(devices, "open_device", lambda device: LateDevice())
