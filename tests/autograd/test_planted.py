@@ -161,7 +161,7 @@ def stale_payloads(patch):
     """A payload serves a later save of the same storage, whatever was written to that in between."""
 
     def find(self, owners, handle, tensor, codec):
-        return next((owner for weak in owners if (owner := weak()) is not None and owner.covers(handle)), None)
+        return next((owner for weak in owners if (owner := weak()) is not None and owner.covers(handle)), codec)
 
     patch.setattr(Sharing, "find", find)
 
