@@ -225,6 +225,8 @@ def fuzz(examples: int, first: int, device: str, *, lossy: bool) -> Iterator[dic
     arguments = ARGUMENTS | {"device": st.just(device)}
     begin, numbers = time.perf_counter(), range(first, first + -(-examples // OF_A_SEED))
     for number in numbers:
+        gc.collect()
+        gc.freeze()  # later collections, of which each model makes some, look at what that model leaves
         left = examples - OF_A_SEED * (number - first)
         drawn = settings(
             max_examples=min(left, OF_A_SEED), deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -252,7 +254,6 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.device == "cuda":
         torch.use_deterministic_algorithms(True)  # operators without such an algorithm are no reference
-    gc.freeze()  # collections look at what a model leaves only
 
     def write(counts: dict[str, int]) -> None:
         if options.json is not None:
