@@ -30,6 +30,7 @@ from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.recompute.checkpoints import end_left
 from actstore.recompute.divergence import RunDifference, SavedForm
+from actstore.recompute.modes import modes_paused
 from actstore.recompute.replay import RegionCall
 from actstore.recompute.running import FirstRun
 
@@ -218,6 +219,7 @@ class LaterHooks:
         try:
             with (
                 suppress(_StopRecomputationError),
+                modes_paused(),
                 call.surroundings.again(),
                 call.rewound(),
                 saved_tensors_hooks(self._save, self._read),

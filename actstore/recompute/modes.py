@@ -6,13 +6,14 @@ another mode returns them in the same order. Values and gradients follow the new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _get_dispatch_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.operators import DISCRETE
@@ -35,6 +36,19 @@ class Mode(TorchDispatchMode):
     def count(self) -> int:
         """Number of decisions that have been kept."""
         return len(self._kept)
+
+
+@contextmanager
+def modes_paused() -> Iterator[None]:
+    """Run a region again while others run: its operators belong to none of these."""
+    paused = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Mode) and not mode.paused]
+    for mode in paused:
+        mode.paused = True
+    try:
+        yield
+    finally:
+        for mode in paused:
+            mode.paused = False
 
 
 def is_choice(result: Any) -> bool:

@@ -25,6 +25,7 @@ from actstore.model.weights import Weights
 from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry, Values
 from actstore.recompute.keeping import keeping, serving
+from actstore.recompute.modes import modes_paused
 from actstore.recompute.offers import Offers
 from actstore.recompute.recording import Recording
 from actstore.recompute.repeating import Repeating
@@ -182,7 +183,7 @@ class RegionCall:
         Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
         run, _, _ = self._prepare(values)
-        with self.surroundings.again(), _no_hooks(), self.rewound():
+        with modes_paused(), self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:

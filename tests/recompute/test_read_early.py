@@ -42,7 +42,8 @@ class Slope(nn.Module):
         self.early.mul_(1.1)
         self.count += 1
         self.seen.append(random.random())
-        y = self.inner(x * self.early + self.seen[-1] / self.count)
+        best = x.argmax(-1, keepdim=True)  # a decision before the second run, and one behind it
+        y = self.inner(x * self.early + self.seen[-1] / self.count) + best
         (slope,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
         self.late.mul_(1.2).add_(slope.abs().mean())
         self.count += 1
@@ -50,7 +51,7 @@ class Slope(nn.Module):
         self.last = slope.mean(0)
         self.facts["last"] = float(self.last.sum())
         del self.seen[:-3]
-        return y * slope.detach() * self.late + self.count + self.other + self.last
+        return y * slope.detach().clamp(-0.5, 0.5) * y.max() * self.late + self.count + self.other + self.last
 
 
 def train(store: bool, policy: str, build: Callable[[], nn.Module]) -> list[Any]:
