@@ -22,8 +22,8 @@ from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 
-from actstore.autograd.called import operator_name
 from actstore.autograd.protect import TRANSPARENT
+from actstore.base.called import operator_name
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
 from actstore.codecs.levels import Levels

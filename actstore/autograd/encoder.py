@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
 
-from actstore.autograd.called import calls_one_operator
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Stored
 from actstore.autograd.protect import TRANSPARENT
 from actstore.autograd.regions import is_whole, region_of
 from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import Precedent
+from actstore.base.called import calls_one_operator
 from actstore.base.ledger import Account
 from actstore.base.note import Note
 from actstore.base.spec import describe

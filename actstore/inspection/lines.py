@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from actstore.autograd.called import operator_name
 from actstore.autograd.deciders import caller
+from actstore.base.called import operator_name
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from actstore.autograd.called import operator_name
+from actstore.base.called import operator_name
 
 ABS = torch.abs
 INNER = partial(torch.abs)
@@ -62,6 +62,10 @@ CASES = {  # and the names of what saves a tensor, in their order
     "an operator": (lambda x: x.detach() % x, "% %"),
     "an operator in place": (divided, "/ /"),
     "in a function of PyTorch's": (lambda x: F.hardtanh(x), "hardtanh"),  # noqa: PLW0108
+    "of a group": (
+        lambda x: torch.linalg.vector_norm(x, 3) + torch.special.gammaln(x).sum(),
+        "vector_norm vector_norm gammaln",
+    ),
     "a comprehension": (lambda x: [torch.abs(row) for row in (x,)], "abs"),
     "a variable of the module": (lambda x: ABS(x), "abs"),  # noqa: PLW0108
     "a variable": (lambda x, f=torch.abs: f(x), "abs"),
@@ -170,7 +174,7 @@ def test_a_variable_is_let_go_while_the_function_runs():
 
 
 def test_without_positions_no_call_has_a_name():
-    code = "import torch, sys; from actstore.autograd.called import operator_name\n"
+    code = "import torch, sys; from actstore.base.called import operator_name\n"
     code += (
         "with torch.autograd.graph.saved_tensors_hooks(lambda t: print(repr(operator_name(sys._getframe(1)))), int):\n"
     )
@@ -182,7 +186,7 @@ def test_without_positions_no_call_has_a_name():
 
 
 def test_memory_of_calls_is_bounded(monkeypatch):
-    from actstore.autograd import called
+    from actstore.base import called
 
     monkeypatch.setattr(called, "_MAX_CALLS", 3)
     x = torch.randn(4, requires_grad=True)

@@ -23,7 +23,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
-from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from actstore import ActivationStore
 from actstore.autograd import handles, unpack
@@ -99,7 +100,7 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
 
 
 def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: Any) -> tuple[list[Any] | None, bool]:
-    """What plain training leaves, and whether it refuses a change in place: then, what it leaves if that is allowed."""
+    """What plain training leaves, and whether it refuses a change in place: then, what it leaves with copies."""
     try:
         return train(build(forest, dtype, device), None, way, dtype, device=device, **job), False
     except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
@@ -109,10 +110,24 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
     if way != MUTATED and "overwritten" in str(forest):  # that changes what is saved only where it is allowed
         return None, True
     try:
-        allowed = allow_mutation_on_saved_tensors
-        return train(build(forest, dtype, device), None, way, dtype, device=device, around=allowed, **job), True
+        return train(build(forest, dtype, device), None, way, dtype, device=device, around=copies, **job), True
     except (RuntimeError, AssertionError, UserWarning):
         return None, True
+
+
+def copies() -> saved_tensors_hooks:
+    """Save copies of all, and read copies of these."""
+    return saved_tensors_hooks(copied, copied)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor of equal values in memory of its own, as far apart as they were."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().clone()
+    memory = tensor.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        memory, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def train_unless_refused(

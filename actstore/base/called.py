@@ -22,6 +22,7 @@ _VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOA
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the function and its call.
 _BETWEEN = re.compile(r"PUSH_NULL|PRECALL|KW_NAMES|LOAD_CONST|CALL_INTRINSIC_1|(BUILD|LIST|DICT)_\w+")
+_GROUP = re.compile("^(fft|linalg|special)_")  # before the name in the source: `torch.linalg.vector_norm`
 _APPLY = "apply"  # of a Function
 _OPERATOR = ("_op",)  # what an object in `torch.ops` calls; it has no name of its own
 _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -133,4 +134,4 @@ def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     is_c = isinstance(function, (*_OF_C, OpOverload, OpOverloadPacket))
-    return str(function.__name__).partition(".")[0].strip("_") if is_c else ""
+    return _GROUP.sub("", str(function.__name__).partition(".")[0].strip("_")) if is_c else ""
