@@ -4,7 +4,7 @@ A store finds the reader of a tensor in three ways. An operator that saves its o
 tensor. The reader of an input is known where a function of `torch.nn.functional`, or the forward of a module of
 `torch.nn`, calls the operator: the hook's caller is then its frame. An operator that a model itself calls
 (``x.clamp(0)``) is known by its name in the source; such a name only ever makes a payload keep more: signs, or all
-bits. A call without a name counts as one that decides nothing.
+bits. A call without a name, as in ``map(torch.abs, xs)``, may decide by anything.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch import functional as torch_functional
 from torch._C._autograd import _get_sequence_nr
+from torch.autograd import Function
 from torch.nn import functional
 
+from actstore.autograd.functions import chooses_by_value
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.called import operator_name
 from actstore.base.spec import Spec
@@ -92,6 +94,13 @@ def _celu(frame: FrameType) -> Need:
     return Levels(curve="exp", rate=1 / alpha) if alpha > 0 else EXACT
 
 
+def _of_function(frame: FrameType) -> Need:
+    function = frame.f_locals["cls"]
+    runs_again = function.__module__ == "torch.utils.checkpoint"
+    return EXACT if runs_again or chooses_by_value(function, _BY_VALUE) else SIGN
+
+
+_OF_FUNCTION = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # Keyed by the code that calls the operator. A Side, or Levels, is all that backward reads; the bounds of a Side may be
 # in the caller's frame.
 READERS: dict[CodeType, Callable[[FrameType], Need]] = {
@@ -106,6 +115,7 @@ READERS: dict[CodeType, Callable[[FrameType], Need]] = {
     **dict.fromkeys(map(_function, ("elu", "selu")), lambda frame: Levels(curve="exp")),
     _function("celu"): _celu,
     _function("l1_loss"): lambda frame: SIGN,
+    _OF_FUNCTION: _of_function,
     _function("rrelu"): lambda frame: "" if frame.f_locals["inplace"] else EXACT,
     _forward(nn.PReLU): lambda frame: SIGN,
     **dict.fromkeys(
@@ -147,8 +157,10 @@ def caller() -> FrameType | None:
     return frame
 
 
-def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec | None, str]:
+def keep_decisions(codec: Codec, tensor: Tensor, producer: str, *, read: bool) -> tuple[Codec | None, str]:
     """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as in plain.
+
+    read : whether an operator saves it now, whose backward reads it
 
     Returns
     -------
@@ -160,7 +172,7 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str) -> tuple[Codec |
         return codec, ""
     if _thread.recomputes:
         return kept, "recomputation decides by its sign" + ("" if kept else f", which {codec.name} loses")
-    reader, need = _reader(tensor)
+    reader, need = _reader(tensor) if read else ("", "")
     if isinstance(need, Side):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
     if isinstance(need, Levels):
@@ -189,8 +201,9 @@ _BY_NAME = _BY_SIGN | _BY_VALUE
 
 
 def is_reader(frame: FrameType) -> bool:
-    """Return whether an operator that decides by a float is known to be called by `frame` now, or by its caller."""
-    if operator_name(frame) in _BY_NAME or frame.f_code in READERS:
+    """Return whether an operator that may decide by a float is called by `frame` now, or by its caller."""
+    name = operator_name(frame)
+    if not name or name in _BY_NAME or frame.f_code in READERS:
         return True
     if not frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         return False
@@ -200,6 +213,8 @@ def is_reader(frame: FrameType) -> bool:
 def _named_reader(frame: FrameType) -> tuple[str, Need]:
     """Find the operator that `frame` calls by its name, and its need."""
     name = operator_name(frame)
+    if not name:
+        return _UNKNOWN, EXACT
     if frame.f_code in _ORDERS:
         return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
     return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
@@ -209,11 +224,13 @@ def _reader(tensor: Tensor) -> tuple[str, Need]:
     """Find the operator that saves `tensor` now, and its need; empty if it is unknown, or if `tensor` is its result."""
     frame = caller()
     if frame is None:
-        return "", ""
+        return _UNKNOWN, EXACT
     find = READERS.get(frame.f_code)
     if find is None:
         return _named_reader(frame)
     need = find(frame)
+    if frame.f_code is _OF_FUNCTION:
+        return str(frame.f_locals["cls"].__name__), need
     if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name

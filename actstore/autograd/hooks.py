@@ -229,7 +229,7 @@ class Scope:
         known = tensor if outer is None else outer
         exact = frame.exact or (COMPUTED if key in self.storages.computed else "")
         excluded = "" if self._alone is None else self._excluded(account, key)
-        facts = Facts(known, self._producer(known), whole, exact, excluded)
+        facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
         reason = verdict.reason
         if reason is WITHOUT_GRADIENT and COMPILER in modules and region_saves():

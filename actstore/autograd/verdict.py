@@ -31,6 +31,7 @@ class Facts(NamedTuple):
     whole : whether it is all of its storage
     exact : the reason why all that its module saves must be exact, for a protected policy; empty where it need not be
     excluded : the reason why only another site may be lossy in this step; empty otherwise
+    read : whether an operator saves it, whose backward reads it; otherwise a region goes on from it
     """
 
     known: Tensor
@@ -38,6 +39,7 @@ class Facts(NamedTuple):
     whole: bool
     exact: str = ""
     excluded: str = ""
+    read: bool = True
 
 
 class Verdict(NamedTuple):
@@ -93,7 +95,7 @@ def judge(
         return _verdict_on_dtype(codec.name, tensor.dtype, on_device)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)
     if not reason:
-        kept, why = keep_decisions(codec, facts.known, facts.producer)
+        kept, why = keep_decisions(codec, facts.known, facts.producer, read=facts.read)
         if kept is not None:
             return Verdict(kept, why if kept.decides else "")
         reason = why

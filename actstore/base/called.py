@@ -8,7 +8,15 @@ from functools import cache, partial
 from inspect import CO_OPTIMIZED, getattr_static
 from itertools import takewhile
 from sys import version_info
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +28,21 @@ _MAX_FRAMES = 8  # between a call and the `__torch_function__` that it is part o
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "PRECALL"})  # the last of Python 3.11, which may call
 _VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_INSTRUCTIONS = {  # that call an operator, and its name
+    **dict.fromkeys(("BINARY_SUBSCR", "BINARY_SLICE"), "getitem"),
+    **dict.fromkeys(("STORE_SUBSCR", "STORE_SLICE"), "setitem"),
+    "UNARY_NEGATIVE": "neg", "UNARY_POSITIVE": "positive", "UNARY_INVERT": "invert",
+}  # fmt: skip
 # They stand between the function and its call.
 _BETWEEN = re.compile(r"PUSH_NULL|PRECALL|KW_NAMES|LOAD_CONST|CALL_INTRINSIC_1|(BUILD|LIST|DICT)_\w+")
 _GROUP = re.compile("^(fft|linalg|special)_")  # before the name in the source: `torch.linalg.vector_norm`
 _APPLY = "apply"  # of a Function
+_SUM = ("sum",)  # of Python, or of PyTorch
+_ATEN = "torch._ops.aten"
 _OPERATOR = ("_op",)  # what an object in `torch.ops` calls; it has no name of its own
 _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
-_FUNCTIONS = *_OF_C, FunctionType
+_FUNCTIONS = *_OF_C, FunctionType, GetSetDescriptorType
+_OWNERS = torch, torch.Tensor, functional, torch._C._nn, torch.linalg, torch.special, torch.fft
 _COPIES_LOCALS = version_info < (3, 13)  # into a dict that a frame keeps
 
 
@@ -42,21 +58,17 @@ _known: dict[tuple[int, int], _CodeCall] = {}
 
 
 def operator_name(frame: FrameType) -> str:
-    """Tell the name of the operator that `frame` calls now, without underscores at its ends; empty for no known name.
+    """Tell the name of the operator that `frame` calls now, without underscores at its ends; empty where none is known.
 
     It is the name in the source: ``x.clamp(0)`` calls `clamp`. Where that is the name of a variable or an attribute,
     such as ``self.activation``, it is the name of the function there. Where `frame` is part of what a class of tensors
     or a mode runs in place of a function (``__torch_function__``), it is the name by which that function was called.
     """
     _, name, path = _call_of(frame)
-    if name and not path:
-        return name
     if path:
-        function = _value_at(frame, path)
-        if type(function) is FunctionType:  # of Python: it would have a frame
-            return name
-        if found := _name_of(function):
-            return found
+        name = _name_of(_value_at(frame, path))
+    if name:
+        return name
     above: FrameType | None = frame
     for _ in range(_MAX_FRAMES):
         if above is None:
@@ -64,7 +76,7 @@ def operator_name(frame: FrameType) -> str:
         at, above = above, above.f_back
         if at.f_code.co_name == "__torch_function__" and above is not None:
             return operator_name(above)
-    return name
+    return ""
 
 
 def calls_one_operator(frame: FrameType) -> bool:
@@ -91,6 +103,10 @@ def _read(code: CodeType, at: int) -> _CodeCall:
     last = before.pop()
     if last.opname == "BINARY_OP":
         return _CodeCall(code, last.argrepr.removesuffix("="))
+    if last.opname in _ATTRIBUTES and _is_operator(name := str(last.argval)):  # such as `x.mT`
+        return _CodeCall(code, name)
+    if last.opname in _INSTRUCTIONS:
+        return _CodeCall(code, _INSTRUCTIONS[last.opname])
     begin = _begin(last)
     if last.opname not in _CALLS or None in begin:  # Python may run without positions
         return _CodeCall(code, "")
@@ -98,7 +114,7 @@ def _read(code: CodeType, at: int) -> _CodeCall:
     if not loads or loads[-1].opname not in _VARIABLES | _ATTRIBUTES:
         return _CodeCall(code, "")
     name, path = str(loads[-1].argval).strip("_"), tuple(str(load.argval) for load in loads)
-    if _is_operator(name):
+    if _is_operator(name) and path != _SUM:
         return _CodeCall(code, name)
     if loads[0].opname not in _VARIABLES or any(load.opname not in _ATTRIBUTES for load in loads[1:]):
         return _CodeCall(code, "")
@@ -112,8 +128,9 @@ def _begin(instruction: dis.Instruction) -> tuple[int | None, int | None]:
 
 @cache
 def _is_operator(name: str) -> bool:
-    names = [f"{before}{name}{after}" for before in ("", "_", "__") for after in ("", "_", "__")]
-    found = [getattr(each, full, None) for full in names for each in (torch, torch.Tensor, functional)]
+    """Return whether PyTorch has an operator, or a property of tensors, of a name without underscores at its ends."""
+    full = {f"{before}{name}{after}" for before in ("", "_", "__") for after in ("", "_", "__")}
+    found = [getattr(each, name, None) for name in full - set(dir(object)) for each in _OWNERS]
     return name == _APPLY or any(isinstance(each, _FUNCTIONS) for each in found)
 
 
@@ -130,8 +147,14 @@ def _value_at(frame: FrameType, path: tuple[str, ...]) -> Any:
 
 
 def _name_of(function: Any) -> str:
-    """Return the name of a function of C; empty for any other value."""
+    """Return the name of an operator of PyTorch, without its group; empty for any other value."""
     while isinstance(function, partial):
         function = function.func
-    is_c = isinstance(function, (*_OF_C, OpOverload, OpOverloadPacket))
-    return _GROUP.sub("", str(function.__name__).partition(".")[0].strip("_")) if is_c else ""
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        name, is_known = str(function.__name__).partition(".")[0], str(function.__module__) == _ATEN
+    elif isinstance(function, _OF_C) and function is not sum:  # which calls operators of what it sums, such as a `map`
+        name = function.__name__
+        is_known = _is_operator(name.strip("_")) or str(function.__module__).startswith("torch.")
+    else:
+        return ""
+    return _GROUP.sub("", name.strip("_")) if is_known else ""

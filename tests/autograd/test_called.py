@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, reduce
 from weakref import ref
 
 import pytest
@@ -34,6 +34,14 @@ class Holder:
 
 
 HOLDER = Holder(torch.sin, Holder(partial(partial(torch.clamp, max=1), min=0)))
+
+
+SCRIPT = torch.jit.CompilationUnit("def f(x):\n    return torch.abs(x)\n").f
+
+
+def unpacked(found):
+    first, second = found
+    return first + second
 
 
 def divided(x):
@@ -75,11 +83,18 @@ CASES = {  # and the names of what saves a tensor, in their order
     "variables in turn": (lambda x: [f(x) for f in (torch.sin, torch.abs)], "sin abs"),
     "an attribute": (lambda x: HOLDER.inner.activation(x), "clamp"),  # noqa: PLW0108
     "a static method": (lambda x: HOLDER.still(x), "abs"),  # noqa: PLW0108
-    "a property": (lambda x: HOLDER.computed(x), "computed"),  # noqa: PLW0108
+    "a property": (lambda x: HOLDER.computed(x), ""),  # noqa: PLW0108
     "either": (lambda x: (torch.abs if x.dim() else torch.sin)(x), ""),
     "an item": (lambda x: [torch.abs][0](x), ""),  # noqa: PLW0108
     "getattr": (lambda x: getattr(x, "abs")(), ""),  # noqa: B009
-    "map": (lambda x: next(map(torch.abs, [x])), "next"),
+    "map": (lambda x: next(map(torch.abs, [x])), ""),
+    "map in a sum": (lambda x: sum(map(torch.abs, [x])), ""),
+    "map in a list": (lambda x: [*map(torch.abs, [x])], ""),
+    "map to variables": (lambda x: unpacked(map(torch.abs, [x, x])), " "),
+    "reduce": (lambda x: reduce(torch.maximum, [x, x]), " "),
+    "a sum of tensors": (lambda x: torch.sum(x * x), "* *"),
+    "indexed": (lambda x: x[x.long()].view(2, 2).mT * 2, "getitem"),
+    "an operator of a script": (SCRIPT, ""),
     "a partial": (lambda x: partial(torch.clamp, min=0)(x), ""),  # noqa: PLW0108
 }
 
@@ -127,6 +142,11 @@ GIVEN = {
     "an item": "abs",
     "getattr": "abs",
     "map": "abs",
+    "map in a sum": "abs",
+    "map in a list": "abs",
+    "map to variables": "abs abs",
+    "reduce": "maximum maximum",
+    "a sum of tensors": "mul mul",
     "a partial": "clamp",
 }
 AROUND = {

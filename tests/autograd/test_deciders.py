@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from itertools import count, cycle
 
 import pytest
 import torch
 from torch import nn
+from torch.amp import custom_bwd, custom_fwd
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore
 
@@ -71,6 +75,94 @@ NAMED = {  # what a model calls itself
     "of torch.ops": lambda x: torch.ops.aten.clamp(x, 0.1),
     "an overload": lambda x: torch.ops.aten.abs.default(x),  # noqa: PLW0108
 }
+UNNAMED = {  # in the source, whatever is called
+    "map": lambda x: next(map(torch.abs, [x])),
+    "map in a list": lambda x: [*map(torch.abs, [x])][0],  # noqa: RUF015
+    "map in a sum": lambda x: sum(map(torch.abs, [x])),
+    "reduce": lambda x: reduce(torch.maximum, [x, x.flip(0)]),
+    "either": lambda x: (torch.abs if x.dim() else torch.sin)(x),
+    "an item": lambda x: {"clamp": torch.clamp}["clamp"](x, 0.1, 0.3),
+    "getattr": lambda x: getattr(x, "abs")(),  # noqa: B009
+    "a script": lambda x: SCRIPT(x),  # noqa: PLW0108
+    "linalg": lambda x: torch.linalg.vector_norm(x.view(-1, 5), 1, dim=1),
+}
+SCRIPT = torch.jit.CompilationUnit("def f(x):\n    return torch.clamp(x, 0.1, 0.3)\n").f
+
+
+class Rectified(Function):
+    """Decides by the sign of its input; classes of it by other numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x > 0)
+
+
+class ByOutput(Rectified):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.clamp(0)
+        ctx.save_for_backward(out)
+        return out
+
+
+class BySetup(Rectified):
+    @staticmethod
+    def forward(x):
+        return x.clamp(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+class ByValue(Rectified):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x > 0.3)
+
+
+class ByHelper(Rectified):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * helper(*ctx.saved_tensors)
+
+
+class ByMethod(Rectified):
+    @staticmethod
+    def mask(x):
+        return [x.ge(each) for each in (0.1,)][0]  # noqa: RUF015
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(0)
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return grad * ByMethod.mask(*ctx.saved_tensors)
+
+
+class ByClamp(Rectified):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].clamp(0.1).sign()
+
+
+def helper(x):
+    return x < 0.5
+
+
+FUNCTIONS = {each.__name__: each.apply for each in (Rectified, ByOutput, BySetup, ByValue, ByHelper, ByMethod, ByClamp)}
 ANY_WAY = ("hardtanh", "relu6", "shrink")  # PyTorch itself passes some NaN and blocks others, by their place
 KINKS = [0.0, -0.0, 0.1, 0.3, 0.5, -0.5, 1.0, -1.0, 2.0, 3.0, -3.0, 6.0]
 
@@ -159,6 +251,37 @@ def test_one_line_calls_one_operator_after_the_other():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("policy", ["int4", "nf4 @ disk"])
+@pytest.mark.parametrize("name", [*UNNAMED, *FUNCTIONS])
+def test_calls_without_a_name_and_functions(name, policy):
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+    expected, _ = gradient((UNNAMED | FUNCTIONS)[name], x, "keep")
+    found, _ = gradient((UNNAMED | FUNCTIONS)[name], x, policy)
+    assert torch.equal(found, expected)
+
+
+def test_what_a_function_saves_is_lossy_but_for_its_signs():
+    x = values(torch.float32)
+    _, report = gradient(FUNCTIONS["Rectified"], x[x.isfinite()][:5000], "int8")
+    assert report.lossy
+    _, report = gradient(FUNCTIONS["ByHelper"], x[x.isfinite()][:5000], "int8")
+    assert [site.note for site in report.sites] == ["kept: backward of ByHelper needs all of its bits"]
+
+
+@pytest.mark.parametrize("policy", ["int4", "int8 @ disk"])
+def test_a_reentrant_checkpoint_runs_again_from_exact_inputs(policy):
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+
+    def function(x):
+        return checkpoint(lambda x: x.clamp(0.1, 0.3).square(), x, use_reentrant=True)
+
+    expected, _ = gradient(function, x, "keep")
+    found, _ = gradient(function, x, policy)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("steps", ["same", "other"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_mode_calls_the_operator(name, steps):
@@ -181,7 +304,6 @@ def test_a_mode_calls_the_operator(name, steps):
         lambda x: F.gelu(F.linear(x.view(-1, 50), torch.ones(50, 50))),
         lambda x: torch.sin(x) @ x,
         lambda x: x.pow(2) * x.sigmoid() / 2,
-        lambda x: next(map(torch.sin, [x])),
         lambda x: next(f(x) for f in (torch.sin,)),
         lambda x: torch.ops.aten.sin(x),  # noqa: PLW0108
         lambda x: F.layer_norm(x.view(-1, 50), (50,)).exp(),

@@ -1,0 +1,79 @@
+"""What the backward of an `autograd.Function` needs of the tensors that it saves, read from its code.
+
+Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere:
+there, as in the most frequent case, the sign is what backward may ask for.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Set
+from inspect import getattr_static, unwrap
+from types import CodeType, FunctionType
+from typing import Any
+
+_MAX_DEPTH = 4  # of functions that backward calls
+_MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten
+# Operators beside those of the readers that choose by a value, and methods that compare.
+_CHOOSE = frozenset(
+    {
+        "gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose",
+        "allclose", "heaviside", "floor", "ceil", "round", "trunc", "fix", "frac", "floor_divide", "//", "argmax",
+        "argmin", "argsort", "sort", "msort", "topk", "kthvalue", "mode", "bucketize", "searchsorted", "histc",
+        "unique", "nonzero", "int", "long", "item", "tolist", "relu6", "hardswish", "hardsigmoid",
+    }
+)  # fmt: skip
+_known: dict[CodeType, bool] = {}
+
+
+def chooses_by_value(function: Any, by_value: Set[str]) -> bool:
+    """Return whether the backward of a Function compares numbers other than with 0, or calls what decides by a value.
+
+    Parameters
+    ----------
+    function : the class
+    by_value : names of operators that decide by more than signs
+    """
+    backward = _plain(getattr_static(function, "backward", None))
+    if backward is None:
+        return False
+    code = backward.__code__
+    found = _known.get(code)
+    if found is None:
+        if len(_known) >= _MAX_CODES:
+            _known.clear()
+        names = by_value | _CHOOSE
+        found = _known[code] = any(_chooses(each, names) for each in _codes(backward, function, _MAX_DEPTH))
+    return found
+
+
+def _plain(value: Any) -> FunctionType | None:
+    """Return the Python function under decorators; None for anything else."""
+    function = unwrap(getattr(value, "__func__", value)) if callable(getattr(value, "__func__", value)) else None
+    return function if isinstance(function, FunctionType) else None
+
+
+def _codes(function: FunctionType, owner: Any, depth: int) -> Iterator[CodeType]:
+    """Yield the code of a function, of those inside of it, and of those of its module and its class that it names."""
+    codes = [function.__code__]
+    for code in codes:
+        yield code
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for name in code.co_names if depth else ():
+            called = _plain(function.__globals__.get(name) or getattr_static(owner, name, None))
+            if called is not None and called is not function:
+                yield from _codes(called, owner, depth - 1)
+
+
+def _chooses(code: CodeType, names: Set[str]) -> bool:
+    if any(name.strip("_") in names for name in code.co_names):
+        return True
+    before: Any = None  # what was loaded last
+    for each in dis.get_instructions(code):
+        if each.opname == "COMPARE_OP" and not (isinstance(before, int | float) and before == 0):
+            return True
+        if each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names:
+            return True
+        if each.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = each.argval if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT") else None
+    return False
