@@ -228,6 +228,7 @@ class LaterHooks:
                 again()
         finally:
             self._has_all = False  # what is left of its graph can be read
+            del self._call, self._repeating  # otherwise that graph holds the region's inputs, and they may hold it
             if measured is not None:
                 measured()
             if traced is not None:

@@ -66,6 +66,7 @@ class Wrapped(ForwardWrapper):
     double : the warning of the model's own checkpoints
     alike : number of modules that the same rule matches: the first guess at the length of a chain
     once : all modules of the policy that do not run again, with the regions around them
+    idle : those of them that this region does not run again
     inner : the rules for tensors inside of it; None for none
 
     Raises
@@ -82,6 +83,7 @@ class Wrapped(ForwardWrapper):
         double: DoubleCheckpoints,
         alike: int = 1,
         once: frozenset[Module] = frozenset(),
+        idle: frozenset[Module] = frozenset(),
         inner: InnerRules | None = None,
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
@@ -100,6 +102,7 @@ class Wrapped(ForwardWrapper):
             )
         super().__init__(name, module)
         self._once = once
+        self._idle = idle
         self._inner = inner
         self._lossy = inner is not None and inner.lossy
         self._region = f"{name} ({decision})"  # for messages
@@ -222,7 +225,7 @@ class Wrapped(ForwardWrapper):
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
         surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
         switches = calls.switches = Switches.now(calls.switches)
-        weights = Weights(self._module, modules, self._once, self._writes)
+        weights = Weights(self._module, modules, self._idle, self._writes)
         attributes = AttributeStates(() if _is_gathered(modules) else modules)
         return weights, attributes, generators, surroundings, switches
 

@@ -121,7 +121,7 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     policy.check(named)
     roots, parts = policy.regions(list(named), repeated_blocks(model) if policy.recomputes else [])
     excepted = dict(part for name in parts for part in _callable_parts(name, named[name]))
-    once = frozenset(inner for part in excepted.values() for inner in part.modules())
+    once = _modules_of(excepted.values())
     alike = Counter(roots.values())
     inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
     _require_regions(policy, [rules for rules in inner.values() if rules is not None])
@@ -129,11 +129,23 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
         *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
         *(
             Wrapped(
-                name, named[name], decision, lambda: innermost_of(owner), double, alike[decision], once, inner[name]
+                name,
+                named[name],
+                decision,
+                lambda: innermost_of(owner),
+                double,
+                alike[decision],
+                once,
+                _modules_of(part for inside, part in excepted.items() if name in [*ancestry(inside)][1:]),
+                inner[name],
             )
             for name, decision in roots.items()
         ),
     ]
+
+
+def _modules_of(parts: Iterable[Module]) -> frozenset[Module]:
+    return frozenset(inner for part in parts for inner in part.modules())
 
 
 def _inner_rules(root: str, named: Iterable[str], policy: Rules, excepted: Container[str]) -> InnerRules | None:

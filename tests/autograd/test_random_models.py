@@ -135,7 +135,8 @@ def train_unless_refused(
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
-    Where changes are allowed, it may refuse those of what is kept. Where parts of a region are not to run again, it
+    Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses so, it may refuse later, in
+    a reentrant checkpoint of a gradient. Where parts of a region are not to run again, it
     refuses to run the region again before its forward has ended, gradients through such a part, and one that runs in
     inference mode.
     """
@@ -144,7 +145,8 @@ def train_unless_refused(
     except RuntimeError as error:
         changed = isinstance(error, MutationError) or CHANGED in str(error)
         of_parts = isinstance(error, StateError) and any(words in str(error) for words in REFUSED)
-        if not of_parts and not (changed and (refused or way == MUTATED)):
+        later = refused and "use_reentrant=True" in str(error)
+        if not (of_parts or later or (changed and (refused or way == MUTATED))):
             raise
         counts["refused"] += 1
         return None

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from actstore import ActivationStore
 from actstore.errors import StateError
-from tests.autograd.checks import check_same
+from tests.autograd.checks import check_drained, check_same, gc_off
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,3 +158,33 @@ def test_a_gradient_through_a_part_that_does_not_run_again_is_refused() -> None:
         loss = model(x).sum()
     with pytest.raises(StateError, match="computes a gradient through a part that does not run again"):
         loss.backward()
+
+
+class Watches(nn.Module):
+    """A hook sees gradients of its input and its output together, until it is removed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        self.handle = register_multi_grad_hook((x, y), lambda grads: None)
+        return y
+
+
+class DifferentiableSlope(OwnSlope):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.sin()
+
+
+@pytest.mark.parametrize("policy", ["[0-9] : recompute", "[0-9] : recompute(segment=2)", "1 : recompute(raw)"])
+def test_a_hook_of_an_input_holds_nothing_when_it_is_removed(policy: str) -> None:
+    """It held the graph of a second run, which held the region's input, and so the hook."""
+    model, x = nn.Sequential(Watches(), DifferentiableSlope(nn.GELU())), torch.randn(4, 8, requires_grad=True)
+    store = ActivationStore(model, policy, min_bytes=0)
+    with gc_off():
+        with store:
+            loss = model(x).sum()
+        loss.backward()
+        model[0].handle.remove()
+        del loss
+        check_drained(store)
