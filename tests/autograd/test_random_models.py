@@ -135,7 +135,7 @@ def train_unless_refused(
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
-    Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses for a change may be refused
+    Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses for a change may end
     later, in a reentrant checkpoint. Where parts of a region are not to run again, it refuses to run the region again
     before its forward has ended, gradients through such a part, and one that runs in inference mode.
     """
