@@ -26,7 +26,7 @@ from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precede
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.originals import return_originals
 from actstore.autograd.producers import operator_of
-from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT
+from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import exact_copy, is_whole
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
@@ -227,7 +227,7 @@ class Scope:
         if reason:
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         known = tensor if outer is None else outer
-        exact = frame.exact or (COMPUTED if key in self.storages.computed else "")
+        exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
         excluded = "" if self._alone is None else self._excluded(account, key)
         facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)

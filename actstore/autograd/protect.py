@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Set
+from sys import _getframe
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from actstore.base.storage import storages_of
 from actstore.codecs.base import LOSSY_DTYPES
@@ -78,4 +82,24 @@ def is_cast_parameter(tensor: Tensor, parameters: Set[int]) -> bool:
             if isinstance(leaf, Parameter):
                 return True
             return leaf is not None and any(storage._cdata in parameters for storage in storages_of(leaf))
+    return False
+
+
+_HOOKS = WeightNorm, SpectralNorm  # of `torch.nn.utils`, which compute a weight before each call of its module
+_COMPUTING: frozenset[CodeType] = frozenset(hook.compute_weight.__code__ for hook in _HOOKS)
+_MAX_FRAMES = 8  # between such a hook and the hook that saves a tensor
+
+
+def is_of_weight_hook(module: Module | None, storage: int) -> bool:
+    """Return whether a hook of `module` has computed the saved tensor of a storage as a weight, or does so now."""
+    hooks = () if module is None else [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _HOOKS)]
+    for hook in hooks:
+        weight = vars(module).get(hook.name)
+        if isinstance(weight, Tensor) and any(each._cdata == storage for each in storages_of(weight)):
+            return True
+    frame: FrameType | None = _getframe(1)
+    for _ in range(_MAX_FRAMES if hooks else 0):
+        if frame is not None and frame.f_code in _COMPUTING:
+            return True
+        frame = frame and frame.f_back
     return False

@@ -224,9 +224,13 @@ PARAMETRIZED = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
+    "weight_norm by a hook": nn.utils.weight_norm,
+    "weight_norm over dimensions": lambda layer: nn.utils.weight_norm(layer, dim=None),
+    "spectral_norm by a hook": nn.utils.spectral_norm,
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", PARAMETRIZED)
 @pytest.mark.parametrize("policy", ["keep", "raw", "raw @ disk", "recompute", "int8", "int8 @ disk"])
 def test_parametrized_weights(policy, kind):
