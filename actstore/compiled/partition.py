@@ -62,6 +62,7 @@ class Partitioner:
             return forward, backward
         if not boundary.tensors or not any(isinstance(node, Node) for node in outputs_of(backward)):
             return forward, backward
+        given = _inputs(forward, metadata)
         treatments = treat(
             forward,
             backward,
@@ -69,8 +70,9 @@ class Partitioner:
             self._rules,
             self._names,
             num_outputs=num_outputs,
-            active=_active(_inputs(forward, metadata), metadata),
-            static=_static(_inputs(forward, metadata), options.get("static_lifetime_input_indices")),
+            inputs=given,
+            active=_active(given, metadata),
+            static=_static(given, options.get("static_lifetime_input_indices")),
         )
         editor = Editor(forward, backward, boundary, num_outputs, self._decompositions())
         self.table = editor.apply(treatments, self._rules)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.autograd.protect import COMPUTED, PARAMETER
@@ -94,6 +95,7 @@ def treat(
     names: NodeNames,
     *,
     num_outputs: int,
+    inputs: Sequence[Node],
     active: Set[Node] | None,
     static: Set[Node],
 ) -> Treatments:
@@ -102,7 +104,8 @@ def treat(
     Parameters
     ----------
     num_outputs : outputs of the forward graph that the region returns
-    active : inputs of the forward graph that require a gradient; None where that is unknown
+    inputs : of the forward graph
+    active : those that require a gradient; None where that is unknown
     static : those that are parameters and buffers
     """
     nodes = list(backward.graph.nodes)
@@ -110,7 +113,7 @@ def treat(
     tangents = depending(nodes, {node for node in nodes if node not in known and _begins(node)})
     parameters = static if active is None else static & active
     inner = list(forward.graph.nodes)
-    given = depending(inner, {node for node in inner if node.op == "placeholder"} - static)
+    given = depending(inner, {node for node in inputs if isinstance(node.meta.get("val"), Tensor)} - static)
     differentiated = None if active is None else differentiable(inner, active)
     returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
     indices = Counter[str]()
@@ -121,11 +124,11 @@ def treat(
         if treatment.codec is not None:
             _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
-    inputs = _lossy_inputs(found, rules, active, static, tangents)
+    lossy = _lossy_inputs(found, rules, active, static, tangents)
     _share(found)
-    masks = _decide(found, inputs, nodes, tangents)
+    masks = _decide(found, lossy, nodes, tangents)
     while _share(found):  # fewer payloads have a loss: look again
-        masks = _decide(found, inputs, nodes, tangents)
+        masks = _decide(found, lossy, nodes, tangents)
     return Treatments(found, masks)
 
 

@@ -32,3 +32,25 @@ def test_weights_are_kept_and_activations_are_encoded(name: str) -> None:
     stored = {site for site in sites if sites[site].stored_bytes}
     assert stored == {"blocks.0.1[0]", "blocks.1.0[0]", "blocks.1.1[0]"}
     assert max((found[key] - wanted[key]).norm() / wanted[key].norm() for key in wanted) < 0.02
+
+
+class Scaled(nn.Module):
+    """Its weight is computed from a parameter and a length of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.sin(), (self.weight / x.shape[0]).tanh())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_weight_that_depends_on_a_size(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()), torch.randn(8, WIDTH)
+    store = ActivationStore(model, "int8", min_bytes=0)
+    store.compile(backend="aot_eager", dynamic=dynamic)
+    gradients(model, x, store)
+    notes = [site.note for site in store.report().sites]
+    assert notes.count("kept: a weight that is computed from parameters") == 1
