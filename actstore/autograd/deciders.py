@@ -26,6 +26,7 @@ from torch.nn import functional
 from actstore.autograd.functions import chooses_by_value
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.called import operator_name
+from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
 from actstore.codecs.levels import Levels
@@ -62,6 +63,7 @@ _BY_VALUE = frozenset(
 )  # fmt: skip
 _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
+_CHECKPOINT = "a checkpoint of the model's own"
 _PACKAGE = __name__.partition(".")[0] + "."
 
 SIGN = "sign"  # backward needs the sign: zero, positive or negative
@@ -96,8 +98,11 @@ def _celu(frame: FrameType) -> Need:
 
 def _of_function(frame: FrameType) -> Need:
     function = frame.f_locals["cls"]
-    runs_again = function.__module__ == "torch.utils.checkpoint"
-    return EXACT if runs_again or chooses_by_value(function, _BY_VALUE) else SIGN
+    return EXACT if _runs_again(function) or chooses_by_value(function, _BY_VALUE) else SIGN
+
+
+def _runs_again(function: Any) -> bool:
+    return function.__module__ in CHECKPOINTS
 
 
 _OF_FUNCTION = Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -225,12 +230,15 @@ def _reader(tensor: Tensor) -> tuple[str, Need]:
     frame = caller()
     if frame is None:
         return _UNKNOWN, EXACT
+    if frame.f_globals.get("__name__") in CHECKPOINTS:
+        return _CHECKPOINT, EXACT
     find = READERS.get(frame.f_code)
     if find is None:
         return _named_reader(frame)
     need = find(frame)
     if frame.f_code is _OF_FUNCTION:
-        return str(frame.f_locals["cls"].__name__), need
+        function = frame.f_locals["cls"]
+        return _CHECKPOINT if _runs_again(function) else str(function.__name__), need
     if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name

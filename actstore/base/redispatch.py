@@ -7,10 +7,13 @@ it also chooses other kernels: `torch.max_pool1d` without a gradient has one of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, reduce
 from operator import or_
 from sys import _getframe
+from threading import local
 from types import FrameType
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from actstore.base.called import operator_name
 
@@ -26,7 +30,10 @@ _include_set, _exclude_set = torch._C._dispatch_tls_local_include_set, torch._C.
 
 _LAZY = DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor
 _AUTOCAST = tuple(key for name, key in DispatchKey.__members__.items() if name.startswith("Autocast"))
+_VIEWS = DispatchKey.ADInplaceOrView
+_COMPOSITION = DispatchKey.CompositeImplicitAutograd
 _COMPOSITE = "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"
+_ALL = torch._C._dispatch_keyset_full()
 # Operators of PyTorch whose kernels call some that autocast casts for, and the operator that calls them.
 _CALLERS = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv": "aten::pinverse"}
 _PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
@@ -34,19 +41,81 @@ _POOL = torch.ops.aten.max_pool2d_with_indices.default
 _BETWEEN = "actstore.", "torch._compile", "torch._dynamo."  # modules of frames between a handler and what a model calls
 
 
+class _Composition(local):
+    excluded: DispatchKeySet | None = None  # keys, in the composition that runs on this thread
+
+
+_thread = _Composition()
+
+
+class OperatorMode(TorchDispatchMode):
+    """Mode that sees each operator, also in inference mode: there PyTorch shows compositions, such as a whole LSTM."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_composition(operator):
+            return self.call(operator, args, kwargs or {})
+        _push_mode(self)
+        try:
+            return redispatch(operator, args, kwargs or {})
+        finally:
+            _pop_mode()
+
+    @abstractmethod
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what an operator returns, or what takes its place."""
+
+
 def redispatch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator from the handler of a mode; what its kernel calls runs as without the mode."""
+    if _is_composition(operator):
+        with _keys_added(_left(operator)), _as_outermost():
+            return operator._op_dk(_COMPOSITION, *args, **kwargs)
     caller = "aten::linalg_pinv" if operator is _PINV and _called() == "pinv" else ""
     keys = _restored(operator, caller)
-    if keys is None:
-        result = operator(*args, **kwargs)
-        if operator is _POOL and _is_max_pool1d(args[0]):
-            return tuple(part.clone(memory_format=torch.contiguous_format) for part in result)
-        return result
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # the state around the outermost operator
-        keys = keys - _exclude_set()
-    with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - keys):
-        return operator(*args, **kwargs)
+    if keys is not None:
+        with _keys_added(keys):
+            return operator(*args, **kwargs)
+    result = operator(*args, **kwargs)
+    if operator is _POOL and _is_max_pool1d(args[0]):
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in result)
+    return result
+
+
+@contextmanager
+def _keys_added(keys: DispatchKeySet) -> Iterator[None]:
+    """Include `keys` where they were included around the outermost operator, or in the composition around this one."""
+    excluded = _thread.excluded
+    if excluded is None:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            excluded = _exclude_set()
+    with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - (keys - excluded)):
+        yield
+
+
+@contextmanager
+def _as_outermost() -> Iterator[None]:
+    """Let the keys that are excluded now be so for the operators of a composition."""
+    before, _thread.excluded = _thread.excluded, _exclude_set()
+    try:
+        yield
+    finally:
+        _thread.excluded = before
+
+
+@cache
+def _is_composition(operator: Any) -> bool:
+    """Return whether an operator only calls others."""
+    return isinstance(operator, OpOverload) and _has_kernel(operator.name(), _COMPOSITION.name)
+
+
+@cache
+def _left(operator: OpOverload[..., Any]) -> DispatchKeySet:
+    """Return the keys for the operators of a composition: all but those whose kernels have run for the whole."""
+    return _ALL - _set_of(key for key in (*_AUTOCAST, _VIEWS) if _has_kernel(operator.name(), key.name))
 
 
 def _is_max_pool1d(x: Tensor) -> bool:
@@ -85,4 +154,4 @@ def _restored(operator: Any, caller: str) -> DispatchKeySet | None:
 
 
 def _set_of(keys: Iterable[DispatchKey]) -> DispatchKeySet:
-    return reduce(or_, map(DispatchKeySet, keys))
+    return reduce(or_, map(DispatchKeySet, keys), _ALL - _ALL)

@@ -63,8 +63,7 @@ class Weights:
     Buffers, and tensors in attributes, that the forward writes to in place come back as copies from before it. Other
     values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
     parameters all changes count, except those by the forward itself: these may be repeated if they then change nothing,
-    and `resume` refuses the rest. For buffers, changes count where autograd saved them, as autograd would raise an
-    error itself.
+    and `resume` refuses the rest. For buffers, changes count where autograd saved them.
 
     Parameters
     ----------
@@ -86,18 +85,14 @@ class Weights:
     """
 
     def __init__(
-        self,
-        root: Module,
-        modules: Iterable[Module],
-        once: Container[Module] = (),
-        history: WriteHistory | None = None,
+        self, root: Module, modules: Iterable[Module], once: Container[Module] = (), history: WriteHistory | None = None
     ) -> None:
         self._root = root
         self._history = history or WriteHistory()
         self._watched: list[WatchedTensor] = []  # the forward may write to them
         self._written: list[WatchedTensor] = []  # it has, and their copies are from before
         self._repeated: list[tuple[str, Tensor]] = []  # it has, and nothing has their values from before
-        self._late: list[Entries] = []  # buffers of modules whose forward does not run again
+        self._late: dict[Module, Entries] = {}  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
         self._estimates: list[tuple[Entries, Entries]] = []
@@ -107,7 +102,6 @@ class Weights:
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
         for module in modules:
-            buffers: Entries = module._buffers
             parameters: Entries = module._parameters
             if parameters:
                 self._seen.append((parameters, dict(parameters)))
@@ -115,30 +109,40 @@ class Weights:
             if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
                 self._limits.append((module, module.max_norm))
             hooked = self._hooked(module) if module._forward_pre_hooks else False
-            kind: Any = type(module)
-            if module not in once and not is_of_torch(kind):
-                self._watch(vars(module))
-            if not buffers:
-                continue
-            if module in once and not hooked:
-                self._late.append(buffers)
-            elif isinstance(module, _NormBase):
-                self._norms.append((module, dict(buffers)))
-                if module.training:
-                    continue
-                tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
-                self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
-            elif hooked:
-                self._estimates.append((buffers, _copies(buffers)))
-                continue
-            else:
-                self._seen.append((buffers, dict(buffers)))
-                self._watch(buffers)
-            known = [buffer for buffer in buffers.values() if _has_version(buffer)]
-            self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
+            if hooked:
+                self._estimates.append((module._buffers, _copies(module._buffers)))
+            if module not in once:
+                self._written_by(module, {} if hooked else module._buffers)
+            elif not hooked:
+                self._late[module] = module._buffers
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
         self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
+
+    def _written_by(self, module: Module, buffers: Entries) -> None:
+        """Note the buffers and attributes of a module whose forward runs again, and may write to them."""
+        kind: Any = type(module)
+        if not is_of_torch(kind):
+            self._watch(vars(module))
+        if not buffers:
+            return
+        if isinstance(module, _NormBase):
+            self._norms.append((module, dict(buffers)))
+            if module.training:
+                return
+            tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
+            self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
+        else:
+            self._seen.append((buffers, dict(buffers)))
+            self._watch(buffers)
+        known = [buffer for buffer in buffers.values() if _has_version(buffer)]
+        self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
+
+    def run_again(self, modules: Iterable[Module]) -> None:
+        """Note that modules among `once` are about to run as parts of the forward, and will do so again with it."""
+        for module in modules:
+            if (buffers := self._late.pop(module, None)) is not None:
+                self._written_by(module, buffers)
 
     def _watch(self, entries: Entries) -> None:
         """Note tensors that the forward may write to, with copies where it is not known that it does not."""
@@ -177,7 +181,7 @@ class Weights:
                     self._repeated.append((names[id(each)], each))
         limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
         self._versions = _Versions((*unchanged, *limited, *self._saved))
-        self._seen += [(buffers, dict(buffers)) for buffers in self._late]
+        self._seen += [(buffers, dict(buffers)) for buffers in self._late.values() if buffers]
         self._end_writes()
 
     def _end_writes(self) -> None:

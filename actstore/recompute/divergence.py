@@ -63,15 +63,15 @@ def divergence(
         had = "It repeated its" if repeats else "It has no"
         why = f"{had} decisions: a Python value, a global or the choice of compiled code has changed since."
         next_step = f"Give that to the module as an argument, or do not recompute it: '{name} : keep'."
-        if parts:
-            why += " Or it computes a gradient through a part that does not run again, and has no graph then."
-            next_step += " For a part: leave the rules inside of the region out."
     elif lossy:
         why = f"{decision} was made anew, from inputs that came back with an error."
         next_step = "Leave decisions=anew out, so that decisions are repeated, or store inputs exactly: recompute(raw)."
     else:
         why = f"{decision} was made anew, by kernels or values that differ from run to run."
         next_step = f"Repeat the decisions of the first run: '{name} : {_keeping(policy)}'."
+    if parts:
+        why += " Or it computes a gradient through a part that does not run again, and has no graph then."
+        next_step += " For a part: leave the rules inside of the region out."
     return StateError(
         f"The second run of {name} ({policy}) goes another way than its first: {differs}.\n{why}\n{next_step}",
         module=name,

@@ -61,6 +61,8 @@ class ExceptedPart(ForwardWrapper):
         if (pack := innermost_pack()) is not run.hook:
             if getattr(pack, "__module__", "") in CHECKPOINTS:
                 self._double.tell_inside(self._text)
+            if isinstance(run, FirstRun):
+                run.parts.weights.run_again(self.modules)
             return forward(*args, **kwargs)
         leaves, _ = flatten(args, kwargs)
         if isinstance(run, LaterRun):

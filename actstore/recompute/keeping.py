@@ -6,7 +6,7 @@ a tag is one for the operator that made the tagged tensor. Where that must run a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +16,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from actstore.autograd.handles import Stored
 from actstore.autograd.tracker import Frame
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.note import Note
-from actstore.base.redispatch import redispatch
+from actstore.base.redispatch import OperatorMode, redispatch
 from actstore.base.storage import storages_of
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
@@ -42,10 +41,8 @@ Forward = Callable[..., Any]
 _MAX_RECENT = 8  # operators, among which `tag` finds the one that made a tensor
 
 
-class ResultMode(TorchDispatchMode, ABC):
+class ResultMode(OperatorMode):
     """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, run: RegionRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,10 +143,7 @@ class Keeping(ResultMode):
         self._aliases: dict[int, list[Alias]] = {}  # by the storage under them
         self._stored: dict[int, list[ref[ResultTensor]]] = {}  # all that wait, by the storage of the result
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._made is not None:
             self._settle()
         if self._stored or self._recent:
@@ -317,10 +311,7 @@ class Serving(ResultMode):
         self._run = run
         self._next = 0
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._may_keep(operator):
             return redispatch(operator, args, kwargs)
         call = self._take(name_of(operator), call_shape(operator, args))

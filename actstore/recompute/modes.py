@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _get_dispatch_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from actstore.base.redispatch import OperatorMode
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.operators import DISCRETE
 
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
-class Mode(TorchDispatchMode):
+class Mode(OperatorMode):
     """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

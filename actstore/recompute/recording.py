@@ -21,10 +21,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 class Recording(Mode):
     """Mode of a first run, which records what operators decide."""
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.paused:
             return redispatch(operator, args, kwargs)
         kind = kind_of(operator)

@@ -53,10 +53,7 @@ class Repeating(Mode):
         self.has_all = False
         self.saved: list[Tensor] = []
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.paused:
             return redispatch(operator, args, kwargs)
         if operator is _DETACH:  # of saved-tensor hooks

@@ -13,6 +13,7 @@ from torch.nn import Module
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
+from actstore.model.weights import Weights
 from actstore.recompute.attributes import Effects, hidden
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.modes import Mode
@@ -64,6 +65,7 @@ class RegionParts(NamedTuple):
     once : all modules of the policy that do not run again: it tells the policy, too
     exact : whether the inputs of the region come back exactly
     generators : their states before the region
+    weights : those of the region
     unpack : reads what was saved outside of the region
     inner : the rules for tensors inside of it; None for none
     calls : of parts, in the order of the first run
@@ -74,6 +76,7 @@ class RegionParts(NamedTuple):
     once: frozenset[Module]
     exact: bool
     generators: GeneratorStates
+    weights: Weights
     unpack: Callable[[Any], Tensor]
     inner: InnerRules | None
     calls: list[PartCall]

@@ -233,7 +233,9 @@ class Wrapped(ForwardWrapper):
         """Return the calls of excepted parts in a call that begins: none so far."""
         handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
         exact = not (self._repeats or self._lossy) and not any(map(is_lossy, handles))
-        return RegionParts(self._region, self._once, exact, call.generators, call.unpack, self._inner, [], [])
+        return RegionParts(
+            self._region, self._once, exact, call.generators, call.weights, call.unpack, self._inner, [], []
+        )
 
     @property
     def _repeats(self) -> bool:

@@ -399,7 +399,7 @@ def _in_inference_mode(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 def _with_own_hooks(inner: nn.Module, x: Tensor) -> Tensor:
-    with graph.saved_tensors_hooks(lambda tensor: [tensor.detach().clone()], lambda packed: packed[0]):
+    with graph.saved_tensors_hooks(lambda tensor: [tensor.detach().clone()], lambda packed: packed[0].clone()):
         y = inner(x)
     return y.sin()
 

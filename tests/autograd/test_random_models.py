@@ -55,9 +55,10 @@ pytestmark = [
 
 REFUSED = (  # of parts that do not run again
     "was read before its forward ended",
-    "computes a gradient through a part",
+    "computes a gradient through a part",  # alone, or beside other reasons for a second run that differs
     "must not be an inference tensor",
 )
+LATER = "use_reentrant=True", "vmap: aten::mul_"  # of PyTorch, for a checkpoint and for a batch that is written to
 OF_A_SEED = 100  # models
 counts: Counter[str] = Counter()  # of models, by what came of them
 # What these read of saved tensors is part of the loss.
@@ -136,7 +137,7 @@ def train_unless_refused(
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
     Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses for a change may end
-    later, in a reentrant checkpoint. Where parts of a region are not to run again, it refuses to run the region again
+    later, in another of its errors. Where parts of a region are not to run again, it refuses to run the region again
     before its forward has ended, gradients through such a part, and one that runs in inference mode.
     """
     try:
@@ -144,7 +145,7 @@ def train_unless_refused(
     except RuntimeError as error:
         changed = isinstance(error, MutationError) or CHANGED in str(error)
         of_parts = isinstance(error, StateError) and any(words in str(error) for words in REFUSED)
-        later = refused and "use_reentrant=True" in str(error)
+        later = refused and any(words in str(error) for words in LATER)
         if not (of_parts or later or (changed and (refused or way == MUTATED))):
             raise
         counts["refused"] += 1

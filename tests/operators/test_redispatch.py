@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actstore.base.redispatch import redispatch
+from actstore.base.redispatch import OperatorMode, redispatch
 from tests.autograd.checks import same_bits
 from tests.operators.calls import module_calls, operators, samples
 
@@ -18,6 +18,18 @@ AUTOCAST = {"off": nullcontext, "on": lambda: torch.autocast("cpu", torch.bfloat
 UNSTABLE = ("linalg.lstsq",)  # differs from run to run
 ANOTHER_WAY = "LinearCrossEntropyLoss"  # smoothed with weights: PyTorch sums in another order below any mode
 QUICK = ("linalg.pinv", "pinverse", "nn.functional.bilinear", "matrix_exp", "cdist", "einsum")
+
+
+class Seeing(OperatorMode):
+    """It sees operators that compositions call, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, operator, args, kwargs):
+        self.seen.append(operator)
+        return redispatch(operator, args, kwargs)
 
 
 class Below(TorchDispatchMode):
@@ -70,6 +82,72 @@ def calls_of(dtype, context, limit, **which):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
 def test_operators_that_call_others(dtype, context):
     check(calls_of(dtype, context, 4, only=QUICK), AUTOCAST[context], least=8)
+
+
+def check_inference(calls, context, *, least):
+    """In inference mode PyTorch shows a mode whole compositions; below it all outputs are the same."""
+    count, findings = 0, []
+    for call in calls:
+
+        def run(call=call):
+            torch.manual_seed(0)
+            with torch.inference_mode(), context():
+                return [leaf for leaf in tree_leaves(call.run(call.inputs)) if isinstance(leaf, Tensor)]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                wanted = run()
+            except (RuntimeError, ValueError, NotImplementedError):
+                continue
+            if not same(run(), wanted):
+                continue
+            count += 1
+            for mode in (Below(), Seeing()):
+                with mode:
+                    found = run()
+                if not same(found, wanted):
+                    findings.append(f"{type(mode).__name__}: {call.name}")
+    assert findings == []
+    assert count >= least
+
+
+RECURRENT = "LSTM", "GRU", "MultiheadAttention", "TransformerEncoderLayer"
+
+
+@pytest.mark.parametrize("context", AUTOCAST)
+def test_modules_in_inference_mode(context):
+    calls = (each.call for name in RECURRENT for each in module_calls(torch.float32, 6, only=[name]))
+    check_inference(calls, AUTOCAST[context], least=12)
+
+
+@pytest.mark.parametrize("context", AUTOCAST)
+def test_dropout_in_inference_mode(context):
+    layers = nn.LSTM(8, 8, 2, dropout=0.5), nn.GRU(8, 8, 2, dropout=0.5), nn.TransformerEncoderLayer(8, 2, 16)
+    x = torch.randn(4, 2, 8)
+    for layer in layers:
+        found = []
+        for mode in (nullcontext(), Below(), Seeing()):
+            torch.manual_seed(0)
+            with torch.inference_mode(), AUTOCAST[context](), mode:
+                found.append(tree_leaves(layer(x)))
+        assert same(found[1], found[0])
+        assert same(found[2], found[0])
+        assert torch.ops.aten.bernoulli_.float in mode.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", AUTOCAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_all_operators_in_inference_mode(dtype, context):
+    check_inference(calls_of(dtype, context, None), AUTOCAST[context], least=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", AUTOCAST)
+def test_all_modules_in_inference_mode(context):
+    calls = (each.call for each in module_calls(torch.float32, None) if ANOTHER_WAY not in each.call.name)
+    check_inference(calls, AUTOCAST[context], least=200)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

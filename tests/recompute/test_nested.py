@@ -1,10 +1,11 @@
-"""A recomputed region inside of a part that does not run again with the region around it."""
+"""Recomputed regions inside of parts that do not run again, and parts that run again after all: state changes once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from actstore import ActivationStore
 from tests.autograd.checks import check_same
@@ -27,9 +28,17 @@ class Counted(nn.Module):
         return self.norm(x) * self.count + self.seen.tanh()
 
 
-def train(policy: str | None) -> list[Tensor]:
+class OwnHooks(nn.Sequential):
+    """Saves copies, by hooks of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda packed: packed.clone()):
+            return super().forward(x)
+
+
+def train(policy: str | None, kind: type[nn.Sequential] = nn.Sequential) -> list[Tensor]:
     torch.manual_seed(0)
-    part = nn.Sequential(Counted(), nn.Linear(8, 8))
+    part = kind(Counted(), nn.Linear(8, 8))
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(part, nn.Tanh()))
     store = None if policy is None else ActivationStore(model, policy, min_bytes=0)
     for _ in range(2):
@@ -55,3 +64,9 @@ def train(policy: str | None) -> list[Tensor]:
 def test_what_its_forward_changes_changes_once(policy: str) -> None:
     """Its normalisation counted a batch once more in backward."""
     check_same(train(policy), train(None))
+
+
+@pytest.mark.parametrize("policy", ["1.0.0 : keep; 1 : recompute", "1.0.0.norm : raw @ disk; 1 : recompute(raw)"])
+def test_a_part_below_hooks_of_the_model(policy: str) -> None:
+    """It runs again with its region, and changed its buffers once more."""
+    check_same(train(policy, OwnHooks), train(None, OwnHooks))
