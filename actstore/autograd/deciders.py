@@ -15,7 +15,7 @@ from math import inf
 from sys import _getframe
 from threading import local
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch import functional as torch_functional
@@ -72,6 +72,12 @@ EXACT = "exact"  # backward needs all bits
 Need = str | Side | Levels
 
 
+class _Guess(NamedTuple):
+    """What a reader may need whose decisions nothing shows."""
+
+    need: str
+
+
 def _function(name: str) -> CodeType:
     code: CodeType = getattr(functional, name).__code__
     return code
@@ -96,9 +102,9 @@ def _celu(frame: FrameType) -> Need:
     return Levels(curve="exp", rate=1 / alpha) if alpha > 0 else EXACT
 
 
-def _of_function(frame: FrameType) -> Need:
+def _of_function(frame: FrameType) -> _Guess:
     function = frame.f_locals["cls"]
-    return EXACT if _runs_again(function) or chooses_by_value(function, _BY_VALUE) else SIGN
+    return _Guess(EXACT if _runs_again(function) or chooses_by_value(function, _BY_VALUE) else SIGN)
 
 
 def _runs_again(function: Any) -> bool:
@@ -108,7 +114,7 @@ def _runs_again(function: Any) -> bool:
 _OF_FUNCTION = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # Keyed by the code that calls the operator. A Side, or Levels, is all that backward reads; the bounds of a Side may be
 # in the caller's frame.
-READERS: dict[CodeType, Callable[[FrameType], Need]] = {
+READERS: dict[CodeType, Callable[[FrameType], Need | _Guess]] = {
     _function("hardtanh"): lambda frame: Side(_local("min_val")(frame), _local("max_val")(frame)),
     _function("relu6"): lambda frame: Side(0.0, 6.0),
     _function("leaky_relu"): lambda frame: Side(0.0, inf, nan=False),
@@ -162,10 +168,13 @@ def caller() -> FrameType | None:
     return frame
 
 
-def keep_decisions(codec: Codec, tensor: Tensor, producer: str, *, read: bool) -> tuple[Codec | None, str]:
+def keep_decisions(
+    codec: Codec, tensor: Tensor, producer: str, *, read: bool, protected: bool
+) -> tuple[Codec | None, str]:
     """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as in plain.
 
     read : whether an operator saves it now, whose backward reads it
+    protected : whether what may decide by it counts as what does: calls without a name, Functions, checkpoints
 
     Returns
     -------
@@ -178,6 +187,8 @@ def keep_decisions(codec: Codec, tensor: Tensor, producer: str, *, read: bool) -
     if _thread.recomputes:
         return kept, "recomputation decides by its sign" + ("" if kept else f", which {codec.name} loses")
     reader, need = _reader(tensor) if read else ("", "")
+    if isinstance(need, _Guess):
+        need = need.need if protected else ""
     if isinstance(need, Side):
         return codec.replaced_by(need), f"1 bit an element, all that backward of {reader} reads"
     if isinstance(need, Levels):
@@ -215,23 +226,23 @@ def is_reader(frame: FrameType) -> bool:
     return (above := caller()) is not None and above is not frame and is_reader(above)  # `frame` is a hook around ours
 
 
-def _named_reader(frame: FrameType) -> tuple[str, Need]:
+def _named_reader(frame: FrameType) -> tuple[str, Need | _Guess]:
     """Find the operator that `frame` calls by its name, and its need."""
     name = operator_name(frame)
     if not name:
-        return _UNKNOWN, EXACT
+        return _UNKNOWN, _Guess(EXACT)
     if frame.f_code in _ORDERS:
         return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
     return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
 
 
-def _reader(tensor: Tensor) -> tuple[str, Need]:
+def _reader(tensor: Tensor) -> tuple[str, Need | _Guess]:
     """Find the operator that saves `tensor` now, and its need; empty if it is unknown, or if `tensor` is its result."""
     frame = caller()
     if frame is None:
-        return _UNKNOWN, EXACT
+        return _UNKNOWN, _Guess(EXACT)
     if frame.f_globals.get("__name__") in CHECKPOINTS:
-        return _CHECKPOINT, EXACT
+        return _CHECKPOINT, _Guess(EXACT)
     find = READERS.get(frame.f_code)
     if find is None:
         return _named_reader(frame)

@@ -95,7 +95,7 @@ def judge(
         return _verdict_on_dtype(codec.name, tensor.dtype, on_device)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)
     if not reason:
-        kept, why = keep_decisions(codec, facts.known, facts.producer, read=facts.read)
+        kept, why = keep_decisions(codec, facts.known, facts.producer, read=facts.read, protected=protected)
         if kept is not None:
             return Verdict(kept, why if kept.decides else "")
         reason = why

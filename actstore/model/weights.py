@@ -115,6 +115,7 @@ class Weights:
                 self._written_by(module, {} if hooked else module._buffers)
             elif not hooked:
                 self._late[module] = module._buffers
+                self._report(module._buffers)
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
         self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
@@ -135,6 +136,9 @@ class Weights:
         else:
             self._seen.append((buffers, dict(buffers)))
             self._watch(buffers)
+        self._report(buffers)
+
+    def _report(self, buffers: Entries) -> None:
         known = [buffer for buffer in buffers.values() if _has_version(buffer)]
         self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
 

@@ -58,7 +58,9 @@ REFUSED = (  # of parts that do not run again
     "computes a gradient through a part",  # alone, or beside other reasons for a second run that differs
     "must not be an inference tensor",
 )
-LATER = "use_reentrant=True", "vmap: aten::mul_"  # of PyTorch, for a checkpoint and for a batch that is written to
+# Errors of PyTorch: those behind its first one, and that of a selective checkpoint around hooks of the model's own, in
+# which a store recomputes a module without these.
+LATER = "use_reentrant=True", "vmap: aten::mul_", "backward an extra time", "but not found in storage"
 OF_A_SEED = 100  # models
 counts: Counter[str] = Counter()  # of models, by what came of them
 # What these read of saved tensors is part of the loss.

@@ -11,7 +11,7 @@ X = torch.randn(64)
 
 
 def verdict(tensor=X, codec=INT8, *, producer="MulBackward0", protected=True, on_device=True, **facts):
-    facts = Facts(tensor, producer, **{"whole": True} | facts)
+    facts = Facts(tensor, producer, **{"whole": True, "read": False} | facts)
     return judge(tensor, codec, facts, set(), protected=protected, on_device=on_device)
 
 
@@ -52,6 +52,11 @@ def test_masks_take_one_bit():
 def test_an_unprotected_policy_gives_up_what_protects_values():
     assert verdict(producer="SoftmaxBackward0", protected=False).codec == INT8
     assert verdict(X.double(), protected=False).codec is None
+
+
+def test_what_a_call_without_a_name_saves_is_kept_unless_the_policy_is_unprotected():
+    assert verdict(read=True) == (None, "backward of an unknown operator needs all of its bits", True)
+    assert verdict(read=True, protected=False) == (INT8, "", False)
 
 
 def test_a_lossless_codec_asks_for_nothing():
