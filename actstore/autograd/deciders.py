@@ -73,7 +73,7 @@ Need = str | Side | Levels
 
 
 class _Guess(NamedTuple):
-    """What a reader may need whose decisions nothing shows."""
+    """Need of a reader whose decisions nothing shows."""
 
     need: str
 

@@ -1,4 +1,4 @@
-"""What the backward of an `autograd.Function` needs of the tensors that it saves, read from its code.
+"""Decisions in the backward of an `autograd.Function`, read from its code.
 
 Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere:
 there, as in the most frequent case, the sign is what backward may ask for.

@@ -108,7 +108,7 @@ def _as_outermost() -> Iterator[None]:
 
 @cache
 def _is_composition(operator: Any) -> bool:
-    """Return whether an operator only calls others."""
+    """Return whether an operator only calls operators."""
     return isinstance(operator, OpOverload) and _has_kernel(operator.name(), _COMPOSITION.name)
 
 

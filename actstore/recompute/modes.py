@@ -39,7 +39,7 @@ class Mode(OperatorMode):
 
 @contextmanager
 def modes_paused() -> Iterator[None]:
-    """Run a region again while others run: its operators belong to none of these."""
+    """Run a region again while regions run: its operators belong to none of these."""
     paused = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Mode) and not mode.paused]
     for mode in paused:
         mode.paused = True
