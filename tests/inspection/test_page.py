@@ -37,7 +37,7 @@ document.body.dataset.drawn = canvas.width > 0;
 const legend_texts = [...document.querySelectorAll("#bands span")].map(span => span.textContent);
 document.body.dataset.legend = legend_texts.slice(data.bands.length).join(", ");
 const chart = charts[1], pixels = chart.canvas.getContext("2d"), lowest = chart.canvas.height - 2;
-document.body.dataset.lowest = pixels.getImageData(chart.canvas.width / 2, lowest, 1, 1).data.slice(0, 3).join(" ");
+document.body.dataset.lowest = pixels.getImageData(4, lowest, 1, 1).data.slice(0, 3).join(" ");
 </script>"""
 
 
