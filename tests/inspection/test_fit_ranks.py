@@ -103,6 +103,7 @@ def test_pairs_of_linear_layers_are_split(fsdp):
     part = 2 * 4 * ((2 * WIDTH * HIDDEN + HIDDEN) // 4 + WIDTH) + 4 * 10 * WIDTH  # the second bias is whole
     assert found["weights"] == found["gradients"] == part // fsdp
     assert found["optimizer"] == 2 * part // fsdp + 9 * 4
+    assert at_peak(make_mlp, tp=4, fsdp=fsdp, make_optimizer=None)["weights"] == part // fsdp
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -116,6 +117,8 @@ def test_heads_and_payloads_are_split(policy):
     label = "activations" if policy == "plain" else "payloads"
     one, two, four = (at_peak(make_attention, policy, tp=ranks)[label] for ranks in (1, 2, 4))
     assert one - two == 2 * (two - four) > one // 4
+    updated = at_peak(make_attention, policy, tp=4, make_optimizer=LargeUpdate)
+    assert updated["gradients"] == updated["weights"]
 
 
 def test_outputs_of_lists_have_the_parts_of_their_elements():
