@@ -40,6 +40,13 @@ def fit(
     optimizer: Annotated[
         bool, typer.Option(help="AdamW for a step that returns its loss; or none. Other steps have their own.")
     ] = True,
+    fsdp: Annotated[
+        int,
+        typer.Option(
+            help="Ranks that shard weights, gradients and optimizer, as FSDP2 does. All figures are per rank."
+        ),
+    ] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that split the linear layers and heads of the blocks.")] = 1,
     min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept.")] = str(MIN_NBYTES),
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
@@ -56,6 +63,8 @@ def fit(
             device=device,
             make_optimizer=make_optimizer,
             min_bytes=min_bytes,
+            fsdp=fsdp,
+            tp=tp,
             **sizes,
         )
     typer.echo(str(found))

@@ -11,6 +11,7 @@ from actstore.display.colors import SERIES
 from actstore.errors import ConfigError
 
 try:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -86,7 +87,7 @@ def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend(axes: Axes, labels: Sequence[str] | None = None) -> None:
-    """Draw the legend at the right of the axes, with these texts in place of the axes' own."""
-    handles, own = axes.get_legend_handles_labels()
-    axes.legend(handles, labels or own, frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1, 1))
+def legend(axes: Axes, labels: Sequence[str] | None = None, handles: Sequence[Artist] | None = None) -> None:
+    """Draw the legend at the right of the axes, with these texts and marks in place of the axes' own."""
+    marks, own = axes.get_legend_handles_labels()
+    axes.legend(handles or marks, labels or own, frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1, 1))

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.units import format_nbytes
+from actstore.inspection.timeline import MemoryPoint, Timeline
 from actstore.rerun.optimizers import leaves_of, live_optimizers
 
 
@@ -45,6 +46,22 @@ class BesideActivations:
             gradients_bytes,
             _nbytes(value for value in tree_leaves([list(each) for each in states]) if isinstance(value, Tensor)),
         )
+
+    def bands(self, point: MemoryPoint) -> dict[str, int]:
+        """Return the bytes at a moment, by the names of their bands in pictures, from the lowest one up."""
+        return {
+            "weights": self.weights_bytes,
+            "optimizer": self.optimizer_bytes,
+            "gradients": point.gradients_bytes,
+        }
+
+    def total_bytes(self, point: MemoryPoint) -> int:
+        """Return the bytes at a moment, those of activations among them."""
+        return sum(self.bands(point).values()) + point.held_bytes
+
+    def are_counted(self, line: Timeline) -> bool:
+        """Return whether the device's count has all of them: a CPU counts tensors from some moment on."""
+        return all((point.allocated_bytes or 0) >= self.total_bytes(point) for point in line.points)
 
     def __str__(self) -> str:
         return (

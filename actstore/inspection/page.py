@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 from importlib.resources import files
 from typing import Any
 
-from actstore.display.colors import SERIES
+from actstore.display.colors import GREYS, SERIES
+from actstore.inspection.beside import BesideActivations
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import REST, Timeline, bands_of, decisions_of, labels_of
 from actstore.session.rows import SiteReport
@@ -20,6 +21,7 @@ def page(
     timelines: Sequence[Timeline],
     sites: Sequence[SiteReport],
     notes: Sequence[str],
+    beside: BesideActivations,
 ) -> str:
     """Return the text of the file; the last timeline is the store's, with its sites; `notes` stand below them."""
     bands = bands_of(timelines)
@@ -41,13 +43,18 @@ def page(
         "bands": labels,
         "notes": notes,
         "decisions": [found.get(label, "") for label in labels],
-        "timelines": [_timeline(line, bands, labels) for line in timelines],
+        "beside": list(beside.bands(timelines[0].points[0])),
+        "timelines": [_timeline(line, bands, labels, beside) for line in timelines],
         "texts": {column: list(numbers) for column, numbers in texts.items()},
         "tensors": rows,
     }
     text = json.dumps(values, separators=(",", ":")).replace("</", "<\\/")  # it stands inside of a script element
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace("__COLORS__", json.dumps(SERIES)).replace("__DATA__", text)
+    return (
+        template.replace("__COLORS__", json.dumps(SERIES))
+        .replace("__GREYS__", json.dumps(GREYS))
+        .replace("__DATA__", text)
+    )
 
 
 class _Numbers(dict[Hashable, int]):
@@ -58,7 +65,7 @@ class _Numbers(dict[Hashable, int]):
         return number
 
 
-def _timeline(line: Timeline, bands: dict[str, str], labels: list[str]) -> dict[str, Any]:
+def _timeline(line: Timeline, bands: dict[str, str], labels: list[str], beside: BesideActivations) -> dict[str, Any]:
     numbers = {label: at for at, label in enumerate(labels)}
     held = []
     for point in line.points:
@@ -71,5 +78,7 @@ def _timeline(line: Timeline, bands: dict[str, str], labels: list[str]) -> dict[
         "backward_ms": round(line.backward_ms, 2),
         "ms": [round(point.ms, 2) for point in line.points],
         "allocated": [point.allocated_bytes for point in line.points],
+        "counted": beside.are_counted(line),
+        "beside": [list(beside.bands(point).values()) for point in line.points],
         "bytes": held,
     }

@@ -181,7 +181,8 @@ class Recorder:
         self._last = sum(modules.values())
         self._most = max(self._most, self._last)
         allocated = cpu_memory.memory_allocated() if self.device.type == "cpu" else _allocated(self.device)
-        self.points.append(MemoryPoint(self._ms(now_ns), self.ran_backward, modules, allocated))
+        gradients = sum(leaf.grad.nbytes for leaf in self._leaves if leaf.grad is not None)
+        self.points.append(MemoryPoint(self._ms(now_ns), self.ran_backward, modules, allocated, gradients))
 
     def _ms(self, now_ns: int) -> float:
         return (now_ns - self._began - self._own_ns) / 1e6

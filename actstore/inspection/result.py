@@ -115,7 +115,7 @@ class Inspection:
         return ["To lower the plain peak:", *map(str, self.suggestions)] if self.suggestions else []
 
     def plot(self) -> Figure:
-        """Draw the memory through both steps, one band for each group of layers.
+        """Draw the memory through both steps: bands of weights, optimizer and gradients, and of each group of layers.
 
         Raises
         ------
@@ -123,11 +123,12 @@ class Inspection:
         """
         from actstore.inspection.picture import picture
 
-        return picture(self.plain, self.store, self.report.sites)
+        return picture(self.plain, self.store, self.report.sites, self.beside)
 
     def to_html(self) -> str:
         """Return the text of one HTML file, without other resources: both steps to hover and zoom, and all tensors."""
-        return page(self.tensors, (self.plain, self.store), self.report.sites, [str(self.beside), *self._remedies()])
+        notes = [str(self.beside), *self._remedies()]
+        return page(self.tensors, (self.plain, self.store), self.report.sites, notes, self.beside)
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks."""

@@ -29,12 +29,14 @@ class MemoryPoint:
     modules : bytes of activations on the compute device by the module that saved them
     allocated_bytes : all bytes of tensors on the device, the model's and the optimizer's among them; None where nothing
         counts them
+    gradients_bytes : of the gradients that weights have
     """
 
     ms: float
     backward: bool
     modules: Mapping[str, int]
     allocated_bytes: int | None
+    gradients_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:

@@ -84,3 +84,17 @@ def test_fit_says_how_far_it_is_when_it_takes_long(silent_s, monkeypatch, tmp_pa
     begins = ["1 of 4: plain: ", "2 of 4: keep: ", "3 of 4: plain: largest batch ", "4 of 4: keep: largest batch "]
     assert len(lines) == (0 if silent_s > 0 else 4)
     assert all(line.startswith(f"actstore: {begin}") for line, begin in zip(lines, begins, strict=False))
+
+
+def test_fit_of_one_of_several_ranks(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "keep", "--fsdp", "4", "--json", str(out))
+    assert end.value.code == 0
+    values = json.loads(out.read_text())
+    assert (values["fsdp"], values["tp"]) == (4, 1)
+    assert [row["at_peak"]["weights"] for row in values["rows"]] == 2 * [2 * 512 * 2048 + 2048 + 512]
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--tp", "2")
+    assert end.value.code == 2
+    assert "actstore: tp=2: 0 must have pairs of linear layers" in capsys.readouterr().err

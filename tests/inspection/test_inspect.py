@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from actstore import ActivationStore, inspect_step
+from actstore.base.units import format_nbytes
+from actstore.devices import cpu_memory
 from actstore.errors import ConfigError, StateError
+from actstore.inspection import MemoryPoint, Timeline
+from actstore.inspection.beside import BesideActivations
 
 BATCH, WIDTH = 32, 64
 
@@ -218,3 +223,39 @@ def test_the_picture_shows_both_steps():
     texts = [text.get_text() for text in lower.get_legend().get_texts()]
     assert texts[0] == "layers.0-1: keep, int8"
     assert texts[1] == "layers.2-3: int8"
+
+
+@pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
+def test_the_picture_has_weights_gradients_and_optimizer_below_activations():
+    pytest.importorskip("matplotlib")
+    model, x = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(store):
+        optimizer.zero_grad()
+        with store:
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    step(nullcontext())
+    found = inspect_step(step, ActivationStore(model, "keep", min_bytes=0))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    gradients = [point.gradients_bytes for point in found.plain.points]
+    assert (gradients[0], gradients[-1]) == (0, weights)
+    assert gradients == sorted(gradients)
+    axes = found.plot().axes[0]
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    optimizer_bytes = 2 * weights + 4 * len(list(model.parameters()))  # and counters
+    named = {"weights": weights, "optimizer": optimizer_bytes, "gradients": weights}
+    assert texts[-4:] == [*(f"{name} {format_nbytes(nbytes)}" for name, nbytes in named.items()), "all tensors"]
+    bands = axes.collections[:3]
+    tops = [max(path.vertices[:, 1].max() for path in band.get_paths()) for band in bands]
+    assert [round(2**20 * top) for top in tops] == [weights, weights + optimizer_bytes, 2 * weights + optimizer_bytes]
+
+
+def test_the_line_of_all_tensors_is_left_out_where_not_all_are_counted():
+    point = MemoryPoint(1.0, False, {"layer": 10}, 34, 3)
+    assert BesideActivations(20, 0, 1).are_counted(Timeline("plain", (point,)))
+    assert not BesideActivations(20, 0, 2).are_counted(Timeline("plain", (point,)))
+    assert not BesideActivations(20, 0, 1).are_counted(Timeline("plain", (replace(point, allocated_bytes=None),)))

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from actstore.base.redispatch import redispatch
 from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import Label, LiveMemory
+from actstore.inspection.fit.shards import shard_nbytes
+from actstore.inspection.fit.split import output_parts
 from actstore.inspection.fit.work import OperatorWork, Work, work_of
 from actstore.inspection.fit.workspaces import workspace_nbytes
 
@@ -120,10 +122,15 @@ class DryMode(TorchDispatchMode):
     Parameters
     ----------
     work : counts the operators' work; None for no times
+
+    Attributes
+    ----------
+    ranks : that have a shard of each new tensor, while an optimizer updates the shards of weights
     """
 
     def __init__(self, memory: LiveMemory, work: Work | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ranks = 1
         self._memory = memory
         self._work = work
         self._fake = FakeTensorMode()
@@ -145,7 +152,8 @@ class DryMode(TorchDispatchMode):
         if label == "logits" and tensors:
             self._memory.label(max(tensors, key=lambda each: each.nbytes), label)
         made: dict[int, UntypedStorage] = {}
-        outputs = [self._output(each, call.flat, made, label) for each in plan.outputs]
+        parts = output_parts(func._schema.name, call.flat, call.lengths, self._memory)
+        outputs = [self._output(each, call.flat, made, label, parts(at)) for at, each in enumerate(plan.outputs)]
         if workspace := workspace_nbytes(func, call.flat, outputs[0]):
             self._memory.empty(workspace)
         return tree_unflatten(outputs, plan.tree)
@@ -153,10 +161,16 @@ class DryMode(TorchDispatchMode):
     def _run(self, func: Any, call: _Call) -> Any:
         """Run the operator, and count the memory that it makes."""
         found = call.run(lambda *args, **kwargs: redispatch(func, args, kwargs), call.flat)
-        for each in (found,) if isinstance(found, Tensor) else tree_leaves(found):
-            if isinstance(each, Tensor):
-                self._memory.meet(each)
+        parts = output_parts(func._schema.name, call.flat, call.lengths, self._memory)
+        for at, each in enumerate((found,) if isinstance(found, Tensor) else tree_leaves(found)):
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                nbytes = each.untyped_storage().nbytes()
+                self._memory.meet(each, counted=self._counted(nbytes, each.shape, parts(at)), parts=parts(at))
         return found
+
+    def _counted(self, nbytes: int, shape: tuple[int, ...], parts: int) -> int:
+        """Return the bytes of a tensor that one rank has."""
+        return shard_nbytes(-(-nbytes // parts), shape, self.ranks)
 
     def _plan(self, func: Any, call: _Call) -> _Inferred:
         key = call.key(func)
@@ -197,8 +211,10 @@ class DryMode(TorchDispatchMode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(self._fake, meta, tensor.device)
 
-    def _output(self, output: Any, flat: list[Any], made: dict[int, UntypedStorage], label: Label) -> Any:
+    def _output(self, output: Any, flat: list[Any], made: dict[int, UntypedStorage], label: Label, parts: int) -> Any:
         if isinstance(output, _Same):
+            if parts > 1:
+                self._memory.split(flat[output.position], parts)
             return flat[output.position]
         if not isinstance(output, _New):
             return output
@@ -207,7 +223,9 @@ class DryMode(TorchDispatchMode):
             return empty.as_strided(output.shape, output.stride)
         storage = made.get(output.group)
         if storage is None:
-            storage = made[output.group] = self._memory.empty(output.nbytes, label)
+            storage = made[output.group] = self._memory.empty(
+                output.nbytes, label, self._counted(output.nbytes, output.shape, parts), parts
+            )
         return empty.set_(storage, output.offset, output.shape, output.stride)
 
 

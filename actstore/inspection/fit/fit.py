@@ -32,6 +32,8 @@ def fit_step(
     device: str | None = None,
     make_optimizer: MakeOptimizer | None = torch.optim.AdamW,
     min_bytes: int | str = MIN_NBYTES,
+    fsdp: int = 1,
+    tp: int = 1,
     **sizes: int,
 ) -> Fit:
     """Predict the most bytes that a training step on a CPU needs, plainly and under each policy.
@@ -50,6 +52,9 @@ def fit_step(
     make_optimizer : makes the optimizer from the parameters where the step returns its loss; None for none. A step that
         runs backward itself has its own
     min_bytes : as of `ActivationStore`
+    fsdp : ranks of data parallelism with FSDP2: `fully_shard` on each block that the model repeats, and on the model
+    tp : ranks of tensor parallelism: pairs of linear layers and the heads between them are split in the blocks; all
+        between the blocks, and the embedding and the head, is on each rank. All figures are those of one rank
     sizes : arguments for `make_step`
 
     Returns
@@ -59,7 +64,8 @@ def fit_step(
     Raises
     ------
     ConfigError : `make_step` returns something else, or its step fits no form, asks for an accelerator, or computes no
-        gradient; a policy is one that measures steps; the device is unknown
+        gradient; a policy is one that measures steps; the device is unknown; several ranks have no times; the
+        ranks of `tp` do not divide a layer, or the model has no such layers
     PolicyError : a policy does not parse
     StateError : a store is active here
 
@@ -78,10 +84,13 @@ def fit_step(
         if text.strip().startswith(("auto", "bits")):
             raise ConfigError(f"policy={text!r}: must be one that measures no steps. Make a plan with `actstore plan`.")
 
+    for name, ranks in (("fsdp", fsdp), ("tp", tp)):
+        if type(ranks) is not int or ranks < 1:
+            raise ConfigError(f"{name}={ranks!r}: must be an int >= 1. Use 1 for none.")
     rates = None if device is None else rates_of(device)
 
     def steps(**changed: int) -> DrySteps:
-        return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, min_bytes=min_bytes)
+        return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, fsdp=fsdp, tp=tp, min_bytes=min_bytes)
 
     searched = {} if limit is None else _searched(make_step, sizes)
     progress = _Progress(len(texts) * (1 + len(searched)))
@@ -91,7 +100,7 @@ def fit_step(
         rows.append(made.row(text))
         progress.note(text, format_nbytes(rows[-1].peak_bytes))
     del made
-    fit = Fit(tuple(rows), limit, {**searched, **sizes}, device=device)
+    fit = Fit(tuple(rows), limit, {**searched, **sizes}, device=device, fsdp=fsdp, tp=tp)
     for name, start in searched.items():
         _search(fit, steps, name, start, progress)
     return fit

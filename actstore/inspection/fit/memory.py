@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 from weakref import ref
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from actstore.devices.cpu_memory import NO_RESERVE
 
-Label = Literal["weights", "gradients", "optimizer", "logits", "payloads", "activations", "working"]
+Label = Literal["weights", "gathered", "gradients", "optimizer", "logits", "payloads", "activations", "working"]
 # A tensor keeps the label of the highest rank that it had: a weight that autograd saves is a weight.
 RANKS: dict[Label, int] = {label: rank for rank, label in enumerate(reversed(get_args(Label)))}
 
@@ -23,43 +23,107 @@ class _UntouchedPages(mmap):
     """Pages that no one has touched: addresses without memory. They die with their storage."""
 
 
+class _Counted(NamedTuple):
+    """A storage in the book.
+
+    Attributes
+    ----------
+    nbytes : that one rank has
+    number : counts storages
+    parts : ranks that split it; each has a part
+    """
+
+    nbytes: int
+    label: Label
+    number: int
+    parts: int
+
+
 class LiveMemory:
-    """Book of the storages that live, each with a label, and of the moment with most bytes.
+    """Book of the storages that live on one rank, each with a label, and of the moment with most bytes.
 
     Attributes
     ----------
     nbytes : of all storages that live
-    peak_bytes : the most of them since `reset`
-    at_peak : bytes by label at that moment; a label that a storage gets later counts, too
+    is_split : whether a storage has more than one part
     """
 
     def __init__(self) -> None:
-        self.nbytes = self.peak_bytes = 0
-        self.at_peak = Counter[Label]()
+        self.nbytes = 0
+        self.is_split = False
+        self._peak_bytes = 0
+        self._at_peak = Counter[Label]()
         self._labels = Counter[Label]()
-        self._sizes: dict[int, tuple[int, Label, int]] = {}  # by storage; the int behind counts storages
+        self._sizes: dict[int, _Counted] = {}  # by storage
         self._count = self._count_at_peak = 0
         self._watches: dict[int, ref[object]] = {}
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes since `reset`."""
+        self._note_peak()
+        return self._peak_bytes
+
+    @property
+    def at_peak(self) -> Counter[Label]:
+        """Bytes by label at that moment; a label that a storage gets later counts, too."""
+        self._note_peak()
+        return self._at_peak
+
     def reset(self) -> None:
         """Forget the peak so far."""
-        self.peak_bytes, self.at_peak = self.nbytes, self._labels.copy()
+        self._peak_bytes, self._at_peak = self.nbytes, self._labels.copy()
         self._count_at_peak = self._count
 
-    def empty(self, nbytes: int, label: Label = "working") -> UntypedStorage:
-        """Return a storage of `nbytes` > 0 on the CPU that takes no memory until someone writes to it."""
+    def empty(
+        self, nbytes: int, label: Label = "working", counted: int | None = None, parts: int = 1
+    ) -> UntypedStorage:
+        """Return a storage of `nbytes` > 0 on the CPU that takes no memory until someone writes to it.
+
+        Parameters
+        ----------
+        counted : bytes of one rank; None for all
+        parts : ranks that split it
+        """
         pages = _UntouchedPages(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS | NO_RESERVE)
         storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
-        self._add(storage, label, pages)
+        self._add(storage._cdata, nbytes if counted is None else counted, label, parts, pages)
         return storage
 
-    def meet(self, tensor: Tensor, label: Label = "working") -> None:
+    def meet(self, tensor: Tensor, label: Label = "working", counted: int | None = None, parts: int = 1) -> None:
         """Count the storage of a tensor that PyTorch has made, unless it is counted."""
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes and storage.nbytes():
-            self._add(storage, label, storage)
+        if storage._cdata in self._sizes:
+            if parts > 1:
+                self.split(tensor, parts)
+        elif storage.nbytes():
+            self._add(storage._cdata, storage.nbytes() if counted is None else counted, label, parts, storage)
+
+    def parts(self, tensor: Tensor) -> int:
+        """Return how many ranks split a tensor."""
+        found = self._found(tensor)
+        return 1 if found is None else found.parts
+
+    def split(self, tensor: Tensor, parts: int) -> None:
+        """Count a tensor as one of `parts`, from its beginning."""
+        found = self._found(tensor)
+        if found is not None and found.parts != parts:
+            self._change(tensor, found._replace(nbytes=-(-found.nbytes * found.parts // parts), parts=parts))
+            self.is_split = True
+
+    def nbytes_of(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor that count."""
+        found = self._found(tensor)
+        return tensor.nbytes if found is None else found.nbytes
+
+    def resize(self, tensor: Tensor, nbytes: int) -> None:
+        """Count other bytes of a tensor from now on."""
+        found = self._found(tensor)
+        if found is not None:
+            self._note_peak()
+            self._change(tensor, found._replace(nbytes=nbytes))
 
     def label(self, tensor: Tensor, label: Label) -> None:
         """Label a tensor, unless its label has a higher rank."""
@@ -70,25 +134,38 @@ class LiveMemory:
     def label_all(self, keys: Iterable[int], label: Label) -> None:
         """Label storages, by their addresses, unless their labels have a higher rank."""
         for key in keys:
-            nbytes, old, number = self._sizes.get(key, (0, label, 0))
-            if RANKS[label] > RANKS[old]:
-                self._sizes[key] = nbytes, label, number
-                for labels in (self._labels, self.at_peak)[: 1 + (number <= self._count_at_peak)]:
-                    labels[old] -= nbytes
-                    labels[label] += nbytes
+            found = self._sizes.get(key)
+            if found is not None and RANKS[label] > RANKS[found.label]:
+                self._sizes[key] = found._replace(label=label)
+                for labels in (self._labels, self._at_peak)[: 1 + (found.number <= self._count_at_peak)]:
+                    labels[found.label] -= found.nbytes
+                    labels[label] += found.nbytes
 
-    def _add(self, storage: UntypedStorage, label: Label, owner: object) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+    def _note_peak(self) -> None:
+        """Note a moment before bytes go: until then a storage that has come may get its parts."""
+        if self.nbytes > self._peak_bytes:
+            self.reset()
+
+    def _found(self, tensor: Tensor) -> _Counted | None:
+        return self._sizes.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+
+    def _change(self, tensor: Tensor, counted: _Counted) -> None:
+        key = tensor.untyped_storage()._cdata
+        more = counted.nbytes - self._sizes[key].nbytes
+        self._sizes[key] = counted
+        self._labels[counted.label] += more
+        self.nbytes += more
+
+    def _add(self, key: int, nbytes: int, label: Label, parts: int, owner: object) -> None:
         self._count += 1
-        self._sizes[key] = nbytes, label, self._count
+        self._sizes[key] = _Counted(nbytes, label, self._count, parts)
         self._watches[key] = ref(owner, partial(self._subtract, key))
         self._labels[label] += nbytes
         self.nbytes += nbytes
-        if self.nbytes > self.peak_bytes:
-            self.reset()
 
     def _subtract(self, key: int, _: ref[object]) -> None:
-        nbytes, label, _number = self._sizes.pop(key)
+        self._note_peak()
+        found = self._sizes.pop(key)
         del self._watches[key]
-        self._labels[label] -= nbytes
-        self.nbytes -= nbytes
+        self._labels[found.label] -= found.nbytes
+        self.nbytes -= found.nbytes

@@ -20,8 +20,9 @@ class FitRow(NamedTuple):
     peak_bytes : the most bytes at once, of all tensors and payloads
     least_bytes, most_bytes : the same with the fastest and the slowest disk, where the policy uses one; `peak_bytes` is
         in the middle. Otherwise all are equal
-    at_peak : the `least_bytes`: weights, gradients, optimizer, logits, payloads, activations that autograd or the
-        store holds as they are, and working (what operators have just made, also in the second run of a module)
+    at_peak : the `least_bytes`: weights, gathered (the buffers of FSDP2), gradients, optimizer, logits, payloads,
+        activations that autograd or the store holds as they are, and working (what operators have just made, also in
+        the second run of a module)
     ms : least and most milliseconds of the step on the device; None where no device was given
     times_plain : least and most times that of plain PyTorch
     """
@@ -54,6 +55,7 @@ class Fit:
     parts : for each policy, the label with most bytes at the peak of the next batch or context, which does not fit
     errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
+    fsdp, tp : ranks that shard the weights, and that split the layers; the figures are those of one rank
     """
 
     rows: tuple[FitRow, ...]
@@ -63,13 +65,15 @@ class Fit:
     parts: dict[str, dict[str, Label]] = field(default_factory=dict)
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     device: str | None = None
+    fsdp: int = 1
+    tp: int = 1
 
     def __str__(self) -> str:
         """Return a table with a row for each policy."""
         labels = [label for label in get_args(Label) if any(label in row.at_peak for row in self.rows)]
         sizes = self._names
         fits = [] if self.memory_bytes is None else ["fits"]
-        times = [] if self.device is None else ["ms", "times plain"]
+        times = ["ms", "times plain"] if any(row.ms for row in self.rows) else []
         head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), *times, "largest part"]
         lines = [head, *(self._cells(row, labels, sizes) for row in self.rows)]
         return "\n".join([*columns(lines), *self._notes()])
@@ -106,7 +110,11 @@ class Fit:
                 text = f"the step fails at {name}={self.largest[policy][name] + 1}: {error}"
                 ends.setdefault(text, []).append(policy)
         notes += [f"{', '.join(policies)}: {text}" for text, policies in ends.items()]
-        if self.device not in (None, "cpu"):
+        if self.fsdp > 1 or self.tp > 1:
+            notes.append(f"of one rank: weights sharded by fsdp={self.fsdp}, layers split by tp={self.tp}")
+            if self.device is not None:
+                notes.append("times: none, as copies between ranks are not modelled")
+        elif self.device not in (None, "cpu"):
             notes.append(f"times: by the data sheet of {self.device}; not measured")
         return notes
 

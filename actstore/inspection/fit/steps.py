@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from actstore.devices.cpu_memory import unreserved
 from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
 from actstore.inspection.fit.result import FitRow
+from actstore.inspection.fit.shards import ShardedUnits
+from actstore.inspection.fit.split import split_weights
 from actstore.inspection.fit.store import DryStore
 from actstore.inspection.fit.work import DryTimes, Work
 from actstore.plan.hardware import Hardware
@@ -38,6 +41,7 @@ class DrySteps:
     sizes : arguments for `make`
     make_optimizer : for a step that runs no backward itself; None for backward alone
     device : its rates; None for no times
+    fsdp, tp : ranks that shard the weights, and that split the layers
     options : of each store
     """
 
@@ -47,10 +51,14 @@ class DrySteps:
         sizes: dict[str, int],
         make_optimizer: MakeOptimizer | None,
         device: Hardware | None = None,
+        *,
+        fsdp: int = 1,
+        tp: int = 1,
         **options: Any,
     ) -> None:
         self._memory = LiveMemory()
-        self._work = None if device is None else Work(device)
+        self._ranks = fsdp
+        self._work = Work(device) if device is not None and fsdp == tp == 1 else None
         self._mode = DryMode(self._memory, self._work)
         self._on_host = device is None or device.links.on_host
         self._plain: DryTimes | None = None
@@ -62,6 +70,11 @@ class DrySteps:
             self._make_optimizer = make_optimizer
             self._optimizer: Optimizer | None = None
             self._learning = [each for each in self._model.parameters() if each.requires_grad]
+            for weight in self._model.parameters():
+                self._memory.label(weight, "weights")
+            if tp > 1:
+                split_weights(self._model, tp, self._memory)
+            self._units = ShardedUnits(self._model, fsdp, self._memory) if fsdp > 1 else None
 
     def row(self, policy: str) -> FitRow:
         """Return the most bytes that a step needs under a policy, `PLAIN` for no store."""
@@ -125,6 +138,8 @@ class DrySteps:
             ran_backward = True
             if leaf.grad is not None:
                 self._memory.label(leaf.grad, "gradients")
+            if self._units is not None:
+                self._units.note(leaf)
 
         watches = [leaf.register_post_accumulate_grad_hook(note) for leaf in self._learning]
         try:
@@ -167,7 +182,21 @@ class DrySteps:
     @contextmanager
     def _dry(self) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]), unreserved(), self._mode:
-            yield
+            updates = [
+                register_optimizer_step_pre_hook(self._begin_update),
+                register_optimizer_step_post_hook(self._end_update),
+            ]
+            try:
+                yield
+            finally:
+                for each in updates:
+                    each.remove()
+
+    def _begin_update(self, *_: Any) -> None:
+        self._mode.ranks = self._ranks
+
+    def _end_update(self, *_: Any) -> None:
+        self._mode.ranks = 1
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -96,14 +96,21 @@ class _DryCodecs:
 
         def encode(src: Tensor, out: Tensor, key: int) -> int | None:
             self._memory.label(out, "payloads")
+            self._match(out, src)
             self._count(src, out)
             return used
 
         def decode(buf: Tensor, out: Tensor, key: int) -> None:
             self._memory.label(buf, "payloads")
+            self._match(out, buf)
             self._count(buf, out)
 
         return bound._replace(encode=encode, decode=decode, blank=True)
+
+    def _match(self, target: Tensor, source: Tensor) -> None:
+        """Split what has the values of a split tensor, unless other tensors share its memory."""
+        if self._memory.is_split and target.nbytes == target.untyped_storage().nbytes():
+            self._memory.split(target, self._memory.parts(source))
 
     def _count(self, source: Tensor, target: Tensor) -> None:
         if self._work is not None:
