@@ -135,10 +135,9 @@ def train_unless_refused(
 ) -> list[Any] | None:
     """What training leaves; None where the store refuses a change in place that plain PyTorch refuses, too.
 
-    Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses so, it may refuse later, in
-    a reentrant checkpoint of a gradient. Where parts of a region are not to run again, it
-    refuses to run the region again before its forward has ended, gradients through such a part, and one that runs in
-    inference mode.
+    Where changes are allowed, it may refuse those of what is kept. What plain PyTorch refuses for a change may end
+    later, in another of its errors. Where parts of a region are not to run again, it refuses to run the region again
+    before its forward has ended, gradients through such a part, and one that runs in inference mode.
     """
     try:
         return train(model, store, way, **job)
@@ -226,7 +225,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", [*PLANTED, "other random bits"])
+# That changes are not seen shows in few models; `tests/autograd/test_planted.py` finds it at once.
+SLOWLY_FOUND = ("changes are not seen",)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, marks=pytest.mark.slow if bug in SLOWLY_FOUND else ())
+        for bug in (*PLANTED, "other random bits")
+    ],
+)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = settings(max_examples=400, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     plant, run = (PLANTED[bug], check) if bug in PLANTED else (draws_other_bits, check_lossy)
