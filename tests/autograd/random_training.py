@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu
 
 from actstore import ActivationStore, Disk, Host, Verify, Window
-from tests.autograd.random_models import WIDTH, Watched
+from tests.autograd.random_modules import WIDTH, Watched
 
 STORED = ("keep", "raw", "raw @ disk", "raw @ host > disk", "expack", "zmask", "derive", "derive(raw @ disk)")
 RECOMPUTED = ("recompute", "recompute(raw)", "recompute(raw @ disk)", "recompute(expack)")

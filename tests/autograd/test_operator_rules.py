@@ -10,7 +10,7 @@ from actstore.autograd import hooks
 from actstore.errors import PolicyError
 from actstore.policy import Encode, Keep, Site, parse
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
-from tests.autograd.random_models import Cubed
+from tests.autograd.random_modules import Cubed
 
 
 class Attention(nn.Module):

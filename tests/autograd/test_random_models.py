@@ -228,7 +228,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", [*PLANTED, "other random bits"])
+# That changes are not seen shows in few models; `tests/autograd/test_planted.py` finds it at once.
+SLOWLY_FOUND = ("changes are not seen",)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, marks=pytest.mark.slow if bug in SLOWLY_FOUND else ())
+        for bug in (*PLANTED, "other random bits")
+    ],
+)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = settings(max_examples=400, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     plant, run = (PLANTED[bug], check) if bug in PLANTED else (draws_other_bits, check_lossy)

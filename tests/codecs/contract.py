@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Codec, Exact
@@ -15,6 +17,7 @@ from actstore.errors import PayloadError, SpecError
 from actstore.policy.options import codec_text
 from tests.emulator.device import emulated
 from tests.oracles import find
+from tests.oracles.samples import DTYPES, EVERY_DTYPE
 
 POISON = 0xA5
 GUARD = 64  # bytes on either side that must stay as they were
@@ -32,12 +35,38 @@ def cases(variants, dtypes):
     The others are slow together: most of their time goes to compiling kernels.
     """
     made, first = [], first_of_each(variants)
-    for turn, codec in enumerate(variants):
-        taken = [dtype for dtype in dtypes if codec.accepts(getattr(torch, dtype))]
-        for i, dtype in enumerate(taken):
-            marks = () if codec in first or i == turn % len(taken) else pytest.mark.slow
+    for codec in variants:
+        for dtype in _taken(codec, dtypes):
+            marks = () if codec in first or dtype == turn(codec, dtypes) else pytest.mark.slow
             made.append(pytest.param(codec, dtype, id=f"{codec_text(codec)}-{dtype}", marks=marks))
     return made
+
+
+def compiled(variants, dtypes=DTYPES):
+    """The pairs of `cases` that are not slow. Tests that draw pairs draw these, whose kernels are compiled anyway."""
+    return [case.values for case in cases(variants, dtypes) if not case.marks]
+
+
+def drawn(variants, tensors):
+    """A strategy: pairs of `compiled`, each codec with what ``tensors(dtype)`` draws."""
+    return st.sampled_from(compiled(variants)).flatmap(
+        lambda pair: st.tuples(st.just(pair[0]), tensors(pair[1])),
+    )
+
+
+def turn(codec, dtypes=DTYPES):
+    """One dtype that a codec takes, of these if it can be, and the same in all tests; the variants take turns."""
+    taken = _taken(codec, dtypes) or _taken(codec, EVERY_DTYPE)
+    return taken[_places()[codec] % len(taken)]
+
+
+def _taken(codec, dtypes):
+    return [dtype for dtype in dtypes if codec.accepts(getattr(torch, dtype))]
+
+
+@cache
+def _places():
+    return {codec: place for place, codec in enumerate(find.variants())}
 
 
 def storage_bytes(tensor):

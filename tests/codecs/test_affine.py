@@ -1,5 +1,7 @@
 """int2 to int6 and int8(affine): the error bound, special values, bias, and every pattern of the 16-bit floats."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,25 +10,47 @@ from hypothesis import strategies as st
 
 from actstore.base.spec import Spec
 from actstore.codecs import Int2, Int3, Int4, Int5, Int6, Int8
+from actstore.codecs.int8 import ROUNDINGS
 from actstore.errors import ConfigError, SpecError
 from actstore.kernels.affine import LEVELS, sections
 from actstore.policy import parse_decision
-from tests.codecs.contract import KEY, aligned, check_codec, check_guards, storage_bytes, tensor_of
+from tests.codecs.contract import (
+    KEY,
+    aligned,
+    cases,
+    check_codec,
+    check_guards,
+    compiled,
+    drawn,
+    storage_bytes,
+    tensor_of,
+)
 from tests.emulator.device import emulated
 from tests.oracles import affine as oracle
+from tests.oracles import find
 from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, random_bits, samples, to_bytes
 
 BITS = {f"int{bits}": bits for bits in LEVELS}
-CODECS = (
-    *(Int8(group, affine=True, round=round) for group, round in ((32, "nearest"), (1024, "stochastic"))),  # noqa: A001
-    Int8(affine=True, round="dither"),
-    *(Int4(group, round) for group, round in ((32, "nearest"), (256, "stochastic"), (64, "dither"))),  # noqa: A001
-    *(Int6(group, round) for group, round in ((64, "nearest"), (32, "dither"))),  # noqa: A001
-    *(Int5(group, round) for group, round in ((32, "stochastic"), (128, "nearest"))),  # noqa: A001
-    *(Int3(group, round) for group, round in ((32, "nearest"), (256, "stochastic"), (128, "dither"))),  # noqa: A001
-    *(Int2(group, round) for group, round in ((32, "stochastic"), (256, "dither"))),  # noqa: A001
+CODECS = (  # variants of the oracles: other tests compile their kernels, too
+    *(Int8(64, affine=True, round=round) for round in ("stochastic", "dither")),  # noqa: A001
+    *(Int8(group, affine=True) for group in (32, 1024)),
+    *(Int4(group, round) for group, round in ((32, "nearest"), (256, "nearest"), (32, "stochastic"), (32, "dither"))),  # noqa: A001
+    *(Int6(group, round) for group, round in ((32, "nearest"), (128, "dither"))),  # noqa: A001
+    *(Int5(group, round) for group, round in ((64, "stochastic"), (256, "nearest"))),  # noqa: A001
+    *(Int3(group, round) for group, round in ((32, "nearest"), (64, "stochastic"), (128, "dither"))),  # noqa: A001
+    *(Int2(group, round) for group, round in ((256, "stochastic"), (64, "dither"))),  # noqa: A001
 )
+PAIRS = cases(CODECS, DTYPES)
+OPTIONS = [
+    kind(group, round=round, signs=signs)
+    for kind in (partial(Int8, affine=True), Int6, Int5, Int4, Int3, Int2)
+    for group in (32, 64, 128, 256)
+    for round in ROUNDINGS  # noqa: A001
+    for signs in ("auto", "keep")
+    if kind is not Int2 or round != "nearest"
+]
 every = pytest.mark.parametrize("codec", CODECS, ids=str)
+of_16_bits = pytest.mark.parametrize(("codec", "dtype"), [pair for pair in PAIRS if pair.values[1] != "float32"])
 LOWEST = -float.fromhex("0x1.fep127")  # of bfloat16
 
 
@@ -86,9 +110,8 @@ KINDS = {
 
 
 @st.composite
-def tensors(draw):
+def tensors(draw, dtype):
     """1 to 700 elements of one kind and magnitude, a few of them special."""
-    dtype = draw(st.sampled_from(DTYPES))
     numel = draw(st.integers(1, 700))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     kind = draw(st.sampled_from([*KINDS, "bits", "special"]))
@@ -108,41 +131,42 @@ def tensors(draw):
     return tensor_of(bits.tobytes(), getattr(torch, dtype))
 
 
-@given(tensors(), st.sampled_from(CODECS))
-def test_all_implementations_agree(x, codec):
+@given(drawn(CODECS, tensors))
+def test_all_implementations_agree(case):
+    check_codec(*case)
+
+
+@pytest.mark.slow
+@given(st.sampled_from(DTYPES).flatmap(tensors), st.sampled_from(OPTIONS))
+def test_all_options(x, codec):
     check_codec(codec, x)
+    if codec.signs == "auto":
+        check_bound(codec, x)
 
 
-@given(tensors(), st.sampled_from(CODECS))
-@example(torch.tensor([-torch.finfo(torch.float32).max, LOWEST, LOWEST * (1 - 2.0**-8)]), Int4())
-def test_error_bound(x, codec):
-    check_bound(codec, x)
+@given(drawn(CODECS, tensors))
+@example((Int4(), torch.tensor([-torch.finfo(torch.float32).max, LOWEST, LOWEST * (1 - 2.0**-8)])))
+def test_error_bound(case):
+    check_bound(*case)
 
 
-@every
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("codec", "dtype"), PAIRS)
 def test_error_bound_of_samples(codec, dtype):
     for data in samples(dtype).values():
         check_bound(codec, tensor_of(data, getattr(torch, dtype)))
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@of_16_bits
 def test_every_pattern_of_16_bits(codec, dtype):
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(getattr(torch, dtype))
     check_bound(codec, x)
     check_bound(codec, x[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))])
     check_bound(codec, x[x.isfinite()])
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [Int8(affine=True, round="stochastic"), Int6(round="dither"), Int5(), Int4(), Int3(), Int2(round="dither")],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@of_16_bits
 def test_every_pattern_of_16_bits_alike(codec, dtype):
-    check_codec(codec, torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype))
+    check_codec(codec, torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +199,11 @@ def test_a_maximum_never_decodes_as_the_minimum(codec):
     assert ((back[:, 1] - high).abs() <= step + high * 2.0**-22).all()
 
 
-@every
+@pytest.mark.parametrize(("codec", "dtype"), [pair for pair in PAIRS if pair.values[1] != "float16"])
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1.0078125, 3e38, -1e-30])
-def test_a_constant_comes_back_exactly(codec, value):
-    x = torch.full((1000,), value).to(torch.bfloat16)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal(roundtrip(codec, x.to(dtype))[1], x.to(dtype))
+def test_a_constant_comes_back_exactly(codec, dtype, value):
+    x = torch.full((1000,), value).to(torch.bfloat16).to(getattr(torch, dtype))
+    assert torch.equal(roundtrip(codec, x)[1], x)
 
 
 @every
@@ -197,9 +220,9 @@ def test_one_bad_element(codec, bad):
     assert torch.equal(back[~expected], clean[~expected])
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("codec", "dtype"), PAIRS)
 def test_the_largest_values_stay_finite(codec, dtype):
+    dtype = getattr(torch, dtype)
     largest = torch.finfo(dtype).max
     back = roundtrip(codec, torch.tensor([largest, -largest] * 32, dtype=dtype))[1]
     assert back.isfinite().all()
@@ -223,15 +246,16 @@ def test_random_rounding_is_unbiased(codec):
 
 @every
 def test_flushing_denormals_changes_nothing(codec):
-    cases = [tensor_of(data, getattr(torch, dtype)) for dtype in DTYPES for data in samples(dtype).values()]
+    dtypes = {"float32", *(dtype for each, dtype in compiled(CODECS) if each == codec)}
+    tensors = [tensor_of(data, getattr(torch, dtype)) for dtype in dtypes for data in samples(dtype).values()]
     tiny = 2.0 ** torch.arange(-149, -70).float()
-    cases += [torch.cat([tiny[: n + 1], -tiny[: n + 1]]) for n in range(0, len(tiny), 3)]
-    cases += [torch.cat([-tiny[n : n + 1], tiny[:60:2]]) for n in range(len(tiny))]
-    expected = [roundtrip(codec, x) for x in cases]
+    tensors += [torch.cat([tiny[: n + 1], -tiny[: n + 1]]) for n in range(0, len(tiny), 3)]
+    tensors += [torch.cat([-tiny[n : n + 1], tiny[:60:2]]) for n in range(len(tiny))]
+    expected = [roundtrip(codec, x) for x in tensors]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
-        found = [roundtrip(codec, x) for x in cases]
+        found = [roundtrip(codec, x) for x in tensors]
     finally:
         torch.set_flush_denormal(False)
     for (payload, back), (other_payload, other_back) in zip(expected, found, strict=True):
@@ -316,19 +340,16 @@ def test_the_oracle_stays_within_bfloat16():
     assert below == [-LOWEST, LOWEST, 1.0, -1.0078125]
 
 
-KEEPING = (
-    *(Int8(32, affine=True, round=round, signs="keep") for round in ("nearest", "stochastic", "dither")),  # noqa: A001
-    *(
-        codec(round=round, signs="keep")
-        for codec in (Int6, Int5, Int4, Int3, Int2)
-        for round in ("nearest", "stochastic", "dither")  # noqa: A001
-        if codec is not Int2 or round != "nearest"
-    ),
-)
+KEEPING = [
+    codec
+    for codec in find.variants()
+    if (codec.name in BITS or getattr(codec, "affine", False)) and codec.signs == "keep"
+]
 
 
-@given(tensors(), st.sampled_from(KEEPING))
-def test_signs_are_kept(x, codec):
+@given(drawn(KEEPING, tensors))
+def test_signs_are_kept(case):
+    codec, x = case
     back = check_codec(codec, x)
     known = ~back.isnan()
     assert torch.equal(back.sign()[known], x.sign()[known])

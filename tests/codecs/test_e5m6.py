@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from actstore.base.spec import Spec
 from actstore.codecs import E5m6, Exact
@@ -35,12 +36,12 @@ def all_codes():
     return torch.cat([codes >> 4, low[:, 0] + 16 * low[:, 1]]).to(torch.uint8)
 
 
-@given(float_tensors())
+@given(st.sampled_from(DTYPES).flatmap(float_tensors))
 def test_all_implementations_agree(x):
     check_codec(E5m6(), x)
 
 
-@given(float_tensors())
+@given(st.sampled_from(DTYPES).flatmap(float_tensors))
 def test_error_bound(x):
     check_bound(x)
 

@@ -10,9 +10,11 @@ from actstore.base.spec import Spec
 from actstore.codecs import Int8
 from actstore.codecs.int8 import GROUPS, ROUNDINGS
 from actstore.errors import ConfigError, SpecError
-from tests.codecs.contract import aligned, check_codec, implementations, storage_bytes, tensor_of
+from tests.codecs.contract import aligned, check_codec, drawn, implementations, storage_bytes, tensor_of
 from tests.oracles import int8 as oracle
 from tests.oracles.samples import DTYPES, ITEMSIZE, SPECIAL, every_code_and_scale, samples, to_bytes
+
+PLAIN = [codec for codec in oracle.VARIANTS if codec == Int8(codec.group)]
 
 
 def roundtrip(x, group=128):
@@ -48,9 +50,9 @@ def check_bound(x, group):
 
 
 @st.composite
-def elements(draw):
+def elements(draw, dtype=None):
     """A dtype and 1 to 600 elements: constants, any bits, special values, values of one or of all magnitudes."""
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = dtype or draw(st.sampled_from(DTYPES))
     numel = draw(st.integers(1, 600))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     itemsize = ITEMSIZE[dtype]
@@ -75,16 +77,16 @@ def elements(draw):
     return dtype, bits.tobytes()
 
 
-@given(elements(), st.sampled_from(GROUPS))
-def test_all_implementations_agree(case, group):
-    dtype, data = case
-    check_codec(Int8(group), tensor_of(data, getattr(torch, dtype)))
+@given(drawn(PLAIN, elements))
+def test_all_implementations_agree(case):
+    codec, (dtype, data) = case
+    check_codec(codec, tensor_of(data, getattr(torch, dtype)))
 
 
-@given(elements(), st.sampled_from(GROUPS))
-def test_error_bound(case, group):
-    dtype, data = case
-    check_bound(tensor_of(data, getattr(torch, dtype)), group)
+@given(drawn(PLAIN, elements))
+def test_error_bound(case):
+    codec, (dtype, data) = case
+    check_bound(tensor_of(data, getattr(torch, dtype)), codec.group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,6 +103,22 @@ def test_every_pattern_of_16_bits(dtype, group):
     check_bound(x, group)
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
     check_codec(Int8(group), x[order])
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from(DTYPES).flatmap(elements),
+    st.builds(
+        Int8,
+        st.sampled_from(GROUPS),
+        round=st.sampled_from(ROUNDINGS),
+        axis=st.sampled_from(["element", "token"]),
+        signs=st.sampled_from(["auto", "keep"]),
+    ),
+)
+def test_all_options(case, codec):
+    dtype, data = case
+    check_codec(codec, tensor_of(data, getattr(torch, dtype)))
 
 
 def test_the_documented_example():
@@ -190,10 +208,10 @@ def test_other_dtypes_are_refused(dtype):
         Int8().decode(torch.empty(256, dtype=torch.uint8), x)
 
 
-@given(elements(), st.sampled_from(GROUPS), st.sampled_from(ROUNDINGS), st.sampled_from(["element", "token"]))
-def test_signs_are_kept(case, group, round, axis):  # noqa: A002
-    dtype, data = case
-    codec, x = Int8(group, round=round, axis=axis, signs="keep"), tensor_of(data, getattr(torch, dtype))
+@given(drawn([codec for codec in oracle.VARIANTS if codec.signs == "keep" and not codec.affine], elements))
+def test_signs_are_kept(case):
+    codec, (dtype, data) = case
+    x = tensor_of(data, getattr(torch, dtype))
     back = check_codec(codec, x)
     finite = x.isfinite()
     assert torch.equal(back.isnan(), ~finite)

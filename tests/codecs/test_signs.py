@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from actstore import encode
 from actstore.base.spec import Spec
@@ -16,7 +15,7 @@ from actstore.codecs import E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Topk, 
 from actstore.codecs.signs import SignedCodec
 from actstore.errors import ConfigError
 from actstore.policy.options import codec_text
-from tests.codecs.contract import cases, check_codec, tensor_of
+from tests.codecs.contract import cases, check_codec, drawn, tensor_of
 from tests.codecs.test_int8 import elements
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, behind_relu, to_bytes
@@ -24,9 +23,9 @@ from tests.oracles.samples import DTYPES, behind_relu, to_bytes
 KEEPING = [codec for codec in find.variants() if isinstance(codec, SignedCodec) and codec.signs == "keep"]
 
 
-@given(elements(), st.sampled_from([codec for codec in KEEPING if isinstance(codec, E5m6 | Fp8 | Nf4)]))
-def test_signs_are_kept(case, codec):
-    dtype, data = case
+@given(drawn([codec for codec in KEEPING if isinstance(codec, E5m6 | Fp8 | Nf4)], elements))
+def test_signs_are_kept(case):
+    codec, (dtype, data) = case
     x = tensor_of(data, getattr(torch, dtype))
     back = check_codec(codec, x)
     known = ~back.isnan()

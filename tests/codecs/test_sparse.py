@@ -17,7 +17,7 @@ from actstore.kernels.cpu import tiles as tiles_cpu
 from actstore.kernels.sparse import PERIOD, TILE, Growth, SparseSections
 from actstore.policy import parse_decision
 from actstore.policy.options import codec_text
-from tests.codecs.contract import GUARD, POISON, aligned, check_codec, check_guards, storage_bytes
+from tests.codecs.contract import GUARD, POISON, aligned, check_codec, check_guards, storage_bytes, turn
 from tests.emulator.device import emulation, launch
 from tests.oracles import find
 from tests.oracles.samples import EVERY_DTYPE, elements
@@ -52,7 +52,7 @@ def test_the_documented_example():
 
 @pytest.mark.parametrize("inner", LEAVES, ids=codec_text)
 def test_any_leaf_can_be_inside(inner):
-    dtype = dtype_for(inner)
+    dtype = turn(inner)
     cuda = inner == next(leaf for leaf in LEAVES if type(leaf) is type(inner))  # the emulator takes its time
     for numel in (40, 2500):
         check_codec(Zmask(inner), half_zeros(dtype, numel), cuda=cuda)

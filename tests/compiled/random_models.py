@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore
-from tests.autograd.random_models import Call
+from tests.autograd.random_modules import Call
 
 WIDTH = 32
 WAYS = "once", "retained", "two forwards", "other batch", "dropped", "fails in forward", "fails in backward"

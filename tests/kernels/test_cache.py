@@ -7,8 +7,6 @@ import textwrap
 
 import pytest
 
-from tests.oracles.samples import EVERY_DTYPE
-
 FACTORY = """
     import numpy as np
     from actstore.kernels.cpu.language import get, kernel, put, u8_at
@@ -47,25 +45,27 @@ EVERYTHING = """
     import torch
     from actstore.codecs.dispatch import KernelCodec
     from actstore.kernels.cpu import language
+    from tests.codecs.contract import cases
     from tests.oracles import find
+    from tests.oracles.samples import EVERY_DTYPE
 
     made, compiled = [], language._compiled
     language._compiled = lambda run: made.append(compiled(run)) or made[-1]
-    for codec in find.variants():
-        for dtype in (getattr(torch, name) for name in sys.argv[1:]):
-            if isinstance(codec, KernelCodec) and codec.accepts(dtype):
-                codec.kernels("cpu", dtype, torch.device("cpu"))
+    for case in cases(find.variants(), EVERY_DTYPE):
+        codec, name = case.values
+        if isinstance(codec, KernelCodec) and (sys.argv[1:] or not case.marks):
+            codec.kernels("cpu", getattr(torch, name), torch.device("cpu"))
     print(len(made), *{kernel.py_func.__qualname__ for kernel in made if sum(kernel.stats.cache_misses.values())})
 """
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtypes", [("float32", "int32"), pytest.param(EVERY_DTYPE, marks=pytest.mark.slow)])
-def test_a_second_process_compiles_nothing(dtypes):
+@pytest.mark.parametrize("chosen", [(), pytest.param(("slow cases, too",), marks=pytest.mark.slow)], ids=len)
+def test_a_second_process_compiles_nothing(chosen):
     """A kernel whose factory closed over a compiled function would never be found on disk."""
     for _ in ("what no test has compiled yet", "read from the cache"):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(EVERYTHING), *dtypes],
+            [sys.executable, "-c", textwrap.dedent(EVERYTHING), *chosen],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,

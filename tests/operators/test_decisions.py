@@ -63,7 +63,7 @@ def found_in(findings):
     return {finding.partition(",")[0] for finding in findings}
 
 
-@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("policy", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_operators(policy):
     counts, findings = sweep(policy, 1, only=DECIDERS + OTHERS)
     assert findings == []

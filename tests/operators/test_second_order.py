@@ -17,8 +17,9 @@ def calls_of(kind, *, every=1, limit=None):
             yield from samples(op, torch.float64, limit)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["double_backward", pytest.param("forward_over_reverse", marks=pytest.mark.slow)])
 def test_operators(kind, check):
+    """Forward mode over backward is among the ways of `test_gradcheck` and of random models, too."""
     check(sweep(calls_of(kind, every=EVERY, limit=2), KINDS[kind], [LENT]), calls=130, lent=False)
 
 

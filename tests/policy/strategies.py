@@ -1,4 +1,6 @@
-"""Random decisions, patterns and rules."""
+"""Random decisions, patterns and rules. Each strategy is made once: that takes longer than a draw."""
+
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ from actstore.policy.decision import TIERS
 from tests.policy.codecs import Needy, Options, Wrap
 
 
+@cache
 def codecs():
     plain = st.sampled_from([Raw(), Int8()]) | st.builds(
         Options,
@@ -22,17 +25,20 @@ def codecs():
     return st.recursive(plain, lambda inner: st.builds(Wrap, inner=inner) | st.builds(Needy, inner=inner), max_leaves=3)
 
 
+@cache
 def ladders():
     ladder = st.sets(st.sampled_from(TIERS), min_size=1).map(lambda tiers: tuple(sorted(tiers, key=TIERS.index)))
     return ladder.filter(lambda tiers: tiers != ("device",))
 
 
+@cache
 def stored():
     return st.just(Keep()) | (
         st.builds(Encode, codecs(), st.booleans()) | st.builds(Offload, codecs(), ladders(), st.booleans())
     )
 
 
+@cache
 def decisions():
     return (
         stored()
@@ -42,6 +48,7 @@ def decisions():
     )
 
 
+@cache
 def recomputations():
     first = st.none() | st.integers(1, 10**6)
     return (
@@ -51,6 +58,7 @@ def recomputations():
     )
 
 
+@cache
 def patterns():
     part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "11", "*", "?", "[ab]", "[0-11]", "head*"])
     alias = st.sampled_from(["@blocks", "@blocks[::2]", "@blocks[-2:]", "@mlp[3].0"])
@@ -72,6 +80,7 @@ def rules(draw):
     return Rules(chosen, draw(decisions()))
 
 
+@cache
 def names():
     part = st.sampled_from(["blocks", "encoder", "attn", "mlp", "0", "1", "11", "head", "headed", "a"])
     return st.lists(part, max_size=5).map(".".join)

@@ -9,7 +9,7 @@ from tests.transfer.programs import Options, check, small_memory
 
 PROGRAMS = 20_000
 CHUNK = 400
-USUAL = 20  # chunks; `make test-slow` runs the others
+USUAL = 10  # chunks; `make test-slow` runs the others
 CHUNKS = [range(first, first + CHUNK) for first in range(0, PROGRAMS, CHUNK)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:the system refused:RuntimeWarning")  # some programs have it refused

@@ -82,7 +82,7 @@ def measured(kind: type[nn.Module], backend: str, shares: tuple[float, ...], all
 OUTSIDE_NBYTES = 64 << 10  # of the loss, which is not in the graph
 
 
-@pytest.mark.parametrize("allocator", ["system", "pages"])
+@pytest.mark.parametrize("allocator", ["system", pytest.param("pages", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [WideMlp, pytest.param(DeepConvolutions, marks=pytest.mark.slow)])
 def test_budgets_are_kept_and_gradients_are_plain_compilations(kind: type[nn.Module], allocator: str) -> None:
     plain, *rows = measured(kind, "aot_eager", (0.7, 0.1), allocator)
