@@ -79,7 +79,7 @@ class Weights:
     Notes
     -----
     Several threads may recompute the same normalisations at once. A forward with weights of `functional_call` must not
-    run or be recomputed beside another; nor must spectral norms. A forward that runs while another thread recomputes the
+    run or be recomputed beside another; nor must spectral norms. A forward that runs while a thread recomputes the
     same normalisation loses its running statistics, and does not limit the norms of embedding rows.
     """
 
