@@ -21,6 +21,8 @@ log = logging.getLogger("example")
 
 Store = AbstractContextManager[Any]
 Result = tuple[list[Tensor], list[Tensor], Store]  # losses, weights after the last step, and the store
+MakeStore = Callable[[nn.Module], Store]
+Train = Callable[[MakeStore], Result]
 
 
 class Block(nn.Module):
@@ -67,17 +69,20 @@ def start() -> None:
         dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
 
 
-def compare(train: Callable[[Callable[[nn.Module], Store]], Result], make_store: Callable[[nn.Module], Store]) -> None:
-    """Train without a store and with one, from the same seed; fail where a bit differs or nothing is saved."""
+def compare(train: Train, make_store: MakeStore, plain: Train | None = None) -> None:
+    """Train without a store and with one, from the same seed; fail where a bit differs or nothing is saved.
+
+    `plain` trains without a store; `train` does where it is None.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def run(make: Callable[[nn.Module], Store]) -> Result:
+    def run(train: Train, make: MakeStore) -> Result:
         torch.manual_seed(0)
         losses, weights, store = train(make)
         return losses, [local(weight).detach().clone() for weight in weights], store
 
-    losses, weights, _ = run(lambda _: nullcontext())
-    ours, stored, store = run(make_store)
+    losses, weights, _ = run(plain or train, lambda _: nullcontext())
+    ours, stored, store = run(train, make_store)
     report = store.report()
     if not all(map(torch.equal, [*losses, *weights], [*ours, *stored])):
         raise SystemExit(f"rank {rank}: losses or weights differ from those of plain training")

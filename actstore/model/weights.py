@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from itertools import chain
 from operator import is_
 from threading import Lock
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -17,33 +17,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.model.names import is_of_torch
+from actstore.model.writes import Entries, WatchedTensor, WriteHistory, by_copy
 
-Entries = dict[str, Any]  # a module's parameters or its buffers by name; None for one registered as None
 _EMBEDDINGS = (Embedding, EmbeddingBag)
-
-
-class WriteHistory:
-    """Record of what the forwards of one module have written to in place, in all calls so far.
-
-    Attributes
-    ----------
-    known : the tensors: the dict that has each, by identity, and its name
-    ended : the modes, training or not, in which a forward has ended
-    """
-
-    def __init__(self) -> None:
-        self.known = set[tuple[int, str]]()
-        self.ended = set[bool]()
-
-
-class WatchedTensor(NamedTuple):
-    """A tensor that a forward may write to, its version, and a copy of its values before."""
-
-    entries: Entries
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
 
 
 class _Versions(list[tuple[Tensor, int]]):
@@ -189,13 +165,9 @@ class Weights:
 
     def _end_writes(self) -> None:
         """Drop the copies of tensors that the forward has not written to."""
-        history, written = self._history, [each for each in self._watched if each.tensor._version != each.version]
+        written = self._history.end(self._watched, training=self._root.training)
         self._watched = []
-        history.ended.add(self._root.training)
-        if not written:
-            return
-        history.known.update((id(each.entries), each.name) for each in written)
-        copied, repeated = _by_copy(written)
+        copied, repeated = by_copy(written)
         self._written += copied
         self._repeated += repeated
 
@@ -248,7 +220,7 @@ class Weights:
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
             copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
-            copied, repeated = _by_copy(map(_before, self._watched))  # the forward has not ended where there are any
+            copied, repeated = by_copy(each.before() for each in self._watched)  # where the forward has not ended
             for entries, name, tensor, _, copy in (*self._written, *copied):
                 if copy is not None and name in entries:
                     twin = copies.setdefault(id(tensor), copy.clone())
@@ -294,29 +266,6 @@ class Weights:
                 "Assign a new tensor instead, or write keep in place of recompute.",
                 name=differs[0],
             )
-
-
-def _before(watched: WatchedTensor) -> WatchedTensor:
-    """Return a tensor with its values from before the forward for its copy, where it still has them."""
-    if watched.copy is None and watched.tensor._version == watched.version:
-        return watched._replace(copy=watched.tensor.detach())
-    return watched
-
-
-def _by_copy(watched: Iterable[WatchedTensor]) -> tuple[list[WatchedTensor], list[tuple[str, Tensor]]]:
-    """Return the tensors whose copies can stand in for them, and the names of the rest."""
-    copied: list[WatchedTensor] = []
-    repeated: list[tuple[str, Tensor]] = []
-    owners: dict[int, set[int]] = {}  # tensors over one storage must stay so, which copies would not
-    for each in (watched := list(watched)):
-        for storage in storages_of(each.tensor):
-            owners.setdefault(storage._cdata, set()).add(id(each.tensor))
-    for each in watched:
-        if each.copy is None or any(len(owners[s._cdata]) > 1 for s in storages_of(each.tensor)):
-            repeated.append((each.name, each.tensor))
-        else:
-            copied.append(each)
-    return copied, repeated
 
 
 def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:

@@ -128,6 +128,8 @@ def _writes(operator: Any) -> tuple[tuple[int, str], ...]:
     if not isinstance(operator, OpOverload):
         return ()
     arguments = operator._schema.arguments
+    if operator.namespace == COMMUNICATION and base_name(operator) == "send":
+        return ()
     if operator.namespace == COMMUNICATION:
         return ((0, arguments[0].name),)
     written = enumerate(arguments)

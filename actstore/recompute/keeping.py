@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -31,8 +32,9 @@ from actstore.recompute import collectives
 from actstore.recompute.collectives import call_shape, is_collective, writes_results
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
+from actstore.recompute.messages import Arrival, Arrivals, is_in_batch, is_message
 from actstore.recompute.modes import is_traced
-from actstore.recompute.outputs import is_plain, own_copy
+from actstore.recompute.outputs import has_own_memory, is_plain, own_copy
 from actstore.recompute.repeating import Repeating
 from actstore.recompute.results import OperatorCall, ResultTensor
 from actstore.recompute.running import FirstRun, LaterRun, RegionRun, current
@@ -70,7 +72,8 @@ class ResultMode(OperatorMode):
         around = self._around
         if not self._rules.may_keep(operator) or current() is not around or innermost_pack() is not around.hook:
             return False
-        return not is_traced() and not (is_collective(operator) and collectives.moves_weights(__name__))
+        again = is_in_batch(operator) or (is_collective(operator) and collectives.moves_weights(__name__))
+        return not (again or is_traced())
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -139,6 +142,7 @@ class Keeping(ResultMode):
         super().__init__(run)
         self._run = run
         self._made: MadeResult | None = None  # of the last operator; autograd knows it when the next one begins
+        self._arrivals = Arrivals()
         self._recent: deque[RecentResult] = deque(maxlen=_MAX_RECENT)
         self._aliases: dict[int, list[Alias]] = {}  # by the storage under them
         self._stored: dict[int, list[ref[ResultTensor]]] = {}  # all that wait, by the storage of the result
@@ -146,6 +150,7 @@ class Keeping(ResultMode):
     def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._made is not None:
             self._settle()
+        self._arrivals.read(operator, args, kwargs)
         if self._stored or self._recent:
             self._write(list(written_by(operator, args, kwargs)))
         if not self._may_keep(operator):
@@ -157,13 +162,18 @@ class Keeping(ResultMode):
         if decision is None and not self._rules.tags:
             return redispatch(operator, args, kwargs)
         result = self._run_once(operator, args, kwargs, call, decides=decision is None)
+        if is_message(operator) and decision is not None:
+            to = list(written_by(operator, args, kwargs))
+            store = partial(self._keep_written, to, call, frame, decision)
+            self._arrivals.begin(Arrival(operator, frame.place.name, to, result, store))
+            return result
         if is_collective(operator):
             if decision is not None:
                 collectives.wait(result)
             if writes_results(operator):
                 self._keep_written(list(written_by(operator, args, kwargs)), call, frame, decision)
                 return result
-        if not _can_wait(result, args, kwargs):
+        if not has_own_memory(result, args, kwargs):
             return result
         if decision is not None:
             self._made = MadeResult(call, result, frame, decision)
@@ -200,6 +210,7 @@ class Keeping(ResultMode):
         """End the run, whose region may change its output afterwards."""
         if self._made is not None:
             self._settle()
+        self._arrivals.finish()
         packs = self._run.count()
         for call in self._calls:
             call.ended(packs, replays=self._run.replays)
@@ -378,13 +389,3 @@ def serving(run: LaterRun, forward: Forward) -> Forward:
             return forward(*args, **kwargs)
 
     return serve
-
-
-def _can_wait(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a result consists of plain tensors in memory of their own, and of plain values."""
-    leaves, _ = flatten((result,), {})
-    given, _ = flatten(tuple(args), kwargs)
-    if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
-        return False
-    memory = {leaf.untyped_storage()._cdata for leaf in given if is_plain(leaf)}
-    return memory.isdisjoint(leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from actstore.base.layout import layout_of, storage_view
 from actstore.base.storage import storages_of, without_memory
+from actstore.base.trees import flatten
 from actstore.errors import StateError
 from actstore.recompute.running import LaterRun
 
@@ -157,6 +158,16 @@ def is_plain(value: Any) -> bool:
     if not (type(value) is Tensor or type(value) is Parameter) or value.layout is not torch.strided:
         return False
     return not (value.is_nested or value.is_inference() or value.is_meta or value.is_conj() or value.is_neg())
+
+
+def has_own_memory(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a result consists of plain tensors in memory of their own, and of plain values."""
+    leaves, _ = flatten((result,), {})
+    given, _ = flatten(tuple(args), kwargs)
+    if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+        return False
+    memory = {leaf.untyped_storage()._cdata for leaf in given if is_plain(leaf)}
+    return memory.isdisjoint(leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def can_wait(output: Any) -> bool:

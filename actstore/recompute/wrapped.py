@@ -26,7 +26,8 @@ from actstore.model.generators import GeneratorStates
 from actstore.model.names import named_modules
 from actstore.model.surroundings import Surroundings
 from actstore.model.switches import Switches
-from actstore.model.weights import Weights, WriteHistory
+from actstore.model.weights import Weights
+from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
 from actstore.recompute.attributes import AttributeStates

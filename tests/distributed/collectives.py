@@ -263,5 +263,5 @@ def train_totals(policy: str | None, order: int) -> list[Tensor]:
 def sums_in_buffers_are_counted_once() -> None:
     for order in (1, -1):
         wanted = train_totals(None, order)
-        for wait in ("keep", "raw"):
-            assert all(map(torch.equal, train_totals(once(wait), order), wanted)), (wait, order)
+        for policy in (once("keep"), once("raw"), "blocks.* : recompute"):
+            assert all(map(torch.equal, train_totals(policy, order), wanted)), (policy, order)

@@ -32,6 +32,15 @@ RULED = [
         "sums_in_buffers_are_counted_once",
     )
 ]
+MESSAGES = [
+    f"tests.distributed.messages:{name}"
+    for name in (
+        "messages_are_sent_once",
+        "messages_run_again_without_the_rule",
+        "a_rank_may_recompute_alone",
+        "what_cannot_come_back_is_refused",
+    )
+]
 SLOW = [
     f"tests.distributed.collectives:{name}"
     for name in (
@@ -47,7 +56,7 @@ def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, [*EXPERTS, *RULED, CONTEXT[-1]], tmp_path, 270)
+    check(2, [*EXPERTS, *RULED, *MESSAGES, CONTEXT[-1]], tmp_path, 270)
 
 
 @pytest.mark.slow
@@ -58,4 +67,4 @@ def test_two_ranks_by_all_rules(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks(tmp_path: Path) -> None:
-    check(4, [*EXPERTS, *RULED, *CONTEXT, *SLOW], tmp_path, 540)
+    check(4, [*EXPERTS, *RULED, *MESSAGES, *CONTEXT, *SLOW], tmp_path, 540)

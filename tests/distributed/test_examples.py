@@ -12,7 +12,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN, LAUNCH = (Path(sys.executable).with_name(name) for name in ("torchrun", "accelerate"))
 SLOW = pytest.mark.slow
 
 
@@ -42,7 +42,7 @@ def proven(output):
 
 def test_every_example_is_run_here():
     text = Path(__file__).read_text()
-    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"common"}
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"common", "llama"}  # parts of the others
     assert {name for name in names if f'"{name}"' not in text} == set()
     for name in names:
         first = (EXAMPLES / f"{name}.py").read_text().partition("\n")[0]
@@ -65,6 +65,7 @@ def test_every_example_is_run_here():
                 ("context_parallel", 2),
                 ("context_parallel", 4),
                 ("pipeline", 4),
+                ("sharded_tensor_parallel", 4),
             )
         ),
     ],
@@ -97,6 +98,19 @@ def test_a_killed_rank_changes_no_weight(tmp_path):
 def test_deepspeed(stage):
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     assert proven(ranks(2, "deepspeed_zero", "--stage", stage, DS_ACCELERATOR="cpu"))
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["full", "every second layer", "selective"])
+def test_a_training_file_goes_on_from_its_checkpoint(mode):
+    assert proven(ranks(4, "titan", "--mode", mode))
+
+
+@SLOW
+def test_accelerate():
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    assert proven(ranks(2, "accelerate_launch"))
+    assert proven(run(LAUNCH, "launch", "--cpu", EXAMPLES / "accelerate_launch.py"))
 
 
 @SLOW

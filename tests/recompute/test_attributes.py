@@ -67,6 +67,12 @@ def writes_a_buffer_that_autograd_saves(module, x):
     return module.sum
 
 
+def writes_a_buffer_unseen(module, x):
+    """No version tells, as with `torch.distributed.all_reduce`."""
+    module.sum.data.add_(x.detach().mean(0))
+    return module.sum.clone()
+
+
 def writes_and_replaces_a_buffer(module, x):
     module.sum.add_(x.detach().mean(0))
     module.sum = module.sum * 0.5
@@ -99,8 +105,8 @@ def begins(module, x):
 
 
 CHANGES = [
-    counts, names, appends, fills, writes_a_buffer, writes_a_buffer_that_autograd_saves, writes_and_replaces_a_buffer,
-    replaces_a_tensor, writes_a_tensor, adds_and_deletes, begins,
+    counts, names, appends, fills, writes_a_buffer, writes_a_buffer_that_autograd_saves, writes_a_buffer_unseen,
+    writes_and_replaces_a_buffer, replaces_a_tensor, writes_a_tensor, adds_and_deletes, begins,
 ]  # fmt: skip
 
 
