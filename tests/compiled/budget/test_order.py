@@ -118,6 +118,13 @@ def test_a_loop_takes_no_memory_that_another_loop_may_read_at_its_side() -> None
     assert step_of(*operators, gradients=(2, 4)).evaluate(frozenset()).peak == 210
 
 
+def test_a_loop_takes_no_memory_that_a_loop_before_it_reads_for_it() -> None:
+    """The compiler may run both as one."""
+    operators = [given(0, late=True), product(0, index=1), loop(1, index=2), loop(1, 2, index=3)]
+    operators += [product(3, index=4, nbytes=10), product(2, index=5, nbytes=10)]
+    assert step_of(*operators, gradients=(4, 5)).evaluate(frozenset()).peak == 300
+
+
 def test_a_saved_tensor_is_not_written_over() -> None:
     operators = [given(0), Operator((0,), 1, 100, 1.0, layout=100), given(2, late=True), loop(1, 2, index=3)]
     operators.append(product(3, index=4, nbytes=10))
