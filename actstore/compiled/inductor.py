@@ -41,7 +41,7 @@ class InductorPartitioner(_Identified, CustomPartitionerFn):
 
 
 class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
-    """The loops of a plan, in its order: none writes two large results of which neither needs the other.
+    """The loops of a plan, in its order: none writes a large result and another one where neither needs the other.
 
     Inductor would run an operator again in the loop of the gradient that reads the same tensor, where all of their
     inputs and results exist at once.
@@ -66,10 +66,12 @@ def settings_of_plans() -> dict[str, Any]:
 
 
 def _can_fuse(inner: Callable[..., bool], apart: int, one: Any, other: Any, *rest: Any, **options: Any) -> bool:
-    for first in _writers(one, apart):
-        for second in _writers(other, apart):
-            if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
-                return False
+    pairs = ((one, other), (other, one))
+    for first, second in (
+        (first, second) for a, b in pairs for first in _writers(a, apart) for second in b.get_nodes()
+    ):
+        if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
+            return False
     return inner(one, other, *rest, **options)
 
 
