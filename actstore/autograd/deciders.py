@@ -23,7 +23,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Function
 from torch.nn import functional
 
-from actstore.autograd.functions import chooses_by_value
+from actstore.autograd.functions import chooses
 from actstore.autograd.protect import TRANSPARENT
 from actstore.base.called import operator_name
 from actstore.base.checkpoints import CHECKPOINTS
@@ -61,6 +61,7 @@ _BY_VALUE = frozenset(
         "logcumsumexp", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
     }
 )  # fmt: skip
+_BY_NAME = _BY_SIGN | _BY_VALUE
 _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
@@ -104,7 +105,7 @@ def _celu(frame: FrameType) -> Need:
 
 def _of_function(frame: FrameType) -> _Guess:
     function = frame.f_locals["cls"]
-    return _Guess(EXACT if _runs_again(function) or chooses_by_value(function, _BY_VALUE) else SIGN)
+    return _Guess(EXACT if _runs_again(function) or chooses(function, _BY_NAME) else SIGN)
 
 
 def _runs_again(function: Any) -> bool:
@@ -211,9 +212,6 @@ _ORDERS: dict[CodeType, tuple[Any, ...]] = {
     torch_functional.cdist.__code__: (2,),
 }
 _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
-
-
-_BY_NAME = _BY_SIGN | _BY_VALUE
 
 
 def is_reader(frame: FrameType) -> bool:

@@ -1,7 +1,6 @@
 """Decisions in the backward of an `autograd.Function`, read from its code.
 
-Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere:
-there, as in the most frequent case, the sign is what backward may ask for.
+Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere.
 """
 
 from __future__ import annotations
@@ -14,25 +13,26 @@ from typing import Any
 
 _MAX_DEPTH = 4  # of functions that backward calls
 _MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten
-# Operators beside those of the readers that choose by a value, and methods that compare.
+# Operators that choose, beside those whose own backward does.
 _CHOOSE = frozenset(
     {
         "gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose",
         "allclose", "heaviside", "floor", "ceil", "round", "trunc", "fix", "frac", "floor_divide", "//", "argmax",
         "argmin", "argsort", "sort", "msort", "topk", "kthvalue", "mode", "bucketize", "searchsorted", "histc",
-        "unique", "nonzero", "int", "long", "item", "tolist", "relu6", "hardswish", "hardsigmoid",
+        "unique", "nonzero", "int", "long", "item", "tolist", "sign", "sgn", "signbit", "relu", "relu6", "leaky_relu",
+        "hardswish", "hardsigmoid",
     }
 )  # fmt: skip
 _known: dict[CodeType, bool] = {}
 
 
-def chooses_by_value(function: Any, by_value: Set[str]) -> bool:
-    """Return whether the backward of a Function compares numbers other than with 0, or calls what decides by a value.
+def chooses(function: Any, deciders: Set[str]) -> bool:
+    """Return whether the backward of a Function compares anything, or calls an operator that decides by a float.
 
     Parameters
     ----------
     function : the class
-    by_value : names of operators that decide by more than signs
+    deciders : names of operators whose backward decides
     """
     backward = _plain(getattr_static(function, "backward", None))
     if backward is None:
@@ -42,7 +42,7 @@ def chooses_by_value(function: Any, by_value: Set[str]) -> bool:
     if found is None:
         if len(_known) >= _MAX_CODES:
             _known.clear()
-        names = by_value | _CHOOSE
+        names = deciders | _CHOOSE
         found = _known[code] = any(_chooses(each, names) for each in _codes(backward, function, _MAX_DEPTH))
     return found
 
@@ -68,12 +68,7 @@ def _codes(function: FunctionType, owner: Any, depth: int) -> Iterator[CodeType]
 def _chooses(code: CodeType, names: Set[str]) -> bool:
     if any(name.strip("_") in names for name in code.co_names):
         return True
-    before: Any = None  # what was loaded last
-    for each in dis.get_instructions(code):
-        if each.opname == "COMPARE_OP" and not (isinstance(before, int | float) and before == 0):
-            return True
-        if each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names:
-            return True
-        if each.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = each.argval if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT") else None
-    return False
+    return any(
+        each.opname == "COMPARE_OP" or (each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names)
+        for each in dis.get_instructions(code)
+    )
