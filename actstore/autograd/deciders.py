@@ -66,6 +66,7 @@ _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
 _PACKAGE = __name__.partition(".")[0] + "."
+_MODELS = _PACKAGE + "bench.workloads."  # as a user's
 
 SIGN = "sign"  # backward needs the sign: zero, positive or negative
 EXACT = "exact"  # backward needs all bits
@@ -164,9 +165,14 @@ def in_recomputation() -> Iterator[None]:
 def caller() -> FrameType | None:
     """Find the innermost frame outside of this package."""
     frame: FrameType | None = _getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+    while frame is not None and _is_ours(frame):
         frame = frame.f_back
     return frame
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return bool(name.startswith(_PACKAGE)) and not name.startswith(_MODELS)
 
 
 def keep_decisions(
@@ -219,7 +225,7 @@ def is_reader(frame: FrameType) -> bool:
     name = operator_name(frame)
     if not name or name in _BY_NAME or frame.f_code in READERS:
         return True
-    if not frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+    if not _is_ours(frame):
         return False
     return (above := caller()) is not None and above is not frame and is_reader(above)  # `frame` is a hook around ours
 

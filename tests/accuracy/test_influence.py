@@ -336,7 +336,7 @@ def test_a_compiled_region_is_not_predicted(chain):
     inner = Chain(torch.tanh)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Tanh())
     inner.compile(backend="aot_eager")
-    effect = predict(model, "int8", x, backward=lambda out: out.square().sum().backward())
+    effect = predict(model, "unprotected int8", x, backward=lambda out: out.square().sum().backward())
     reasons = {site.reason for site in effect.sites}
     assert reasons == {"read by a compiled region", ""}
 
