@@ -222,12 +222,10 @@ _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that back
 
 def is_reader(frame: FrameType) -> bool:
     """Return whether an operator that may decide by a float is called by `frame` now, or by its caller."""
+    if _is_ours(frame):  # a hook around ours
+        return (above := caller()) is not None and above is not frame and is_reader(above)
     name = operator_name(frame)
-    if not name or name in _BY_NAME or frame.f_code in READERS:
-        return True
-    if not _is_ours(frame):
-        return False
-    return (above := caller()) is not None and above is not frame and is_reader(above)  # `frame` is a hook around ours
+    return not name or name in _BY_NAME or frame.f_code in READERS
 
 
 def _named_reader(frame: FrameType) -> tuple[str, Need | _Guess]:
