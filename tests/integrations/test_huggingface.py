@@ -425,6 +425,9 @@ def test_lossy_rules_inside_gradient_checkpointing_saw_nothing():
     assert "`model.layers.*.mlp : int8`" in report.advice[0]
     assert "`model.gradient_checkpointing_disable()`" in report.advice[0]
     report = step_of(model, actstore.ActivationStore(model, "@blocks : int8", min_bytes=0))  # sees their inputs
+    assert report.stored_bytes == 0
+    assert any("a checkpoint of the model's own needs all of its bits" in site.note for site in report.sites)
+    report = step_of(model, actstore.ActivationStore(model, "@blocks : unprotected int8", min_bytes=0))
     assert report.stored_bytes > 0
     assert not any("saw nothing" in text for text in report.advice)
 
