@@ -66,6 +66,7 @@ _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
 _PACKAGE = __name__.partition(".")[0] + "."
+_GRAPHS = _PACKAGE + "compiled.region"
 _MODELS = _PACKAGE + "bench.workloads."  # as a user's
 
 SIGN = "sign"  # backward needs the sign: zero, positive or negative
@@ -250,12 +251,24 @@ def _reader(tensor: Tensor) -> tuple[str, Need | _Guess]:
         return _named_reader(frame)
     need = find(frame)
     if frame.f_code is _OF_FUNCTION:
+        if _is_in_graph():
+            return "", ""
         function = frame.f_locals["cls"]
         return _CHECKPOINT if _runs_again(function) else str(function.__name__), need
     if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name
     return type(frame.f_locals["self"]).__name__ if name == "forward" else name, need
+
+
+def _is_in_graph() -> bool:
+    """Return whether an input of a compiled region is saved whose forward takes over the decisions of its backward."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and _is_ours(frame):
+        if frame.f_globals.get("__name__") == _GRAPHS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_result(tensor: Tensor) -> bool:
