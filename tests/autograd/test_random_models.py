@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,14 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
 
 
 def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: Any) -> tuple[list[Any] | None, bool]:
-    """What plain training leaves, and whether it refuses a change in place: then, what it leaves with copies."""
+    """What plain training leaves, and whether it refuses a change in place: then, what it leaves with copies.
+
+    Where changes are allowed it reads copies, too: those that PyTorch makes then lie in memory in another way, and sums
+    of them round in another way.
+    """
+    around = copies if way == MUTATED else nullcontext
     try:
-        return train(build(forest, dtype, device), None, way, dtype, device=device, **job), False
+        return train(build(forest, dtype, device), None, way, dtype, device=device, around=around, **job), False
     except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
