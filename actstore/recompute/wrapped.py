@@ -120,7 +120,8 @@ class Wrapped(ForwardWrapper):
         entry = self._entry_of()
         if entry is None:
             return forward(*args, **kwargs)
-        if not torch.is_grad_enabled() or _in_region(pack := innermost_pack()):
+        records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not records or _in_region(pack := innermost_pack()):
             if not self._double.told and in_checkpoint():
                 self._double.tell_inside(self._region)
             return forward(*args, **kwargs)

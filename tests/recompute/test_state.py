@@ -306,6 +306,8 @@ def test_an_inference_tensor_is_refused_as_ever():
             model(x)
         with torch.inference_mode(), make(model, decision) as store:
             assert model(x).is_inference()
+            with torch.enable_grad():  # which records nothing in inference mode
+                assert model(x).is_inference()
         assert store.report().saved_bytes == 0
 
 
