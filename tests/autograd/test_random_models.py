@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,13 @@ def check(forest: list[Tree], data: st.DataObject, options: dict[str, Any], **jo
     wanted, refused = plain(forest, **job)
     model = build(forest, job["dtype"], job["device"])
     policy = data.draw(policies(model))
-    store = store_for(model, policy, options)
-    with gc_off():
+    with closing(store_for(model, policy, options)) as store, gc_off():
         found = train_unless_refused(model, store, refused=refused or may_refuse(forest, policy), **job)
         if found is None:
             return
         if wanted is not None:
             check_same(found, wanted)
         check_drained(store)
-    store.close()
     counts["no reference" if wanted is None else "equal"] += 1
 
 
@@ -91,12 +89,11 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
     for times in ({"window": options.get("window")}, {"verify": True} if "verify" in options else {}):
         model = build(forest, job["dtype"], job["device"])
         store = store_for(model, policy, {"min_bytes": options["min_bytes"], **times})
-        with gc_off():
+        with closing(store), gc_off():
             found.append(train_unless_refused(model, store, refused=refused, **job))
             if found[-1] is None:
                 return
             check_drained(store)
-        store.close()
     check_same(*found)
     if wanted is not None and not any(name in str(forest) for name in IN_FORWARD):
         check_same(found[0][0], wanted[0])  # the loss of the first step
