@@ -32,7 +32,7 @@ from actstore.recompute.checkpoints import end_left
 from actstore.recompute.divergence import RunDifference, SavedForm
 from actstore.recompute.modes import modes_paused
 from actstore.recompute.replay import RegionCall
-from actstore.recompute.running import FirstRun
+from actstore.recompute.running import Booked, FirstRun
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -206,7 +206,7 @@ class LaterHooks:
         self._count = 0  # tensors that it has saved
         self._difference: RunDifference | None = None
         self._sizes: dict[int, int] = {}  # bytes by storage
-        self._booked = set[int]()  # storages that the ledger books elsewhere
+        self._booked = Booked()  # storages that the ledger books elsewhere
         self._has_all = False  # backward needs nothing that the run has not saved yet
         self._repeating: Repeating | None = None
 
@@ -246,9 +246,12 @@ class LaterHooks:
         mode ends the run before its next operator, which may first have to move the saved tensor.
         """
         parameters, slots, repeating = self._scope.parameters, self._slots, self._repeating
+        result = None
         for storage in _counted(tensor):
             key = storage._cdata
-            if key not in parameters and key not in self._booked:
+            if key in self._booked:
+                result = self._booked[key]
+            elif key not in parameters:
                 self._sizes[key] = storage.nbytes()
         if self._has_all or (repeating is not None and repeating.has_all):
             raise _StopRecomputationError
@@ -257,6 +260,8 @@ class LaterHooks:
         else:
             with torch._C._DisableTorchDispatch():  # the mode must not see the alias
                 alias = _alias(tensor)
+        if result is not None:
+            result.watch(alias)
         if repeating is not None:
             repeating.saved.append(tensor)
         index, self._count = self._count, self._count + 1

@@ -179,7 +179,10 @@ def can_wait(output: Any) -> bool:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, or without the gaps where they are large."""
+    """Return a copy with the same strides, or without the gaps where they are large. It is no inference tensor."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return own_copy(tensor)
     layout = layout_of(tensor.shape, tensor.stride())
     if is_plain(tensor) and (layout.dense or layout.span <= _SPARE * tensor.numel()):
         start = int(tensor.storage_offset())

@@ -29,7 +29,7 @@ from actstore.recompute.modes import modes_paused
 from actstore.recompute.offers import Offers
 from actstore.recompute.recording import Recording
 from actstore.recompute.repeating import Repeating
-from actstore.recompute.running import FirstRun, LaterRun, RegionParts
+from actstore.recompute.running import Booked, FirstRun, LaterRun, RegionParts
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
@@ -169,8 +169,8 @@ class RegionCall:
         for part in () if self.parts is None else self.parts.calls:
             part.ended(packs, replays=self.chain is not None)
 
-    def again(self) -> tuple[Callable[[], Any], set[int], Repeating | None]:
-        """Prepare a rerun on equal inputs. Returns its function, the storages of inputs booked as held, and its mode.
+    def again(self) -> tuple[Callable[[], Any], Booked, Repeating | None]:
+        """Prepare a rerun on equal inputs. Returns its function, the storages that are booked as held, and its mode.
 
         The caller enters `rewound`. Repeatable, and safe from any thread.
         """
@@ -186,21 +186,21 @@ class RegionCall:
         with modes_paused(), self.surroundings.again(), _no_hooks(), self.rewound():
             return tree_leaves(run())
 
-    def _prepare(self, values: Values) -> tuple[Callable[[], Any], set[int], Repeating | None]:
+    def _prepare(self, values: Values) -> tuple[Callable[[], Any], Booked, Repeating | None]:
         """Prepare a rerun as `again` does, with `values` as its carries."""
         if self.parts is not None and not self.is_over:
             raise StateError(
                 f"a tensor that {self.region} has saved was read before its forward ended, and what does not run again "
                 "is not complete then. Read it after the forward, or leave the rules for parts, operators and tags out."
             )
-        leaves, kept, fixed = list(self.rest), set[int](), set[int]()
+        leaves, kept, fixed = list(self.rest), Booked(), set[int]()
         asked = self.decisions is not None or self.parts is not None  # whether anything asks which inputs are exact
         for i, (carry, handle, requires_grad, hooks, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
             if gate is not None:
                 gate.settle(tensor)
             if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
-                kept.add(tensor.untyped_storage()._cdata)
+                kept[tensor.untyped_storage()._cdata] = None
             source = handle if carry is None else carry.handle
             if asked and (is_exact(source) or getattr(source, "alias", None) is not None):
                 fixed.update(storage._cdata for storage in storages_of(tensor))

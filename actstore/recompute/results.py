@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
 
-from actstore.autograd.handles import Kept, is_exact
+from actstore.autograd.handles import Kept, check_version, is_exact
 from actstore.base.storage import storages_of
 from actstore.model.generators import GeneratorAccess
 from actstore.recompute.outputs import witness_of
@@ -25,13 +25,14 @@ class ResultTensor:
     written : whether the region writes to it in place, and so needs a copy
     """
 
-    __slots__ = ("__weakref__", "_layout", "_version", "_witness", "handle", "written")
+    __slots__ = ("__weakref__", "_layout", "_version", "_watched", "_witness", "handle", "written")
 
     def __init__(self, tensor: Tensor, handle: Any) -> None:
         self.handle = handle
         self._layout = tensor.shape, tensor.stride()
         self._witness: Tensor | None = witness_of(tensor)
         self._version = tensor._version
+        self._watched: list[tuple[Tensor, int]] = []
         self.written = False
 
     def ended(self) -> None:
@@ -40,16 +41,28 @@ class ResultTensor:
         self._witness = None
 
     def read(self, run: LaterRun) -> Tensor:
-        """Return the tensor for a later run."""
+        """Return the tensor for a later run.
+
+        Raises
+        ------
+        MutationError : the backward behind an earlier run has written to it
+        """
+        for alias, version in self._watched:
+            check_version(alias, version, self.handle.account.site)
+        self._watched.clear()
         tensor: Tensor = run.parts.unpack(self.handle)
         if isinstance(self.handle, Kept):
-            run.booked.update(storage._cdata for storage in storages_of(tensor))
+            run.booked.update((storage._cdata, self) for storage in storages_of(tensor))
         shape, stride = self._layout
         if self.written or tensor.stride() != stride:
             tensor = tensor.detach().new_empty_strided(shape, stride).copy_(tensor.detach())
         if is_exact(self.handle):
             run.fixed.update(storage._cdata for storage in storages_of(tensor))
         return tensor
+
+    def watch(self, tensor: Tensor) -> None:
+        """Note an alias of its memory that a later run has saved: backward must not write to it."""
+        self._watched.append((tensor, tensor._version))
 
 
 class OperatorCall:

@@ -56,6 +56,16 @@ class ResultCall(Protocol):
     shape: tuple[int, ...]
 
 
+class KeptResult(Protocol):
+    """The result of an operator that later runs get as it is."""
+
+    def watch(self, tensor: Tensor) -> None:
+        """Note an alias of its memory that a later run has saved: backward must not write to it."""
+
+
+Booked = dict[int, KeptResult | None]  # by storage
+
+
 class RegionParts(NamedTuple):
     """The calls of excepted parts and operators in one call of a region, and what they need of that.
 
@@ -156,13 +166,13 @@ class LaterRun(RegionRun):
 
     Attributes
     ----------
-    booked : the storages that are booked as held already
+    booked : the storages that are booked as held already, with the result of an operator that each is
     fixed : the storages that came back exactly
     """
 
     __slots__ = ("_next", "booked", "fixed")
 
-    def __init__(self, parts: RegionParts, booked: set[int], fixed: set[int]) -> None:
+    def __init__(self, parts: RegionParts, booked: Booked, fixed: set[int]) -> None:
         super().__init__(parts)
         self.booked = booked
         self.fixed = fixed

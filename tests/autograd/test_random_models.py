@@ -119,6 +119,11 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
             reject()
     if way != MUTATED and "overwritten" in str(forest):  # that changes what is saved only where it is allowed
         return None, True
+    if job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear")):
+        return (
+            None,
+            False,
+        )  # PyTorch's selective checkpoint runs a bilinear layer without casts; rules for operators do not
     if way == OTHER_HOOKS and "reentrant" in str(forest):  # it saves in backward, through hooks that do not copy
         return None, True
     try:
