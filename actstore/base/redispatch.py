@@ -120,7 +120,8 @@ def _left(operator: OpOverload[..., Any]) -> DispatchKeySet:
 
 def _is_max_pool1d(x: Tensor) -> bool:
     """Return whether `torch.max_pool1d` runs, and returns a contiguous tensor without a mode."""
-    return x.device.type == "cpu" and x.shape[-2] == 1 and not x.requires_grad and _called() == "max_pool1d"
+    differentiable = x.requires_grad and torch.is_grad_enabled()
+    return x.device.type == "cpu" and x.shape[-2] == 1 and not differentiable and _called() == "max_pool1d"
 
 
 def _called() -> str:

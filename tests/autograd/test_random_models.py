@@ -64,7 +64,7 @@ REFUSED = (  # of parts that do not run again
 # which a store recomputes a module without these.
 LATER = (
     "use_reentrant=True", "vmap: aten::mul_", "backward an extra time", "through the graph a second time",
-    "but not found in storage",
+    "but not found in storage", "marked with @once_differentiable",
 )  # fmt: skip
 OF_A_SEED = 100  # models
 counts: Counter[str] = Counter()  # of models, by what came of them

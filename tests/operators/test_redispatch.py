@@ -150,8 +150,8 @@ def test_all_modules_in_inference_mode(context):
     check_inference(calls, AUTOCAST[context], least=200)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_layouts_of_pooled_tensors(needs_grad):
+@pytest.mark.parametrize(("needs_grad", "enabled"), [(False, True), (True, True), (True, False)])
+def test_layouts_of_pooled_tensors(needs_grad, enabled):
     """Without a gradient PyTorch has another kernel for one dimension, but not below a mode."""
     x = torch.randn(2, 4, 8, requires_grad=needs_grad).transpose(1, 2)
     pools = (
@@ -160,9 +160,11 @@ def test_layouts_of_pooled_tensors(needs_grad):
         lambda: F.max_pool2d(x.unsqueeze(-2), (1, 3)),
     )
     for pool in pools:
-        with Below():
-            found = tree_leaves(pool())
-        for each, wanted in zip(found, tree_leaves(pool()), strict=True):
+        with torch.set_grad_enabled(enabled):
+            with Below():
+                found = tree_leaves(pool())
+            plain = tree_leaves(pool())
+        for each, wanted in zip(found, plain, strict=True):
             assert torch.equal(each, wanted)
             assert each.stride() == wanted.stride()
 

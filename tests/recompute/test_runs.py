@@ -240,3 +240,39 @@ def test_a_later_run_ends_before_a_backward_inside_of_it_writes_to_what_it_saved
     with ActivationStore(model, "0 : recompute", min_bytes=0):
         y = model(x).sum()
     check_same(torch.autograd.grad(y, x), wanted)
+
+
+class Scribbler(nn.Module):
+    def forward(self, x):
+        return Scribbles.apply(x)
+
+
+@pytest.mark.parametrize("decision", ["keep", "derive", "raw"])
+def test_a_backward_that_writes_to_a_result_that_a_rule_keeps(decision):
+    """Plain PyTorch refuses the second backward. So does a kept result; a payload is decoded for each."""
+    model, x = nn.Sequential(Scribbler()), input_of()
+    wanted = torch.autograd.grad(2 * model(x).sum(), x)
+    with ActivationStore(model, f"*/@aten.cos : {decision}; 0 : recompute", min_bytes=0):
+        y = 2 * model(x).sum()
+    check_same(torch.autograd.grad(y, x, retain_graph=True), wanted)
+    if decision == "raw":
+        check_same(torch.autograd.grad(y, x), wanted)
+    else:
+        with pytest.raises(MutationError, match=r"saved at 0\[1\], is at version 1"):
+            torch.autograd.grad(y, x)
+
+
+def test_a_result_is_stored_though_the_next_operator_runs_in_inference_mode():
+    class Gated(nn.Module):
+        def forward(self, x):
+            y = x * 2  # the operator itself saves nothing of it
+            with torch.inference_mode():
+                gate = x.detach().sigmoid()
+            return y.sin() + gate.clone()
+
+    model, x = nn.Sequential(Gated()), input_of()
+    wanted = torch.autograd.grad(model(x).sum(), x)
+    for decision in ("keep", "raw", "raw @ disk"):
+        with ActivationStore(model, f"*/@aten.mul : {decision}; 0 : recompute", min_bytes=0):
+            y = model(x).sum()
+        check_same(torch.autograd.grad(y, x), wanted)
