@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from actstore.errors import MutationError, StateError
 from actstore.model.weights import Weights
 from actstore.recompute.counting import SavedSlot
 from tests.autograd.checks import check_same, gc_off
+from tests.autograd.random_models import build
 from tests.recompute.regions import Runs
 
 WIDTH = 8
@@ -262,17 +264,17 @@ def test_a_backward_that_writes_to_a_result_that_a_rule_keeps(decision):
             torch.autograd.grad(y, x)
 
 
-def test_a_result_is_stored_though_the_next_operator_runs_in_inference_mode():
-    class Gated(nn.Module):
-        def forward(self, x):
-            y = x * 2  # the operator itself saves nothing of it
-            with torch.inference_mode():
-                gate = x.detach().sigmoid()
-            return y.sin() + gate.clone()
+def test_a_result_is_stored_in_inference_mode():
+    """Views of a norm's result are its results, too, and wait until the next operator."""
+    forest = [("sequence", ("encoder",), ("inference mode", ("linear",)))]
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
 
-    model, x = nn.Sequential(Gated()), input_of()
-    wanted = torch.autograd.grad(model(x).sum(), x)
-    for decision in ("keep", "raw", "raw @ disk"):
-        with ActivationStore(model, f"*/@aten.mul : {decision}; 0 : recompute", min_bytes=0):
+    def gradient(*policy):
+        model = build(forest, torch.float32)
+        torch.manual_seed(1)
+        with ActivationStore(model, *policy, min_bytes=0) if policy else nullcontext():
             y = model(x).sum()
-        check_same(torch.autograd.grad(y, x), wanted)
+        return torch.autograd.grad(y, x)
+
+    for decision in ("keep", "raw", "raw @ disk"):
+        check_same(gradient(f"*/@norm : {decision}; 0.* : recompute; * : keep"), gradient())
