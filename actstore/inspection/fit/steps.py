@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class DrySteps:
         self._mode = DryMode(self._memory, self._work)
         self._on_host = device is None or device.links.on_host
         self._plain: DryTimes | None = None
+        self._stepped = WeakSet[Optimizer]()
         self._options = options
         with self._dry():
             target = read_target(getattr(make, "__name__", "make_step"), make(**sizes))
@@ -185,7 +187,7 @@ class DrySteps:
         for weight in (*self._model.parameters(), *self._model.buffers()):
             self._memory.label(weight, "weights")
         mine = {id(leaf) for leaf in self._learning}
-        for optimizer in live_optimizers():
+        for optimizer in {*live_optimizers(), *self._stepped}:  # gc.freeze hides some from the search
             for leaf, state in optimizer.state.items():
                 for each in tree_leaves(state) if id(leaf) in mine else ():
                     if isinstance(each, Tensor):
@@ -209,7 +211,8 @@ class DrySteps:
                 for each in updates:
                     each.remove()
 
-    def _begin_update(self, *_: Any) -> None:
+    def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(optimizer)
         self._mode.ranks = self._ranks
 
     def _end_update(self, *_: Any) -> None:
