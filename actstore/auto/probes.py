@@ -146,6 +146,15 @@ class Probes:
         """Return the decisions for the next step, by unit; None where enough is known."""
         if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+        return self.untried(on_host=place.device.on_host)
+
+    def untried(
+        self, *, on_host: bool, samples: int = SAMPLES_PER_DECISION, room: float = 0.0
+    ) -> dict[str, str] | None:
+        """Return the same, with links that are known.
+
+        `samples` of a decision on a kind of unit are enough. A step may hold `room` bytes, or those of the wish.
+        """
         if not self.steps:
             return self.least()
         if self.steps >= MAX_MEASURED_STEPS:
@@ -157,19 +166,19 @@ class Probes:
             return None  # everything fits: no other decision is needed
         least = MIN_PART_SHARE * sum(self._saved(figures, name) for name in known) / len(known)
         chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
-        room = max(self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
+        room = max(room, self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
         wanted = False
         for name, shape in reversed(known.items()):  # backward needs the last unit first
             if not name or self._saved(figures, name) < least:
                 continue
             count = counts[self._kinds[name]]
-            for decision in self._candidates(shape, figures[self._kinds[name]], on_host=place.device.on_host):
+            for decision in self._candidates(shape, figures[self._kinds[name]], on_host=on_host):
                 fitting = (
                     form
                     for form in self._forms(name, decision)
                     if self._peak(figures, {n: chosen[n] for n in known} | {name: form}) <= room
                 )
-                if count[decision] < SAMPLES_PER_DECISION and (proposed := next(fitting, None)) is not None:
+                if count[decision] < samples and (proposed := next(fitting, None)) is not None:
                     wanted = True
                     chosen[name] = proposed
                     count[decision] += 1

@@ -35,7 +35,9 @@ def fit(
     context: Annotated[int | None, typer.Option(help="Argument of make_step.")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy of a store; may be repeated.", show_default="; ".join(POLICIES)),
+        typer.Option(
+            help="Policy of a store; may be repeated.", show_default="; ".join((*POLICIES, "with --memory: auto"))
+        ),
     ] = None,
     optimizer: Annotated[
         bool, typer.Option(help="AdamW for a step that returns its loss; or none. Other steps have their own.")
@@ -58,7 +60,7 @@ def fit(
         make_step = find_maker(script, arguments or [])
         found = fit_step(
             make_step,
-            policy or POLICIES,
+            policy,
             memory=memory,
             device=device,
             make_optimizer=make_optimizer,

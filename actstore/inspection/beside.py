@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.units import format_nbytes
@@ -30,15 +31,20 @@ class BesideActivations:
     optimizer_bytes: int
 
     @classmethod
-    def of(cls, model: Module | None, gradients_bytes: int) -> BesideActivations:
-        """Count those of a model now, after a step that gave its parameters gradients of so many bytes."""
+    def of(cls, model: Module | None, gradients_bytes: int, stepped: Iterable[Optimizer] = ()) -> BesideActivations:
+        """Count those of a model now, after a step that gave its parameters gradients of so many bytes.
+
+        Parameters
+        ----------
+        stepped : optimizers that ran in the step: `gc.freeze` hides some from the search
+        """
         if model is None:
             return cls(0, 0, 0)
         parameters = list(model.parameters())
         leaves = {id(leaf) for leaf in parameters}
         states = [
             optimizer.state.values()
-            for optimizer in live_optimizers()
+            for optimizer in {*live_optimizers(), *stepped}
             if any(id(leaf) in leaves for leaf in leaves_of(optimizer))
         ]
         return cls(

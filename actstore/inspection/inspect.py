@@ -80,7 +80,7 @@ def inspect_step(
 
         run(Recorder(kept, plain=True))  # the first step of a process allocates more than later ones
         plain = run(Recorder(kept, plain=True))
-        beside = BesideActivations.of(store.model, plain.gradients_bytes)
+        beside = BesideActivations.of(store.model, plain.gradients_bytes, state.optimizers)
         seen, counted = sum(tensor.saved_bytes for tensor in plain.saved), kept.report().saved_bytes
         if seen != counted:
             raise StateError(

@@ -38,7 +38,7 @@ class OptimizerState:
     """The state and the groups of an optimizer. `load_state_dict` would replace tensors, and change some dtypes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._state = {leaf: tree_map(_itself, kept) for leaf, kept in optimizer.state.items()}
         options = [value for group in self._groups for name, value in group.items() if name != "params"]
@@ -46,9 +46,9 @@ class OptimizerState:
         self._values = [Value(tensor) for tensor in found]
 
     def restore(self) -> None:
-        self._optimizer.state.clear()
-        self._optimizer.state.update({leaf: tree_map(_itself, kept) for leaf, kept in self._state.items()})
-        for group, found in zip(self._optimizer.param_groups, self._groups, strict=True):
+        self.optimizer.state.clear()
+        self.optimizer.state.update({leaf: tree_map(_itself, kept) for leaf, kept in self._state.items()})
+        for group, found in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(found)
         for value in self._values:

@@ -96,6 +96,11 @@ class ModelState:
                 if value.version is not None and value.tensor._version != value.version:
                     _unsafe_set_version_counter((value.tensor,), (value.version,))
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers that were given, and those that have stepped."""
+        return [each.optimizer for each in self._optimizers.values()]
+
     def restore(self, *, fresh_grads: bool = True) -> None:
         """Restore everything; gradients as copies (`fresh_grads`), which a run may change, or as the objects found."""
         with ExitStack() as stack:  # calls all in reverse order, also after one raises

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.layout import nbytes_of
@@ -86,7 +88,8 @@ class Optimizers:
     """The optimizers of a model, found among all objects of the process.
 
     The search takes some 50 ms. It runs where parameters have changed and no optimizer is known. After a search without
-    result, the next one runs only when they have changed twice as often.
+    result, the next one runs only when they have changed twice as often. `gc.freeze` hides objects from it: where some
+    are hidden, an optimizer is found by its next step, too.
     """
 
     def __init__(self, model: Module) -> None:
@@ -94,15 +97,14 @@ class Optimizers:
         self._known = WeakSet[Optimizer]()
         self._version = self._versions()
         self._changes, self._search_at = 0, 1
+        self._unwatch: Callable[[], object] | None = None
 
     def find(self) -> list[Optimizer]:
         """Return the optimizers that have a parameter of the model."""
-        own = {id(parameter) for parameter in self._model.parameters()}
-
-        def serves(optimizer: Optimizer) -> bool:
-            return any(id(leaf) in own for leaf in leaves_of(optimizer))
-
-        found = [optimizer for optimizer in self._known if serves(optimizer)]
+        found = self._serving(self._known)
+        if found and self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         version = self._versions()
         if found or version == self._version:
             return found
@@ -111,9 +113,20 @@ class Optimizers:
         if self._changes < self._search_at:
             return []
         self._search_at *= 2
-        found = [optimizer for optimizer in live_optimizers() if serves(optimizer)]
+        found = self._serving(live_optimizers())
         self._known.update(found)
+        if not found and self._unwatch is None and gc.get_freeze_count():
+            hook = register_optimizer_step_post_hook(_telling(ref(self)))
+            self._unwatch = finalize(self, hook.remove)
         return found
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that has stepped, if it has parameters of the model."""
+        self._known.update(self._serving([optimizer]))
+
+    def _serving(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        own = {id(parameter) for parameter in self._model.parameters()}
+        return [optimizer for optimizer in optimizers if any(id(leaf) in own for leaf in leaves_of(optimizer))]
 
     def _versions(self) -> int:
         return sum(
@@ -121,6 +134,17 @@ class Optimizers:
             for p in self._model.parameters()
             if not isinstance(p, UninitializedParameter) and not p.is_inference()
         )
+
+
+def _telling(weak: ref[Optimizers]) -> Callable[..., None]:
+    """Return a hook for all optimizers, which does not keep its owner alive."""
+
+    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        optimizers = weak()
+        if optimizers is not None:
+            optimizers.meet(optimizer)
+
+    return met
 
 
 def status_bytes() -> dict[str, int]:

@@ -67,11 +67,21 @@ def test_fit_without_an_optimizer(monkeypatch, tmp_path, capsys):
     assert "optimizer" not in capsys.readouterr().out
 
 
-def test_fit_refuses_a_policy_that_measures(monkeypatch, tmp_path, capsys):
+def test_fit_has_a_row_for_a_plan(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    policies = ["--policy", "auto", "--policy", "auto(1GiB)"]
     with pytest.raises(SystemExit) as end:
-        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "auto(1GiB)")
+        run(monkeypatch, tmp_path, "make_step", "512", *policies, "--memory", "80MiB", "--json", str(out))
+    assert end.value.code == 0
+    assert "auto(1GiB): plan for 1.0 GiB of activations: * : keep" in capsys.readouterr().out
+    assert [row["policy"] for row in json.loads(out.read_text())["rows"]] == ["plain", "auto", "auto(1GiB)"]
+
+
+def test_fit_refuses_a_policy_that_chooses_by_values(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "bits(0.1)")
     assert end.value.code == 2
-    assert "actstore: policy='auto(1GiB)': must be one that measures no steps." in capsys.readouterr().err
+    assert "actstore: policy='bits(0.1)': chooses by the errors of payloads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("silent_s", [-1.0, math.inf])

@@ -1,5 +1,6 @@
 """The parts of a fit's peak: weights, gradients, optimizer, logits, payloads, activations and working."""
 
+import gc
 from contextlib import closing
 
 import pytest
@@ -123,3 +124,20 @@ def measured_payloads(make_step, policy):
             stored = store.report().stored_bytes
             loss.backward()
         return stored
+
+
+def test_an_optimizer_that_gc_freeze_has_hidden_is_counted():
+    def make_step():
+        model, run = make_mlp(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        gc.freeze()
+
+        def step():
+            run().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, step
+
+    row = fit_step(make_step, []).rows[0]
+    assert row.at_peak["optimizer"] == row.at_peak["weights"]

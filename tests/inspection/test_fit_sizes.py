@@ -10,7 +10,7 @@ from torch import nn
 from actstore import fit_step
 from actstore.devices import cpu_memory
 from actstore.inspection.fit.largest import largest
-from tests.inspection.steps_to_fit import Mlp, make_mlp, maker, measured
+from tests.inspection.steps_to_fit import SIZES, Mlp, make_mlp, maker, measured
 
 pytestmark = pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
 
@@ -21,6 +21,17 @@ def test_largest_batch_is_within_one_step_of_the_true_one(policy):
     limit = measured(make_step, policy, batch=7) + 100_000
     found = fit_step(make_step, [policy], memory=limit).largest[policy]["batch"]
     assert 6 <= found <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["plain", "keep", "recompute", "int8"])
+@pytest.mark.parametrize("name", list(SIZES))
+def test_largest_batch_of_each_model_is_within_one_step_of_the_true_one(name, policy):
+    """The memory is that of a step which ran: a larger batch needs more."""
+    make_step, batch = maker(name), SIZES[name]["batch"]
+    limit = measured(make_step, policy, batch=batch)
+    found = fit_step(make_step, [policy], memory=limit, batch=batch // 2).largest[policy]["batch"]
+    assert batch - 1 <= found <= batch + 1
 
 
 def test_the_part_that_grows_too_large_is_named():

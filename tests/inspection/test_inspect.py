@@ -1,5 +1,6 @@
 """Inspection of a step: saved tensors with operators and lines, and memory through the step."""
 
+import gc
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -226,6 +227,21 @@ def test_the_picture_shows_both_steps():
 
 
 @pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
+def test_an_optimizer_that_gc_freeze_has_hidden_is_counted():
+    model, x = make(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    gc.freeze()
+
+    def step(store):
+        with store:
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    found = inspect_step(step, ActivationStore(model))
+    assert found.beside.optimizer_bytes == found.beside.weights_bytes > 0
+
+
 def test_the_picture_has_weights_gradients_and_optimizer_below_activations():
     pytest.importorskip("matplotlib")
     model, x = make()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from actstore import ActivationStore, SampleErrors
 from actstore.base.units import format_nbytes
@@ -66,6 +68,33 @@ def test_optimizers_are_searched_for_where_weights_change(model: nn.Module, monk
     assert found == [optimizer]
     assert stranger not in found
     assert len(searches) == 6
+
+
+def test_an_optimizer_that_gc_freeze_has_hidden_is_found_after_its_next_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    gc.freeze()
+    store = ActivationStore(model, "keep")
+    for _ in range(2):
+        with store:
+            loss = model(torch.randn(64, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found = store.report().process
+    assert found is not None
+    assert found.optimizer_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    store.report()
+    assert len(_global_optimizer_post_hooks) == 0  # no longer needed
+
+
+def test_the_watch_for_hidden_optimizers_ends_with_the_store(model: nn.Module) -> None:
+    optimizers = process.Optimizers(model)
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    gc.freeze()
+    assert optimizers.find() == []
+    assert len(_global_optimizer_post_hooks) == 1
+    del optimizers
+    assert len(_global_optimizer_post_hooks) == 0
 
 
 def test_activations_are_those_that_are_held_now(model: nn.Module) -> None:

@@ -11,10 +11,12 @@ import torch
 
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import ConfigError, StateError
+from actstore.inspection.fit.plans import AUTO, planned, row_of
 from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
 from actstore.inspection.fit.trials import SizeTrials
+from actstore.policy import Auto
 from actstore.session.activation_store import MIN_NBYTES
 from actstore.session.entries import is_active
 
@@ -26,7 +28,7 @@ log = logging.getLogger("actstore.fit")  # a line for each part of a result
 
 def fit_step(
     make_step: Callable[..., Any],
-    policies: Iterable[str] = POLICIES,
+    policies: Iterable[str | Auto] | None = None,
     *,
     memory: int | str | None = None,
     device: str | None = None,
@@ -44,7 +46,8 @@ def fit_step(
     ----------
     make_step : returns (model, step), as for `actstore inspect`, with all that the step needs; it runs dry, too. It
         builds the model on the CPU or under ``torch.device("meta")``
-    policies : texts, as for `ActivationStore`
+    policies : texts, as for `ActivationStore`, among them ``"auto(20GiB)"``, and ``"auto"`` for the plan whose step
+        fits into `memory`. By default those of `POLICIES`, and with a memory and one rank ``"auto"``
     memory : of the device, such as ``"24GiB"``. The result then has the largest batch and context that fit, where
         `make_step` takes arguments `batch` and `context`
     device : where the step would train: ``"cpu"``, whose rates are measured now, or a GPU such as ``"h100-sxm"``, with
@@ -64,8 +67,9 @@ def fit_step(
     Raises
     ------
     ConfigError : `make_step` returns something else, or its step fits no form, asks for an accelerator, or computes no
-        gradient; a policy is one that measures steps; the device is unknown; several ranks have no times; the
-        ranks of `tp` do not divide a layer, or the model has no such layers
+        gradient; a policy is ``"auto"`` without a memory, or chooses lossy codecs by their errors; a policy plans for
+        several ranks; the device is unknown; the ranks of `tp` do not divide a layer, or the model has no such layers
+    CapacityError : no plan keeps the budget of a policy ``"auto(20GiB)"``
     PolicyError : a policy does not parse
     StateError : a store is active here
 
@@ -79,15 +83,16 @@ def fit_step(
     if is_active():
         raise StateError("fit_step was called inside a store's context. Call it outside: it makes stores of its own.")
     limit = None if memory is None else parse_nbytes(memory, "memory")
-    texts = list(dict.fromkeys((PLAIN, *policies)))
-    for text in texts:
-        if text.strip().startswith(("auto", "bits")):
-            raise ConfigError(f"policy={text!r}: must be one that measures no steps. Make a plan with `actstore plan`.")
-
+    if policies is None:
+        policies = POLICIES if limit is None or fsdp * tp > 1 else (*POLICIES, AUTO)
+    texts = list(dict.fromkeys((PLAIN, *map(str, policies))))
     for name, ranks in (("fsdp", fsdp), ("tp", tp)):
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"{name}={ranks!r}: must be an int >= 1. Use 1 for none.")
-    rates = None if device is None else rates_of(device)
+    plans = [text for text in texts if planned(text, limit) is not None]
+    if plans and fsdp * tp > 1:
+        raise ConfigError(f"policy={plans[0]!r}: plans for one rank. Give fsdp=1 and tp=1, or another policy.")
+    rates = rates_of(device or "cpu") if plans or device is not None else None
 
     def steps(**changed: int) -> DrySteps:
         return DrySteps(make_step, {**sizes, **changed}, make_optimizer, rates, fsdp=fsdp, tp=tp, min_bytes=min_bytes)
@@ -97,7 +102,8 @@ def fit_step(
     made = steps()
     rows: list[FitRow] = []
     for text in texts:
-        rows.append(made.row(text))
+        row = row_of(made, text, limit)
+        rows.append(row if device is not None else row._replace(ms=None, times_plain=None))
         progress.note(text, format_nbytes(rows[-1].peak_bytes))
     del made
     fit = Fit(tuple(rows), limit, {**searched, **sizes}, device=device, fsdp=fsdp, tp=tp)

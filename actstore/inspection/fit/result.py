@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, get_args
 
 from actstore.base.units import format_nbytes
-from actstore.display.text import columns
+from actstore.display.naming import joined, layer_pattern
+from actstore.display.text import columns, wrapped
 from actstore.inspection.fit.memory import Label
 
 
@@ -25,6 +26,9 @@ class FitRow(NamedTuple):
         the second run of a module)
     ms : least and most milliseconds of the step on the device; None where no device was given
     times_plain : least and most times that of plain PyTorch
+    plan : text of the policy that "auto" would choose, by estimated times; None for any other policy
+    budget_bytes : of that plan, for activations
+    frugal_bytes : for "auto" without a budget, what the step needs under the plan that needs least
     """
 
     policy: str
@@ -34,6 +38,9 @@ class FitRow(NamedTuple):
     at_peak: dict[Label, int]
     ms: tuple[float, float] | None = None
     times_plain: tuple[float, float] | None = None
+    plan: str | None = None
+    budget_bytes: int | None = None
+    frugal_bytes: int | None = None
 
     @property
     def largest(self) -> Label:
@@ -102,6 +109,7 @@ class Fit:
             for row in self.rows
             if row.most_bytes > row.least_bytes
         ]
+        notes += [line for row in self.rows if row.plan is not None for line in _plan_lines(row)]
         if self.memory_bytes is not None:
             notes.append("; ".join([f"fits: in {format_nbytes(self.memory_bytes)}", *map(self._searched, self._names)]))
         ends: dict[str, list[str]] = {}
@@ -141,3 +149,13 @@ def _range(found: tuple[float, float] | None, digits: int) -> str:
     """Return the least and the most as text, once where they are the same; from 100 on without digits."""
     texts = [f"{each:.{digits if each < 100 else 0}f}" for each in found or ()]
     return " to ".join(dict.fromkeys(texts))
+
+
+def _plan_lines(row: FitRow) -> list[str]:
+    """Return the plan of a row as text: units of several layers with the same decision in one piece."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for line in (row.plan or "").splitlines():
+        name, _, decision = line.rpartition(" : ")
+        names.setdefault((layer_pattern(name), decision), []).append(name)
+    rules = "; ".join(f"{joined(each)} : {decision}" for (_, decision), each in names.items())
+    return wrapped(f"{row.policy}: plan for {format_nbytes(row.budget_bytes or 0)} of activations: {rules}")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,12 +18,15 @@ from torch.utils._pytree import tree_leaves
 from actstore.devices.cpu_memory import unreserved
 from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
+from actstore.inspection.fit.profiled import ProfiledStore
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.shards import ShardedUnits
 from actstore.inspection.fit.split import split_weights
 from actstore.inspection.fit.store import DryStore
 from actstore.inspection.fit.work import DryTimes, Work
 from actstore.plan.hardware import Hardware
+from actstore.plan.plan import Plan
+from actstore.plan.profile import Profile
 from actstore.rerun.made import read_target
 from actstore.rerun.optimizers import live_optimizers
 from actstore.rerun.step import leaves_of, run_backward, takes_store
@@ -58,10 +62,12 @@ class DrySteps:
     ) -> None:
         self._memory = LiveMemory()
         self._ranks = fsdp
+        self._device = device
         self._work = Work(device) if device is not None and fsdp == tp == 1 else None
         self._mode = DryMode(self._memory, self._work)
         self._on_host = device is None or device.links.on_host
         self._plain: DryTimes | None = None
+        self._stepped = WeakSet[Optimizer]()
         self._options = options
         with self._dry():
             target = read_target(getattr(make, "__name__", "make_step"), make(**sizes))
@@ -76,33 +82,46 @@ class DrySteps:
                 split_weights(self._model, tp, self._memory)
             self._units = ShardedUnits(self._model, fsdp, self._memory) if fsdp > 1 else None
 
-    def row(self, policy: str) -> FitRow:
+    def row(self, policy: str | Plan) -> FitRow:
         """Return the most bytes that a step needs under a policy, `PLAIN` for no store."""
         with self._dry():
             if policy == PLAIN:
                 self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))
-                return self._row(policy)
+                return self._row(PLAIN)
             row, moves = self._stored(policy, slow=False)
             if not moves:
                 return row
             most = self._stored(policy, slow=True)[0].peak_bytes
             return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
 
-    def slow_row(self, policy: str) -> FitRow:
+    def slow_row(self, policy: str | Plan) -> FitRow:
         """Return the row of a policy with the slowest disk alone: its bytes are the most ones."""
         if policy == PLAIN:
             return self.row(policy)
         with self._dry():
             return self._stored(policy, slow=True)[0]
 
-    def _stored(self, policy: str, *, slow: bool) -> tuple[FitRow, bool]:
+    def profile(self) -> Profile:
+        """Return the figures of the step under the decisions that "auto" tries. It needs the rates of a device."""
+        assert self._device is not None
+        assert self._work is not None
+        with self._dry():
+            store = ProfiledStore(self._model, self._memory, self._work, self._device.links, **self._options)
+            try:
+                return store.profile(lambda: self._train(store))
+            finally:
+                store.close()
+
+    def _stored(self, policy: str | Plan, *, slow: bool) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has left the device's memory."""
         store = DryStore(
             self._model, policy, self._memory, self._work, slow=slow, on_host=self._on_host, **self._options
         )
         try:
             self._run(store, nullcontext())
-            return self._row(policy), any(tier.is_used for tier in store.moves)
+            return self._row(policy.text if isinstance(policy, Plan) else policy), any(
+                tier.is_used for tier in store.moves
+            )
         finally:
             store.close()
 
@@ -168,7 +187,7 @@ class DrySteps:
         for weight in (*self._model.parameters(), *self._model.buffers()):
             self._memory.label(weight, "weights")
         mine = {id(leaf) for leaf in self._learning}
-        for optimizer in live_optimizers():
+        for optimizer in {*live_optimizers(), *self._stepped}:  # gc.freeze hides some from the search
             for leaf, state in optimizer.state.items():
                 for each in tree_leaves(state) if id(leaf) in mine else ():
                     if isinstance(each, Tensor):
@@ -192,7 +211,8 @@ class DrySteps:
                 for each in updates:
                     each.remove()
 
-    def _begin_update(self, *_: Any) -> None:
+    def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(optimizer)
         self._mode.ranks = self._ranks
 
     def _end_update(self, *_: Any) -> None:

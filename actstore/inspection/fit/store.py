@@ -18,6 +18,7 @@ from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.inspection.fit.memory import LiveMemory
 from actstore.inspection.fit.work import Work
+from actstore.plan.plan import Plan
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors
 from actstore.tiers import PluginTier, Slot, Tier, Window
@@ -31,6 +32,7 @@ class DryStore(ActivationStore):
 
     Parameters
     ----------
+    policy : as for `ActivationStore`; a plan sets the window
     memory : the book of the step
     work : counts codecs and copies; None for no times
     slow : whether copies to and from the tiers are late; by default each ends at once
@@ -53,6 +55,8 @@ class DryStore(ActivationStore):
         **options: Any,
     ) -> None:
         window_nbytes = HOST_WINDOW_NBYTES if on_host else DEVICE_WINDOW_NBYTES
+        if isinstance(policy, Plan) and policy.window is not None:
+            window_nbytes = policy.window
         self.moves = [DryTier(name, window_nbytes, work, slow=slow) for name in ("disk", "host")[: 1 if on_host else 2]]
         self._memory = memory
         tiers: list[PluginTier | Window] = [*map(_Ready, self.moves), Window(window_nbytes)]

@@ -89,6 +89,11 @@ class Work:
         if tier == "disk":
             self._copies_ms += nbytes / (links.disk_back if back else links.disk_out)
 
+    @property
+    def compute_ms(self) -> float:
+        """Milliseconds without copies, in the middle of the pairs of shares."""
+        return sum(self._ms) / len(self._ms)
+
     def times(self) -> DryTimes:
         """Return the time of a step with this work."""
         hidden = tuple(max(ms, self._copies_ms) for ms in self._ms)

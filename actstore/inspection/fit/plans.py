@@ -1,0 +1,154 @@
+"""Rows of a fit for the policy "auto": the planner's choice from a dry step, and what that choice needs."""
+
+from __future__ import annotations
+
+from actstore.errors import ConfigError
+from actstore.inspection.fit.result import FitRow
+from actstore.inspection.fit.steps import DrySteps
+from actstore.plan.build import chain_of, limits_of
+from actstore.plan.plan import Plan
+from actstore.plan.profile import KEEP
+from actstore.plan.solver.least import least
+from actstore.policy import Auto, Bits, parse_chooser
+from actstore.session.planning import replan
+
+AUTO = "auto"  # as a text alone: with the device's memory as the limit
+MAX_BUDGETS = 6  # that are tried for one memory
+CLOSE_SHARE = 0.99  # of the memory: a plan that needs more of it is good enough
+ENOUGH = 2  # times what plain autograd saves: a budget under which a plan keeps all
+ROUNDING = 1e-6  # of the least bytes, above which the solver finds a plan
+
+
+class Planned:
+    """A policy that plans.
+
+    Parameters
+    ----------
+    limit : bytes of the device's memory; None where it is unknown
+    auto : the value of the text; None for `AUTO` alone, whose plan fits into the memory
+    """
+
+    def __init__(self, text: str, limit: int | None, auto: Auto | None) -> None:
+        self._text = text
+        self._limit = limit
+        self._auto = auto
+
+    def row(self, steps: DrySteps) -> FitRow:
+        """Return the row of the plan, and for a memory the bytes of the plan that needs least.
+
+        Raises
+        ------
+        CapacityError : no plan keeps the budget that the text has
+        """
+        plans = _Plans(steps, self._text)
+        if self._auto is not None:
+            return plans.row(replan(plans.profile, self._auto))
+        assert self._limit is not None
+        frugal = plans.frugal()
+        best = frugal if frugal.most_bytes > self._limit else plans.largest(frugal, self._limit)
+        return best._replace(frugal_bytes=frugal.most_bytes)
+
+    def slow_row(self, steps: DrySteps) -> FitRow:
+        """Return the row with the slowest disk alone: for a memory that of the plan that needs least.
+
+        Raises
+        ------
+        CapacityError : no plan keeps the budget that the text has
+        """
+        plans = _Plans(steps, self._text)
+        return (
+            plans.frugal(slow=True) if self._auto is None else plans.row(replan(plans.profile, self._auto), slow=True)
+        )
+
+
+class _Plans:
+    """Plans from one profile."""
+
+    def __init__(self, steps: DrySteps, text: str) -> None:
+        self._steps = steps
+        self._text = text
+        self.profile = steps.profile()
+
+    def row(self, plan: Plan, *, slow: bool = False) -> FitRow:
+        run = self._steps.slow_row if slow else self._steps.row
+        return run(plan)._replace(policy=self._text, plan=plan.text, budget_bytes=plan.budget)
+
+    def frugal(self, *, slow: bool = False) -> FitRow:
+        """Return the row of the plan with the least activations, or of the one that keeps all, if that needs less."""
+        found = least(chain_of(self.profile), limits_of(0.0, None, 0.0, 0.0))
+        budgets = round((1 + ROUNDING) * found.device) + 1, ENOUGH * self.profile.saved + 1
+        rows = [self.row(replan(self.profile, Auto(budget)), slow=slow) for budget in budgets]
+        return min(rows, key=lambda row: row.most_bytes)
+
+    def largest(self, frugal: FitRow, limit: int) -> FitRow:
+        """Return the row of the plan with the largest budget whose step needs at most `limit` bytes.
+
+        Parameters
+        ----------
+        frugal : row of a plan that fits
+        """
+        best, rows = frugal, {frugal.plan: frugal}
+        assert frugal.budget_bytes is not None
+        low, high = frugal.budget_bytes, None
+        budget = low + limit - frugal.most_bytes
+        for _ in range(MAX_BUDGETS):
+            plan = replan(self.profile, Auto(budget))
+            row = rows.get(plan.text)
+            if row is None:
+                row = rows[plan.text] = self.row(plan)
+            if row.most_bytes <= limit:
+                best, low = row._replace(budget_bytes=budget), budget
+                if row.most_bytes >= CLOSE_SHARE * limit or _keeps_all(plan):
+                    break
+            else:
+                high = budget
+            budget += limit - row.most_bytes
+            if high is not None and not low < budget < high:
+                budget = (low + high) // 2
+        return best
+
+
+def row_of(steps: DrySteps, text: str, limit: int | None) -> FitRow:
+    """Return the row of any policy.
+
+    Raises
+    ------
+    CapacityError : no plan keeps the budget that the text has
+    """
+    found = planned(text, limit)
+    return steps.row(text) if found is None else found.row(steps)
+
+
+def slow_row_of(steps: DrySteps, text: str, limit: int | None) -> FitRow:
+    """Return the row of any policy with the slowest disk alone, and of `AUTO` with the plan that needs least.
+
+    Raises
+    ------
+    CapacityError : no plan keeps the budget that the text has
+    """
+    found = planned(text, limit)
+    return steps.slow_row(text) if found is None else found.slow_row(steps)
+
+
+def planned(text: str, limit: int | None) -> Planned | None:
+    """Return a policy that plans; None for any other text.
+
+    Raises
+    ------
+    ConfigError : the policy needs a budget or a limit; or it chooses by the values of tensors
+    """
+    if text.strip() == AUTO:
+        if limit is None:
+            raise ConfigError(f"policy={text!r}: needs a memory or a budget. Give memory=, or write auto(20GiB).")
+        return Planned(text, limit, None)
+    chooser = parse_chooser(text)
+    if isinstance(chooser, Bits) or (chooser is not None and chooser.max_noise):
+        raise ConfigError(
+            f"policy={text!r}: chooses by the errors of payloads, and a dry step has no values. Write auto(20GiB) for "
+            "a plan without losses, or make one with `actstore plan`."
+        )
+    return None if chooser is None else Planned(text, limit, chooser)
+
+
+def _keeps_all(plan: Plan) -> bool:
+    return all(row.decision == KEEP for row in plan.rows)
