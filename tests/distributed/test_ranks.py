@@ -25,7 +25,7 @@ JOBS = [
 def check(world: int, names: list[str], folder: Path, timeout_s: float) -> None:
     """Run the jobs, and last one that a rank leaves by an exception: it ends at once, whatever is on its way."""
     names = [f"tests.distributed.jobs:{name}" for name in (*names, "one_rank_leaves")]
-    outcome = launch(world, names, folder, timeout_s)
+    outcome = launch(world, names, folder, timeout_s, "spawn")  # whose ranks end as a program does
     failures = [f"{name}\n{text}" for name in names[:-1] for text in outcome.failures[name]]
     assert not failures, "\n\n".join(failures)
     assert outcome.end == f"process {world - 1} terminated with exit code 1", outcome
