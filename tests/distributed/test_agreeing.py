@@ -58,7 +58,7 @@ def test_jobs_of_all_kinds(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("first", [0, 25, 50, 75])
+@pytest.mark.parametrize("first", range(0, 100, 10))
 def test_a_hundred_seeds(first: int, world: int, tmp_path: Path) -> None:
     check(world, [f"agreeing:seeds:{first}"], tmp_path)
 
