@@ -6,7 +6,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -19,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Auto
+from actstore.auto import joint
 from actstore.auto.agreed import ROUND_STEPS, AgreedController
+from actstore.auto.profiler import Sample
+from actstore.auto.slowest import slowest_sample
 from actstore.errors import CapacityError, ConfigError, StateError
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import WIDTH, Model, batch, different, saved_nbytes, train
@@ -113,6 +117,19 @@ def slowed(module: nn.Module, rank: int) -> None:
         module.register_forward_pre_hook(lambda module, args: sleep(SLOW_S))
 
 
+@contextmanager
+def steps_of_the_group() -> Iterator[list[float]]:
+    """The milliseconds of the steps that the leader plans with."""
+    found: list[float] = []
+
+    def slowest(samples: Sequence[Sample]) -> Sample:
+        found.append(slowest_sample(samples).total)
+        return slowest_sample(samples)
+
+    with mock.patch.object(joint, "slowest_sample", slowest):
+        yield found
+
+
 def seeds(first: int, count: int = 10) -> None:
     """Whichever rank is slow, and wherever: the ranks run the same in each step, and what the slowest measured."""
     for seed in range(first, first + count):
@@ -126,10 +143,12 @@ def seeds(first: int, count: int = 10) -> None:
             if step == late and dist.get_rank() != rank:
                 sleep(0.1)
 
-        job.plan(be_late)
+        with steps_of_the_group() as steps:
+            job.plan(be_late)
+        assert bool(steps) == (dist.get_rank() == 0)
+        assert all(step > 1000 * SLOW_S * len(job.model.blocks) for step in steps), steps
         plan = job.store.plan
         assert plan is not None
-        assert plan.plain > 1000 * SLOW_S * len(job.model.blocks)
         assert any(row.decision != "keep" for row in plan.rows)
         job.check_alike([job.step() for _ in range(3)])
         assert job.store.report().peak_held_bytes <= job.budget

@@ -117,6 +117,7 @@ def _rank(rank: int, world: int, names: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/rendezvous", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    results = dist.PrefixStore("results", store)
     for name in names:
         Path(folder, f"{_file(name)}.begun").touch()
         module, function, *arguments = name.split(":")
@@ -127,10 +128,14 @@ def _rank(rank: int, world: int, names: list[str], folder: str) -> None:
             except Exception:
                 text = f"rank {rank}: {traceback.format_exc()}"
         Path(folder, f"{_file(name)}.{rank}").write_text(json.dumps(text))
-        failed = torch.tensor(float(bool(text)))
-        dist.all_reduce(failed)  # a rank that failed between two collectives leaves the others out of step
-        if failed:
-            break
+        # No collective: where ranks are out of step, gloo finds one of another size, and aborts the process.
+        results.set(f"{name}/{rank}", "failed" if text else "ended")
+        if text:
+            dist.destroy_process_group()  # which ends the collectives in which other ranks wait for this one
+        keys = [f"{name}/{each}" for each in range(world)]
+        results.wait(keys, timedelta(hours=1))  # the limit of the launch is shorter
+        if any(results.get(key) == b"failed" for key in keys):
+            return
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import launch, traced, traces
@@ -36,6 +37,11 @@ def fails_on_the_last_rank() -> None:
     assert dist.get_rank() != dist.get_world_size() - 1, "as it should"
 
 
+def fails_beside_a_collective() -> None:
+    fails_on_the_last_rank()
+    dist.all_reduce(torch.zeros(512))
+
+
 def waits_for_ever() -> None:
     if dist.get_rank():
         threading.Event().wait()
@@ -61,6 +67,17 @@ def test_a_failure_has_its_rank_and_ends_the_jobs(tmp_path: Path) -> None:
     assert "as it should" in text
     assert len(outcome.failures[rest[0]]) == 2  # it did not run on any rank
     assert outcome.end == ""
+
+
+def test_a_failure_beside_a_collective_aborts_no_rank(tmp_path: Path) -> None:
+    """The other rank waits for the one that has failed, and gets an error; gloo aborts where sizes differ."""
+    (name,) = named("fails_beside_a_collective")
+    outcome = launch(2, [name], tmp_path, 120)
+    assert outcome.end == ""
+    waiting, failing = sorted(outcome.failures[name])
+    assert waiting.startswith("rank 0: ")
+    assert "all_reduce" in waiting
+    assert "as it should" in failing
 
 
 def test_a_rank_that_aborts_is_named(tmp_path: Path) -> None:

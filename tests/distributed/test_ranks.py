@@ -18,7 +18,7 @@ JOBS = [
     *("ddp", "ddp_no_sync_dropout", "ddp_budgets", "ddp_one_rank_fails"),
     *("fsdp_reshard", "fsdp_no_reshard", "fsdp_bf16_accumulation_dropout"),
     *("tensor_parallel", "sequence_parallel"),
-    *("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zero_bubble"),
+    *("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zero_bubble", "pipeline_zero_bubble_v"),
 ]
 
 
