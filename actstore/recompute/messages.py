@@ -49,7 +49,7 @@ def comes_later(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
 
 
 class Arrival(NamedTuple):
-    """What a module begins to receive: the operator, the tensors that will have it, its work, and what stores them."""
+    """Message or collective of a module: its operator, the tensors that will have it, its work, and what stores them."""
 
     operator: OpOverload
     module: str
