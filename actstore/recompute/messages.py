@@ -49,7 +49,7 @@ def comes_later(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
 
 
 class Arrival(NamedTuple):
-    """Message or collective of a module: its operator, the tensors that will have it, its work, and what stores them."""
+    """Message or collective of a module: the operator, tensors that will have it, its work, and what stores them."""
 
     operator: OpOverload
     module: str
