@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ops test-torch test-debug fuzz soak docs check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-torch test-debug fuzz soak docs check format gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -40,6 +40,9 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models, every dtype of every codec
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+test-ranks: $(STAMP)  ## run all tests of several processes, also those that take minutes
+	$(BIN)/python -m pytest tests/distributed tests/session/test_state.py -m "slow or not slow" --timeout 900 $(ARGS)
 
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)

@@ -60,6 +60,17 @@ def writes_results(operator: OpOverload) -> bool:
     return operator.namespace == COMMUNICATION or bool(operator._schema.is_mutable)
 
 
+def is_asynchronous(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller of a collective waits for it by another call; all functional ones are so."""
+    if operator.namespace != COMMUNICATION:
+        return True
+    names = [argument.name for argument in operator._schema.arguments]
+    if "async_op" not in names:
+        return False
+    index = names.index("async_op")
+    return bool(args[index] if index < len(args) else kwargs.get("async_op", True))
+
+
 def wait(result: Any) -> None:
     """Wait until what a collective makes is there."""
     for leaf in tree_leaves(result):

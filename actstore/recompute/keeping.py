@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from actstore.autograd.handles import Stored
 from actstore.autograd.tracker import Frame
@@ -32,7 +32,7 @@ from actstore.recompute import collectives
 from actstore.recompute.collectives import call_shape, is_collective, writes_results
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
-from actstore.recompute.messages import Arrival, Arrivals, is_in_batch, is_message
+from actstore.recompute.messages import Arrival, Arrivals, comes_later, is_in_batch
 from actstore.recompute.modes import is_traced
 from actstore.recompute.outputs import has_own_memory, is_plain, own_copy
 from actstore.recompute.repeating import Repeating
@@ -150,7 +150,9 @@ class Keeping(ResultMode):
     def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._made is not None:
             self._settle()
-        self._arrivals.read(operator, args, kwargs)
+        if self._arrivals.are_open:
+            with self._outside():
+                self._arrivals.read(operator, args, kwargs)
         if self._stored or self._recent:
             self._write(list(written_by(operator, args, kwargs)))
         if not self._may_keep(operator):
@@ -162,21 +164,24 @@ class Keeping(ResultMode):
         if decision is None and not self._rules.tags:
             return redispatch(operator, args, kwargs)
         result = self._run_once(operator, args, kwargs, call, decides=decision is None)
-        if is_message(operator) and decision is not None:
-            to = list(written_by(operator, args, kwargs))
-            store = partial(self._keep_written, to, call, frame, decision)
-            self._arrivals.begin(Arrival(operator, frame.place.name, to, result, store))
-            return result
+        later = decision is not None and comes_later(operator, args, kwargs)
         if is_collective(operator):
-            if decision is not None:
+            if decision is not None and not later:
                 collectives.wait(result)
             if writes_results(operator):
-                self._keep_written(list(written_by(operator, args, kwargs)), call, frame, decision)
+                to = list(written_by(operator, args, kwargs))
+                store = partial(self._keep_written, to, call, frame, decision)
+                self._arrivals.begin(Arrival(operator, frame.place.name, to, result, store)) if later else store()
                 return result
         if not has_own_memory(result, args, kwargs):
             return result
         if decision is not None:
-            self._made = MadeResult(call, result, frame, decision)
+            made = MadeResult(call, result, frame, decision)
+            if later:
+                store = partial(self._settle, made)
+                self._arrivals.begin(Arrival(operator, frame.place.name, tree_leaves(result), result, store))
+            else:
+                self._made = made
         if self._rules.tags and RecentResult.fits(result):
             self._recent.append(RecentResult(call, result, frame))
         return result
@@ -187,6 +192,7 @@ class Keeping(ResultMode):
             return tensor
         if self._made is not None:
             self._settle()
+        self._arrivals.read(None, (tensor,), {})
         call = OperatorCall(f"tag {name}", tuple(tensor.shape), self._run.count())
         self._calls.append(call)
         if not is_plain(tensor):
@@ -210,7 +216,8 @@ class Keeping(ResultMode):
         """End the run, whose region may change its output afterwards."""
         if self._made is not None:
             self._settle()
-        self._arrivals.finish()
+        with self._outside():
+            self._arrivals.finish()
         packs = self._run.count()
         for call in self._calls:
             call.ended(packs, replays=self._run.replays)
@@ -246,8 +253,7 @@ class Keeping(ResultMode):
             collectives.count_write(frame.module, tensors)
         with self._outside():
             copies = [own_copy(tensor.detach()) for tensor in tensors]
-        self._made = MadeResult(call, copies, frame, decision)
-        self._settle()
+        self._settle(MadeResult(call, copies, frame, decision))
 
     def _states(self, operator: Any) -> list[tuple[GeneratorAccess, Any]]:
         """Return the states of the generators that an operator may draw from."""
@@ -256,9 +262,10 @@ class Keeping(ResultMode):
         with self._outside():
             return self._run.parts.generators.now()
 
-    def _settle(self) -> None:
-        """Store the result of the last operator."""
-        made, self._made = self._made, None
+    def _settle(self, made: MadeResult | None = None) -> None:
+        """Store a result: that of the last operator, where none is given."""
+        if made is None:
+            made, self._made = self._made, None
         assert made is not None
         with self._outside():
             made.call.put(made.result, lambda tensor: self._note(tensor, self._store(tensor, made)))

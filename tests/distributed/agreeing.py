@@ -6,7 +6,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -15,17 +16,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Auto
+from actstore.auto import joint
 from actstore.auto.agreed import ROUND_STEPS, AgreedController
+from actstore.auto.profiler import Sample
+from actstore.auto.slowest import slowest_sample
 from actstore.errors import CapacityError, ConfigError, StateError
 from tests.distributed.jobs import build_tp
-from tests.distributed.training import Model, batch, different, saved_nbytes, train
+from tests.distributed.training import WIDTH, Model, batch, different, saved_nbytes, train
 
 SHARE = 0.6  # of what plain autograd saves
 MOST = 60  # steps until a plan
 SLOW_S = 0.003
+PARTS = ("norm", "up", "down")
 
 
 def last() -> int:
@@ -47,9 +53,11 @@ def saved_by(model: nn.Module) -> int:
 class Job:
     """Training of one rank in a group, with gradients of its own."""
 
-    def __init__(self, depth: int = 3, share: float = SHARE, wait_s: float = 30.0) -> None:
+    def __init__(
+        self, depth: int = 3, share: float = SHARE, wait_s: float = 30.0, make: Callable[[int], nn.Module] = Model
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Model(depth)
+        self.model = make(depth)
         self.budget = int(share * saved_by(self.model))
         self.store = ActivationStore(self.model, Auto(self.budget, group=dist.group.WORLD, wait_s=wait_s), min_bytes=0)
 
@@ -67,16 +75,40 @@ class Job:
         return str(ran[0])
 
     def plan(self, each: Callable[[int], object] = lambda step: None) -> None:
-        """Train until the plan runs."""
-        for step in range(MOST):
-            each(step)
-            self.step_alike()
-            planned = of_all(self.store.plan is not None)
-            assert len(set(planned)) == 1, planned
-            if planned[0]:
-                break
+        """Train until the plan runs, on ranks that wait for each other only where their stores do."""
+        ran: list[str] = []
+        while self.store.plan is None and len(ran) < MOST:
+            each(len(ran))
+            ran.append(self.step())
+        self.check_alike(ran)
         assert self.store.plan is not None
         assert len(set(map(str, of_all((self.store.plan.text, self.store.plan.profile.to_dict()))))) == 1
+
+    def check_alike(self, ran: list[str]) -> None:
+        """Check that all ranks ran the same policies, step by step."""
+        assert len(set(map(tuple, of_all(ran)))) == 1, of_all(ran)
+
+
+class Layer(nn.Module):
+    """An MLP with a residual: what a seed costs is the number of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Layer() for _ in range(depth)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def slowed(module: nn.Module, rank: int) -> None:
@@ -85,36 +117,46 @@ def slowed(module: nn.Module, rank: int) -> None:
         module.register_forward_pre_hook(lambda module, args: sleep(SLOW_S))
 
 
-def seeds(count: int) -> None:
+@contextmanager
+def steps_of_the_group() -> Iterator[list[float]]:
+    """The milliseconds of the steps that the leader plans with."""
+    found: list[float] = []
+
+    def slowest(samples: Sequence[Sample]) -> Sample:
+        found.append(slowest_sample(samples).total)
+        return slowest_sample(samples)
+
+    with mock.patch.object(joint, "slowest_sample", slowest):
+        yield found
+
+
+def seeds(first: int, count: int = 10) -> None:
     """Whichever rank is slow, and wherever: the ranks run the same in each step, and what the slowest measured."""
-    for seed in range(count):
+    for seed in range(first, first + count):
         random.seed(seed)
-        job = Job(share=random.uniform(0.4, 0.9))
-        rank, block = random.randrange(dist.get_world_size()), random.randrange(3)
-        slowed(job.model.blocks[block].norm1, rank)
-        late = random.randrange(10)
+        job = Job(share=random.uniform(0.4, 0.9), make=Layers)
+        rank, part, late = random.randrange(dist.get_world_size()), random.choice(PARTS), random.randrange(10)
+        for block in job.model.blocks:
+            slowed(getattr(block, part), rank)
 
         def be_late(step: int, late: int = late, rank: int = rank) -> None:
             if step == late and dist.get_rank() != rank:
                 sleep(0.1)
 
-        job.plan(be_late)
+        with steps_of_the_group() as steps:
+            job.plan(be_late)
+        assert bool(steps) == (dist.get_rank() == 0)
+        assert all(step > 1000 * SLOW_S * len(job.model.blocks) for step in steps), steps
         plan = job.store.plan
         assert plan is not None
-        assert plan.plain > 1000 * SLOW_S
         assert any(row.decision != "keep" for row in plan.rows)
-        for _ in range(3):
-            job.step_alike()
+        job.check_alike([job.step() for _ in range(3)])
         assert job.store.report().peak_held_bytes <= job.budget
         job.store.close()
 
 
 def one_seed() -> None:
-    seeds(1)
-
-
-def many_seeds() -> None:
-    seeds(24)
+    seeds(0, 1)
 
 
 def tensor_parallel_for(steps: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
 
 from actstore import ActivationStore, tag
@@ -265,3 +268,83 @@ def sums_in_buffers_are_counted_once() -> None:
         wanted = train_totals(None, order)
         for policy in (once("keep"), once("raw"), "blocks.* : recompute"):
             assert all(map(torch.equal, train_totals(policy, order), wanted)), (policy, order)
+
+
+class Ahead(nn.Module):
+    """Begins a sum over ranks, computes, and then waits for it. Rank 0 lets others take part once it has computed.
+
+    So all ranks wait for ever where rank 0 waits at the beginning.
+    """
+
+    def __init__(self, name: str, *, functional_one: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.name, self.functional_one, self.calls = f"ahead/{next(NUMBERS)}/{name}", functional_one, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        store, key = _get_default_store(), f"{self.name}/{self.calls}"
+        self.calls += 1
+        if dist.get_rank() > 0:
+            store.wait([key], timedelta(seconds=30))
+        total, work = x.detach().clone(), None
+        if self.functional_one:
+            total = functional.all_reduce(total, "sum", dist.group.WORLD)
+        else:
+            work = dist.all_reduce(total, async_op=True)
+        y = torch.tanh(self.first(x))
+        if dist.get_rank() == 0:
+            store.set(key, "computed")
+        if work is not None:
+            work.wait()
+        return x + torch.sigmoid(self.second(y * total))
+
+
+NUMBERS = count()  # of the modules of a rank: each has its own keys
+
+
+def build_ahead(*, functional_one: bool) -> Rank:
+    blocks = nn.Sequential(*(Ahead(str(i), functional_one=functional_one) for i in range(DEPTH)))
+    model = nn.Sequential(OrderedDict(blocks=blocks))
+    return Rank(model, micro_batches(model, dist.get_rank()))
+
+
+def collectives_overlap() -> None:
+    """Ranks compute while a collective that they wait for later is under way, in a first run and in a later one."""
+    for functional_one in (False, True):
+        build_one = partial(build_ahead, functional_one=functional_one)
+        check_equal(build_one, ("keep", "blocks.* : recompute", *map(once, WAITS[:-1])))
+        check_counts(build_one, {"blocks.* : recompute": DEPTH, once(): 0, once("raw @ disk"): 0})
+
+
+class Unwaited(nn.Module):
+    """Returns a sum over ranks for which its caller waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = functional.all_reduce(x.detach(), "sum", dist.group.WORLD)
+        return torch.tanh(self.inner(x)), total  # type: ignore[return-value]
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unwaited() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y, total = block(x)
+            x = x + y * total
+        return x
+
+
+def build_unwaited() -> Rank:
+    model = Reads()
+    return Rank(model, micro_batches(model, dist.get_rank()))
+
+
+def callers_may_wait_for_collectives() -> None:
+    check_equal(build_unwaited, ("blocks.* : recompute", *map(once, WAITS[:-1])))
+    check_counts(build_unwaited, {once(): 0, once("raw @ disk"): 0})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -216,7 +216,7 @@ def build_pipeline(schedule: type, chunks: int = 1) -> Rank:
     world, rank = dist.get_world_size(), dist.get_rank()
     count = world * chunks
     blocks = nn.ModuleList(Block(0.0) for _ in range(count))
-    mine = range(rank, count, world)
+    mine = (rank, count - 1 - rank) if schedule is ScheduleZBVZeroBubble else range(rank, count, world)
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks[i] for i in mine)})
     stages = [PipelineStage(blocks[i], i, count, torch.device("cpu")) for i in mine]
     runner = schedule(stages if chunks > 1 else stages[0], n_microbatches=2 * world, loss_fn=lambda y, _: loss_of(y))
@@ -226,7 +226,7 @@ def build_pipeline(schedule: type, chunks: int = 1) -> Rank:
         losses: list[Tensor] = []
         with context():
             first = (x,) if rank == 0 else ()
-            if rank == world - 1:
+            if count - 1 in mine:
                 runner.step(*first, target=x, losses=losses)
             else:
                 runner.step(*first)
@@ -262,6 +262,11 @@ def pipeline_interleaved() -> None:
 
 def pipeline_zero_bubble() -> None:
     check_pipeline(ScheduleInterleavedZeroBubble, 2)
+
+
+def pipeline_zero_bubble_v() -> None:
+    """The first rank has the first stage and the last one."""
+    check_pipeline(ScheduleZBVZeroBubble, 2)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

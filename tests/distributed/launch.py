@@ -1,21 +1,30 @@
-"""Runs jobs on several gloo processes of this machine. One start serves many jobs: it costs seconds."""
+"""Runs jobs on several gloo processes of this machine. One start serves many jobs: it takes time."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
+import multiprocessing
 import os
+import sys
+import threading
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+SHARED = ["tests.distributed.jobs"]  # with what all jobs import: seconds of each rank that imports it by itself
+TRACE_AFTER_S = 50.0  # before ranks that wait for this one give up
 
 
 class Outcome(NamedTuple):
@@ -31,14 +40,16 @@ class Outcome(NamedTuple):
     end: str
 
 
-def launch(world: int, names: list[str], folder: Path, timeout_s: float) -> Outcome:
+def launch(world: int, names: list[str], folder: Path, timeout_s: float, method: str = "forkserver") -> Outcome:
     """Run the named jobs (``module:function``) one after the other on `world` processes; all end before this returns.
+
+    An integer may follow a name, ``module:function:5``: the job's argument.
 
     Raises
     ------
     TimeoutError : the processes did not end in `timeout_s` seconds; the text says which job ran. They are killed.
     """
-    ranks = mp.spawn(_rank, (world, names, str(folder)), nprocs=world, join=False)
+    ranks = start(_rank, (world, names, str(folder)), world, method)
     deadline = monotonic() + timeout_s
     ended, end = False, ""
     try:
@@ -58,6 +69,47 @@ def launch(world: int, names: list[str], folder: Path, timeout_s: float) -> Outc
     return Outcome(failures, end)
 
 
+def start(function: Callable[..., None], args: tuple[Any, ...], world: int, method: str = "forkserver") -> Any:
+    """Start ``function(rank, *args)`` on `world` processes.
+
+    "forkserver" forks them from one process of a single thread that has imported `SHARED`, and they end by `os._exit`.
+    "spawn" starts them anew, and they end as a program does: the interpreter runs its exit functions, and is torn down.
+    """
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(SHARED)
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # of that process
+            forkserver.ensure_running()
+    return mp.start_processes(function, args, world, join=False, start_method=method)
+
+
+def traces() -> str:
+    """Return where each thread of this process is.
+
+    No thread runs Python meanwhile, as this one has the interpreter's lock. `faulthandler.dump_traceback_later` reads
+    frames without the lock, and crashes where their threads leave them.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+    return "\n".join(parts)
+
+
+@contextmanager
+def traced(path: Path, after_s: float = TRACE_AFTER_S) -> Iterator[None]:
+    """Write to a file where all threads are, if what runs inside takes long."""
+    timer = threading.Timer(after_s, lambda: path.write_text(traces()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 def _rank(rank: int, world: int, names: list[str], folder: str) -> None:
     warnings.filterwarnings("error", category=RuntimeWarning)
     warnings.filterwarnings("ignore", "the disk tier's folder", RuntimeWarning)
@@ -65,21 +117,25 @@ def _rank(rank: int, world: int, names: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/rendezvous", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    results = dist.PrefixStore("results", store)
     for name in names:
         Path(folder, f"{_file(name)}.begun").touch()
-        module, _, function = name.partition(":")
+        module, function, *arguments = name.split(":")
         text = ""
-        faulthandler.dump_traceback_later(50)  # before the others give up: where it is that this rank hangs
-        try:
-            getattr(import_module(module), function)()
-        except Exception:
-            text = f"rank {rank}: {traceback.format_exc()}"
+        with traced(Path(folder, f"{_file(name)}.{rank}.traces")):
+            try:
+                getattr(import_module(module), function)(*map(int, arguments))
+            except Exception:
+                text = f"rank {rank}: {traceback.format_exc()}"
         Path(folder, f"{_file(name)}.{rank}").write_text(json.dumps(text))
-        faulthandler.cancel_dump_traceback_later()
-        failed = torch.tensor(float(bool(text)))
-        dist.all_reduce(failed)  # a rank that failed between two collectives leaves the others out of step
-        if failed:
-            break
+        # No collective: where ranks are out of step, gloo finds one of another size, and aborts the process.
+        results.set(f"{name}/{rank}", "failed" if text else "ended")
+        if text:
+            dist.destroy_process_group()  # which ends the collectives in which other ranks wait for this one
+        keys = [f"{name}/{each}" for each in range(world)]
+        results.wait(keys, timedelta(hours=1))  # the limit of the launch is shorter
+        if any(results.get(key) == b"failed" for key in keys):
+            return
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,6 +145,9 @@ def _file(name: str) -> str:
 
 
 def _read(folder: Path, world: int, name: str) -> list[str]:
+    """Return the failures of a job, and where its ranks were if it took long."""
     paths = [folder / f"{_file(name)}.{rank}" for rank in range(world)]
     texts = [json.loads(path.read_text()) if path.exists() else f"{path.name}: did not run" for path in paths]
-    return [text for text in texts if text]
+    failures = [text for text in texts if text]
+    late = [path for path in sorted(folder.glob(f"{_file(name)}.*.traces")) if failures]
+    return failures + [f"{path.name}, after {TRACE_AFTER_S} s:\n{path.read_text()}" for path in late]

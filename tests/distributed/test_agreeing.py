@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.distributed.agreeing import is_killed
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -32,7 +31,6 @@ JOBS = [
     "resuming:a_restart_finds_no_values_of_the_ranks_before",
 ]
 SLOW_JOBS = [
-    "many_seeds",
     "tensor_parallel_with_a_plan",
     "a_failed_step_is_measured_again",
     "evaluations_count_for_no_rank",
@@ -54,13 +52,20 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_seeds(world: int, tmp_path: Path) -> None:
+def test_jobs_of_all_kinds(world: int, tmp_path: Path) -> None:
     check(world, [*SLOW_JOBS, *JOBS[1:]], tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_a_hundred_seeds(first: int, world: int, tmp_path: Path) -> None:
+    check(world, [f"agreeing:seeds:{first}"], tmp_path)
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    ranks = mp.spawn(is_killed, (str(tmp_path),), nprocs=2, join=False)
+    ranks = start(is_killed, (str(tmp_path),), 2)
     for process in ranks.processes:
         process.join(120)
     assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]

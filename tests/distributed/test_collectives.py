@@ -30,6 +30,8 @@ RULED = [
         "ranks_may_recompute_other_blocks",
         "a_stored_result_is_summed_in_place",
         "sums_in_buffers_are_counted_once",
+        "collectives_overlap",
+        "callers_may_wait_for_collectives",
     )
 ]
 MESSAGES = [

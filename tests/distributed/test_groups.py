@@ -10,10 +10,9 @@ from time import sleep
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.distributed.groups import loses_a_rank
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -46,7 +45,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_a_lost_rank_is_named(how: signal.Signals, wait_s: float, text: str, tmp_path: Path) -> None:
-    ranks = mp.spawn(loses_a_rank, (str(tmp_path), wait_s), nprocs=2, join=False)
+    ranks = start(loses_a_rank, (str(tmp_path), wait_s), 2)
     first, second = ranks.processes
     try:
         while not all((tmp_path / f"landed.{rank}").exists() for rank in range(2)):

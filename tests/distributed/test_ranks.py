@@ -18,14 +18,14 @@ JOBS = [
     *("ddp", "ddp_no_sync_dropout", "ddp_budgets", "ddp_one_rank_fails"),
     *("fsdp_reshard", "fsdp_no_reshard", "fsdp_bf16_accumulation_dropout"),
     *("tensor_parallel", "sequence_parallel"),
-    *("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zero_bubble"),
+    *("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zero_bubble", "pipeline_zero_bubble_v"),
 ]
 
 
 def check(world: int, names: list[str], folder: Path, timeout_s: float) -> None:
     """Run the jobs, and last one that a rank leaves by an exception: it ends at once, whatever is on its way."""
     names = [f"tests.distributed.jobs:{name}" for name in (*names, "one_rank_leaves")]
-    outcome = launch(world, names, folder, timeout_s)
+    outcome = launch(world, names, folder, timeout_s, "spawn")  # whose ranks end as a program does
     failures = [f"{name}\n{text}" for name in names[:-1] for text in outcome.failures[name]]
     assert not failures, "\n\n".join(failures)
     assert outcome.end == f"process {world - 1} terminated with exit code 1", outcome
