@@ -82,11 +82,12 @@ class GraphBackend:
         options = dict(options or {})
         if self._inner == INDUCTOR:
             if partitioner is not None:
-                from actstore.compiled.inductor import InductorPartitioner, LoopsApart
+                from actstore.compiled.inductor import InductorPartitioner, LoopsApart, settings_of_plans
 
                 options["custom_partitioner_fn"] = InductorPartitioner(partitioner, digest)
                 if self.has_budget:
                     options["_pre_fusion_custom_pass"] = LoopsApart(partitioner, digest)
+                    options = settings_of_plans() | options  # Inductor resets what is among its options
             wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
             compiled: Compiler = wrapper(graph, inputs)
             return compiled

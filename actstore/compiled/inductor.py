@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch._inductor import custom_graph_pass
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
@@ -41,7 +41,7 @@ class InductorPartitioner(_Identified, CustomPartitionerFn):
 
 
 class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
-    """The loops of a plan: none writes two large results of which neither needs the other.
+    """The loops of a plan, in its order: none writes a large result and another one where neither needs the other.
 
     Inductor would run an operator again in the loop of the gradient that reads the same tensor, where all of their
     inputs and results exist at once.
@@ -52,14 +52,26 @@ class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
         if nodes and within is not None and within.apart is not None:
             scheduler = nodes[0].scheduler
             scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart)
+            for name in settings_of_plans():
+                setattr(config, name, False)
         return nodes
 
 
+def settings_of_plans() -> dict[str, Any]:
+    """Return the settings of Inductor that are off in the graphs of a plan, with their present values.
+
+    Inductor would choose another order by an estimate of its own, and hold a buffer until a later result of its size.
+    """
+    return {name: getattr(config, name) for name in ("reorder_for_peak_memory", "allow_buffer_reuse")}
+
+
 def _can_fuse(inner: Callable[..., bool], apart: int, one: Any, other: Any, *rest: Any, **options: Any) -> bool:
-    for first in _writers(one, apart):
-        for second in _writers(other, apart):
-            if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
-                return False
+    pairs = ((one, other), (other, one))
+    for first, second in (
+        (first, second) for a, b in pairs for first in _writers(a, apart) for second in b.get_nodes()
+    ):
+        if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
+            return False
     return inner(one, other, *rest, **options)
 
 

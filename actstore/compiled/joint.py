@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
+MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
 _SCATTERED = frozenset({"select_scatter", "slice_scatter"})
 
@@ -53,7 +54,8 @@ class JointReader:
         operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
         returned = self._outputs[: self._num_outputs]
         gradients = self._outputs[self._num_outputs :]
-        return RegionStep(operators, self._indices(returned), self._indices(gradients))
+        fixed = any(operator.late and operator.barred for operator in operators)
+        return RegionStep(operators, self._indices(returned), self._indices(gradients), ordered=not fixed)
 
     def indices(self, names: Collection[str]) -> frozenset[int]:
         """Return the indices of nodes by their names."""
@@ -85,6 +87,7 @@ class JointReader:
             inlined=not view and self.is_elementwise(node) and not self._is_realized(node),
             barred=_is_barred(node) and not rerun,
             late=late,
+            layout=_layout(node),
         )
 
     def is_elementwise(self, node: Node) -> bool:
@@ -146,6 +149,17 @@ def _is_barred(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()
+
+
+def _layout(node: Node) -> Hashable:
+    """Return what a tensor has in common with those that a loop of Inductor may write over it.
+
+    None for parts of results of one operator, and for images, whose strides Inductor chooses.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or name_of(node) == GETITEM or value.dim() > MAX_DIMENSIONS:
+        return None
+    return (value.dtype, hint(value.numel())) if value.is_contiguous() else None
 
 
 def _is_elementwise(node: Node) -> bool:

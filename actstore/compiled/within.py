@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
+from actstore.compiled.arrange import arrange
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
@@ -83,7 +84,10 @@ class BudgetPartition:
 
         def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
-            return graphs, step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            if step.ordered:
+                arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
+            return graphs, found
 
         for rung in ladder.rungs:
             if self._needed(rung.evaluation) > self._budget:
@@ -94,6 +98,7 @@ class BudgetPartition:
                 if self._fuses:
                     self.apart = int(APART_SHARE * self._budget)
                     copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
+                graphs[1].recompile()
                 return graphs
         lowest = [(rung.evaluation, partitioned(rung)[1]) for rung in ladder.rungs[-REFUSED_RUNGS:]]
         self.refusal = self._refused(min(max(map(self._needed, pair)) for pair in lowest))
