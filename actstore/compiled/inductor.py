@@ -41,17 +41,19 @@ class InductorPartitioner(_Identified, CustomPartitionerFn):
 
 
 class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
-    """The loops of a plan, in its order: none writes a large result and another one where neither needs the other.
+    """The loops of a plan, in its order, where of two in one loop neither needs the other.
 
-    Inductor would run an operator again in the loop of the gradient that reads the same tensor, where all of their
-    inputs and results exist at once.
+    None writes a large result: Inductor would run an operator again in the loop of the gradient that reads the same
+    tensor, where all of their inputs and results exist at once. And none joins an earlier one that would have to wait
+    for what it needs, with its inputs in memory.
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         within = self._partitioner.within
         if nodes and within is not None and within.apart is not None:
             scheduler = nodes[0].scheduler
-            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart)
+            orders = {node.get_name(): node.min_order for node in nodes}
+            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart, orders)
             for name in settings_of_plans():
                 setattr(config, name, False)
         return nodes
@@ -65,14 +67,25 @@ def settings_of_plans() -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("reorder_for_peak_memory", "allow_buffer_reuse")}
 
 
-def _can_fuse(inner: Callable[..., bool], apart: int, one: Any, other: Any, *rest: Any, **options: Any) -> bool:
+def _can_fuse(
+    inner: Callable[..., bool], apart: int, orders: dict[str, int], one: Any, other: Any, *rest: Any, **options: Any
+) -> bool:
+    if _are_apart(one, other):
+        early, late = sorted((one, other), key=lambda node: node.min_order)
+        if max((orders[name] for name in late.ancestors), default=-1) >= early.min_order:
+            return False
     pairs = ((one, other), (other, one))
     for first, second in (
         (first, second) for a, b in pairs for first in _writers(a, apart) for second in b.get_nodes()
     ):
-        if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
+        if _are_apart(first, second):
             return False
     return inner(one, other, *rest, **options)
+
+
+def _are_apart(one: Any, other: Any) -> bool:
+    """Return whether neither of two nodes, of one loop or several, needs the other."""
+    return not (one.get_operation_names() & other.ancestors or other.get_operation_names() & one.ancestors)
 
 
 def _writers(node: Any, nbytes: int) -> list[Any]:

@@ -80,7 +80,25 @@ def ordered(operators: Sequence[Operator], run: Sequence[int], unwritten: Set[in
     stays : what the graph returns
     """
     readers = LoopReaders(operators, run, unwritten)
-    return _early(operators, _late(operators, run, readers, stays), readers, stays)
+    return _together(operators, _early(operators, _late(operators, run, readers, stays), readers, stays))
+
+
+def _together(operators: Sequence[Operator], run: Sequence[int]) -> list[int]:
+    """Return the order with all results of an operator taken out right behind it: until then it holds each of them."""
+    results = defaultdict[int, list[int]](list)
+    for index in run:
+        if (source := _taken_from(operators, index)) is not None:
+            results[source].append(index)
+    placed = {index for group in results.values() for index in group}
+    return [each for index in run if index not in placed for each in (index, *results[index])]
+
+
+def _taken_from(operators: Sequence[Operator], index: int) -> int | None:
+    """Return the operator of several results of which `index` is one; None for others."""
+    for source in operators[index].inputs:
+        if operators[source].view and operators[source].owner == source:
+            return source
+    return None
 
 
 def _late(operators: Sequence[Operator], run: Sequence[int], readers: LoopReaders, stays: Set[int]) -> list[int]:

@@ -132,6 +132,21 @@ def test_a_saved_tensor_is_not_written_over() -> None:
     assert step_of(*operators, gradients=(4,)).evaluate(frozenset()).peak == 110
 
 
+def test_results_of_one_operator_are_taken_out_at_once() -> None:
+    """Until the last one is taken out, the operator holds all of them."""
+    operators = [
+        given(0),
+        Operator((0,), 1, ms=1.0, view=True),
+        Operator((1,), 2, 100),
+        Operator((1,), 3, 10),
+        given(4, late=True),
+        product(2, 4, index=5, nbytes=10),
+        product(3, 5, index=6, nbytes=10),
+    ]
+    assert step_of(*operators, gradients=(6,), ordered=False).evaluate(frozenset()).backward == (1, 2, 5, 3, 6)
+    assert step_of(*operators, gradients=(6,)).evaluate(frozenset()).backward == (1, 2, 3, 5, 6)
+
+
 def random_operators(random: Random) -> tuple[list[Operator], tuple[int, ...]]:
     """Products, loops and views of forward, and of backward products and loops that read these."""
     operators, gradients = [given(0)], []
