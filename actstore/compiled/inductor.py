@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch._inductor import config, custom_graph_pass
+from torch import Tensor
+from torch._inductor import compile_fx, config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.partition import Partitioner
 
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+
+def counting(partitioner: Partitioner) -> Callable[..., Any]:
+    """Return Inductor's compiler of one graph, which counts the bytes of what it wrote for a plan."""
+
+    def compile_and_count(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
+        if partitioner.within is not None and not options.get("is_inference"):
+            tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
+            nbytes = {name: hinted_nbytes(value) for name, value in tensors.items()}
+            partitioner.within.count(compiled.source_code, nbytes, backward=bool(options.get("is_backward")))
+        return compiled
+
+    return compile_and_count
 
 
 class _Identified:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.operator import Operator
-from actstore.compiled.budget.step import RegionStep
+from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.counted import Surroundings
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
@@ -60,6 +61,37 @@ class JointReader:
     def indices(self, names: Collection[str]) -> frozenset[int]:
         """Return the indices of nodes by their names."""
         return frozenset(index for index, node in enumerate(self.nodes) if node.name in names)
+
+    def surroundings(self, step: RegionStep, found: RegionEvaluation) -> Surroundings:
+        """Return what the code of the backward graph of a choice does not say."""
+        operators = step.operators
+        kept = {operators[index].owner for index in step.returned}
+        itemsizes: dict[tuple[int, ...], int] = {}
+        workspaces: dict[tuple[str, int], int] = {}
+        kind = "cpu"
+        for node, operator in zip(self.nodes, operators, strict=True):
+            for value in tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor):
+                    shape = tuple(map(hint, value.shape))
+                    itemsizes[shape] = max(itemsizes.get(shape, 0), value.itemsize)
+                    kind = value.device.type
+            if operator.workspace:
+                owners = {operators[index].owner for index in operator.inputs}
+                mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
+                key = name_of(node), sum(each.nbytes for each in mine)
+                workspaces[key] = max(workspaces.get(key, 0), self._costs.measured(node).workspace)
+        return Surroundings(
+            sum(operators[owner].nbytes for owner in kept if owner not in found.held),
+            {self.nodes[index].name for index in found.saved if operators[index].owner in kept},
+            {
+                self.nodes[index].name: (self.nodes[owner].name, operators[owner].nbytes)
+                for index in found.saved
+                for owner in [operators[index].owner]
+            },
+            lambda nbytes: self._blocks.of(nbytes, kind),
+            itemsizes,
+            workspaces,
+        )
 
     def _indices(self, outputs: list[Any]) -> tuple[int, ...]:
         return tuple(self._places[node] for node in outputs if isinstance(node, Node))
