@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial
 from inspect import signature
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from actstore.errors import CapacityError, ConfigError
 
 Compiler = Callable[..., Any]
 INDUCTOR, EAGER = "inductor", "aot_eager"
+_BOTH = "force_non_lazy_backward_lowering"  # compiles backward with forward
+ATTEMPTS = 4  # of plans under a budget: the last one has the least memory
 
 
 class GraphBackend:
@@ -50,19 +53,32 @@ class GraphBackend:
             warnings.warn(f"compiled without the store's policy: {reason}.", RuntimeWarning, stacklevel=2)
             return self._compile(graph, inputs, mode, options, None, "")
         from actstore.compiled.partition import Partitioner
+        from actstore.compiled.within import Attempts
 
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph)
-        partitioner = Partitioner(self._rules, names, self._decompositions, fuses=self._inner != EAGER)
-        # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
-        try:
-            with torch._functorch.config.patch(donated_buffer=False):
-                compiled = self._compile(graph, inputs, mode, options, partitioner, digest)
-        except Exception:
-            refusal = None if partitioner.within is None else partitioner.within.refusal
-            if refusal is None:
-                raise
-            return partial(_refuse, refusal)  # Dynamo would replace an error of now by one of its own
+        counts = self.has_budget and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
+        attempts = Attempts() if counts else None
+        again = None if attempts is None else GraphModule(graph, deepcopy(graph.graph))
+        for number in range(ATTEMPTS):
+            if attempts is not None and number == ATTEMPTS - 1:
+                attempts.only_least = True
+            fuses = self._inner != EAGER
+            partitioner = Partitioner(self._rules, names, self._decompositions, fuses=fuses, attempts=attempts)
+            within = partitioner.within
+            # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
+            try:
+                with torch._functorch.config.patch({"donated_buffer": False} | ({_BOTH: True} if counts else {})):
+                    compiled = self._compile(graph, inputs, mode, options, partitioner, f"{digest}{number or ''}")
+            except Exception:
+                if within is None or not (within.refusal or within.is_over):
+                    raise
+            if within is None or not (within.refusal or within.is_over):
+                break  # PyTorch goes on where backward does not compile
+            if within.refusal:
+                return partial(_refuse, within.refusal)  # Dynamo would replace an error of now by one of its own
+            assert again is not None
+            graph = GraphModule(again, deepcopy(again.graph))
         return accounted(compiled, self._rules.target, partitioner.find)
 
     @property
@@ -82,13 +98,20 @@ class GraphBackend:
         options = dict(options or {})
         if self._inner == INDUCTOR:
             if partitioner is not None:
-                from actstore.compiled.inductor import InductorPartitioner, LoopsApart
+                from torch._inductor.compile_fx import compile_fx
+
+                from actstore.compiled.inductor import InductorPartitioner, LoopsApart, counting, settings_of_plans
 
                 options["custom_partitioner_fn"] = InductorPartitioner(partitioner, digest)
                 if self.has_budget:
                     options["_pre_fusion_custom_pass"] = LoopsApart(partitioner, digest)
+                    options = settings_of_plans() | options  # Inductor resets what is among its options
+                    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
+                    inner = counting(partitioner)
+                    compiled: Compiler = compile_fx(graph, inputs, inner_compile=inner, config_patches=wrapper.config)  # type: ignore[assignment]
+                    return compiled
             wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
-            compiled: Compiler = wrapper(graph, inputs)
+            compiled = wrapper(graph, inputs)
             return compiled
         if mode or options:
             raise ConfigError(f"mode={mode!r}, options={options!r}: are for {INDUCTOR!r}. Leave them out.")

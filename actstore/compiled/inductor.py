@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch._inductor import custom_graph_pass
+from torch import Tensor
+from torch._inductor import compile_fx, config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.partition import Partitioner
 
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+
+def counting(partitioner: Partitioner) -> Callable[..., Any]:
+    """Return Inductor's compiler of one graph, which counts the bytes of what it wrote for a plan."""
+
+    def compile_and_count(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
+        if partitioner.within is not None and not options.get("is_inference"):
+            tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
+            nbytes = {name: hinted_nbytes(value) for name, value in tensors.items()}
+            partitioner.within.count(compiled.source_code, nbytes, backward=bool(options.get("is_backward")))
+        return compiled
+
+    return compile_and_count
 
 
 class _Identified:
@@ -41,26 +58,51 @@ class InductorPartitioner(_Identified, CustomPartitionerFn):
 
 
 class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
-    """The loops of a plan: none writes two large results of which neither needs the other.
+    """The loops of a plan, in its order, where of two in one loop neither needs the other.
 
-    Inductor would run an operator again in the loop of the gradient that reads the same tensor, where all of their
-    inputs and results exist at once.
+    None writes a large result: Inductor would run an operator again in the loop of the gradient that reads the same
+    tensor, where all of their inputs and results exist at once. And none joins an earlier one that would have to wait
+    for what it needs, with its inputs in memory.
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         within = self._partitioner.within
         if nodes and within is not None and within.apart is not None:
             scheduler = nodes[0].scheduler
-            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart)
+            orders = {node.get_name(): node.min_order for node in nodes}
+            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart, orders)
+            for name in settings_of_plans():
+                setattr(config, name, False)
         return nodes
 
 
-def _can_fuse(inner: Callable[..., bool], apart: int, one: Any, other: Any, *rest: Any, **options: Any) -> bool:
-    for first in _writers(one, apart):
-        for second in _writers(other, apart):
-            if not (first.get_name() in second.ancestors or second.get_name() in first.ancestors):
-                return False
+def settings_of_plans() -> dict[str, Any]:
+    """Return the settings of Inductor that are off in the graphs of a plan, with their present values.
+
+    Inductor would choose another order by an estimate of its own, and hold a buffer until a later result of its size.
+    """
+    return {name: getattr(config, name) for name in ("reorder_for_peak_memory", "allow_buffer_reuse")}
+
+
+def _can_fuse(
+    inner: Callable[..., bool], apart: int, orders: dict[str, int], one: Any, other: Any, *rest: Any, **options: Any
+) -> bool:
+    if _are_apart(one, other):
+        early, late = sorted((one, other), key=lambda node: node.min_order)
+        if max((orders[name] for name in late.ancestors), default=-1) >= early.min_order:
+            return False
+    pairs = ((one, other), (other, one))
+    for first, second in (
+        (first, second) for a, b in pairs for first in _writers(a, apart) for second in b.get_nodes()
+    ):
+        if _are_apart(first, second):
+            return False
     return inner(one, other, *rest, **options)
+
+
+def _are_apart(one: Any, other: Any) -> bool:
+    """Return whether neither of two nodes, of one loop or several, needs the other."""
+    return not (one.get_operation_names() & other.ancestors or other.get_operation_names() & one.ancestors)
 
 
 def _writers(node: Any, nbytes: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves
 from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.operator import Operator
-from actstore.compiled.budget.step import RegionStep
+from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.counted import Surroundings
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
 
+MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
 _SCATTERED = frozenset({"select_scatter", "slice_scatter"})
 
@@ -53,11 +55,43 @@ class JointReader:
         operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
         returned = self._outputs[: self._num_outputs]
         gradients = self._outputs[self._num_outputs :]
-        return RegionStep(operators, self._indices(returned), self._indices(gradients))
+        fixed = any(operator.late and operator.barred for operator in operators)
+        return RegionStep(operators, self._indices(returned), self._indices(gradients), ordered=not fixed)
 
     def indices(self, names: Collection[str]) -> frozenset[int]:
         """Return the indices of nodes by their names."""
         return frozenset(index for index, node in enumerate(self.nodes) if node.name in names)
+
+    def surroundings(self, step: RegionStep, found: RegionEvaluation) -> Surroundings:
+        """Return what the code of the backward graph of a choice does not say."""
+        operators = step.operators
+        kept = {operators[index].owner for index in step.returned}
+        itemsizes: dict[tuple[int, ...], int] = {}
+        workspaces: dict[tuple[str, int], int] = {}
+        kind = "cpu"
+        for node, operator in zip(self.nodes, operators, strict=True):
+            for value in tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor):
+                    shape = tuple(map(hint, value.shape))
+                    itemsizes[shape] = max(itemsizes.get(shape, 0), value.itemsize)
+                    kind = value.device.type
+            if operator.workspace:
+                owners = {operators[index].owner for index in operator.inputs}
+                mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
+                key = name_of(node), sum(each.nbytes for each in mine)
+                workspaces[key] = max(workspaces.get(key, 0), self._costs.measured(node).workspace)
+        return Surroundings(
+            sum(operators[owner].nbytes for owner in kept if owner not in found.held),
+            {self.nodes[index].name for index in found.saved if operators[index].owner in kept},
+            {
+                self.nodes[index].name: (self.nodes[owner].name, operators[owner].nbytes)
+                for index in found.saved
+                for owner in [operators[index].owner]
+            },
+            lambda nbytes: self._blocks.of(nbytes, kind),
+            itemsizes,
+            workspaces,
+        )
 
     def _indices(self, outputs: list[Any]) -> tuple[int, ...]:
         return tuple(self._places[node] for node in outputs if isinstance(node, Node))
@@ -85,6 +119,7 @@ class JointReader:
             inlined=not view and self.is_elementwise(node) and not self._is_realized(node),
             barred=_is_barred(node) and not rerun,
             late=late,
+            layout=_layout(node),
         )
 
     def is_elementwise(self, node: Node) -> bool:
@@ -146,6 +181,17 @@ def _is_barred(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()
+
+
+def _layout(node: Node) -> Hashable:
+    """Return what a tensor has in common with those that a loop of Inductor may write over it.
+
+    None for parts of results of one operator, and for images, whose strides Inductor chooses.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or name_of(node) == GETITEM or value.dim() > MAX_DIMENSIONS:
+        return None
+    return (value.dtype, hint(value.numel())) if value.is_contiguous() else None
 
 
 def _is_elementwise(node: Node) -> bool:

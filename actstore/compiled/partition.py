@@ -19,7 +19,7 @@ from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import Decompositions
 from actstore.compiled.table import Table, attach, attach_plan, metadata_of_partition, running_plan
 from actstore.compiled.treatment import treat
-from actstore.compiled.within import BudgetPartition
+from actstore.compiled.within import Attempts, BudgetPartition
 from actstore.errors import StateError
 
 
@@ -32,6 +32,7 @@ class Partitioner:
     names : of its nodes
     decompositions : returns those of the compiler behind
     fuses : whether that compiler fuses operators
+    attempts : of earlier plans under a budget, where the compiler's code is counted
 
     Attributes
     ----------
@@ -40,11 +41,20 @@ class Partitioner:
     """
 
     def __init__(
-        self, rules: GraphRules, names: NodeNames, decompositions: Callable[[], Decompositions], *, fuses: bool = False
+        self,
+        rules: GraphRules,
+        names: NodeNames,
+        decompositions: Callable[[], Decompositions],
+        *,
+        fuses: bool = False,
+        attempts: Attempts | None = None,
     ) -> None:
         self.table: Table | None = None
-        budget = rules.budget
-        self.within = None if budget is None else BudgetPartition(budget.nbytes, names, fuses=fuses)
+        self.within = (
+            None
+            if rules.budget is None
+            else BudgetPartition(rules.budget.nbytes, names, fuses=fuses, attempts=attempts)
+        )
         self._rules = rules
         self._names = names
         self._decompositions = decompositions
@@ -79,7 +89,7 @@ class Partitioner:
         if metadata is not None:
             attach(metadata, self.table)
             if self.within is not None and self.within.plan is not None:
-                attach_plan(metadata, self.within.plan.to_dict())
+                attach_plan(metadata, self.within.saved_plan)
             metadata.bw_donated_idxs = []  # None would stand for unknown
         return forward, backward
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -14,21 +16,42 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
+from actstore.compiled.arrange import arrange
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
+from actstore.compiled.counted import Surroundings, peak_of
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
 
-FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them; benchmarks/planner/compiled.py
+FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where nobody counts what was compiled
+LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
 APART_SHARE = 1 / 256  # of the budget
 REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
 
 Graphs = tuple[GraphModule, GraphModule]
+
+
+@dataclass
+class Attempts:
+    """What a compiler has made of earlier plans of a region.
+
+    Attributes
+    ----------
+    ratio : the most of the bytes of what it wrote over those of the plan
+    only_least : whether the plan of the least memory is the only one left
+    """
+
+    ratio: float = 1.0
+    only_least: bool = False
+
+
+class OverBudgetError(Exception):
+    """What the compiler wrote needs more bytes than its plan."""
 
 
 class BudgetPartition:
@@ -39,22 +62,29 @@ class BudgetPartition:
     budget : most bytes that the region may allocate in a step
     names : of its nodes
     fuses : whether the compiler behind fuses operators
+    attempts : of a compiler whose code is counted; None for others
 
     Attributes
     ----------
     plan : of the region; None until it is partitioned
+    saved_plan : the same for PyTorch's caches
     refusal : the error of a budget that is too small; None for no error
     apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
+    is_over : whether the compiler wrote what needs more than the budget
     """
 
-    def __init__(self, budget: int, names: NodeNames, *, fuses: bool) -> None:
+    def __init__(self, budget: int, names: NodeNames, *, fuses: bool, attempts: Attempts | None = None) -> None:
         self.plan: GraphPlan | None = None
+        self.saved_plan: dict[str, Any] = {}
         self.refusal: CapacityError | None = None
         self.apart: int | None = None
+        self.is_over = False
         self._budget = budget
         self._names = names
         self._fuses = fuses
-        self._margin = FUSED_MARGIN if fuses else 0.0
+        self._attempts = attempts
+        self._around: Surroundings | None = None
+        self._predicted = self._counted = 0
 
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> Graphs:
         """Partition a joint graph as PyTorch's partitioner does, with the saved tensors of the fastest plan.
@@ -76,32 +106,85 @@ class BudgetPartition:
             raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
         saved = reader.indices(_saved_names(plain[0], num_outputs))
         found = step.evaluate(saved, loops=True)
-        if self._needed(found) <= self._budget:
-            self.plan = self._plan(found, found, 0, "", ())
+        attempts = self._attempts
+        only_least = attempts is not None and attempts.only_least
+        if self._needed(found) <= self._budget and not only_least:
+            self._set_plan(self._plan(found, found, 0, "", ()), reader.surroundings(step, found))
             return plain
         ladder = ladder_of(step, saved)
 
         def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
-            return graphs, step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            if step.ordered:
+                arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
+            return graphs, found
 
-        for rung in ladder.rungs:
+        for rung in () if only_least else ladder.rungs:
             if self._needed(rung.evaluation) > self._budget:
                 continue
             graphs, found = partitioned(rung)
             if self._needed(found) <= self._budget:
-                self.plan = self._described(step, ladder, rung, found, reader)
-                if self._fuses:
-                    self.apart = int(APART_SHARE * self._budget)
-                    copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
-                return graphs
-        lowest = [(rung.evaluation, partitioned(rung)[1]) for rung in ladder.rungs[-REFUSED_RUNGS:]]
-        self.refusal = self._refused(min(max(map(self._needed, pair)) for pair in lowest))
-        raise self.refusal
+                return self._chosen(graphs, self._described(step, ladder, rung, found, reader), reader, step, found)
+        lowest = [(rung, *partitioned(rung)) for rung in ladder.rungs[-REFUSED_RUNGS:]]
+        if attempts is None:
+            least = min(max(self._needed(rung.evaluation), self._needed(found)) for rung, _, found in lowest)
+            self.refusal = self._refused(least)
+            raise self.refusal
+        attempts.only_least = True
+        rung, graphs, found = min(lowest, key=lambda each: each[2].peak)
+        return self._chosen(graphs, self._described(step, ladder, rung, found, reader), reader, step, found)
+
+    def _chosen(
+        self, graphs: Graphs, plan: GraphPlan, reader: JointReader, step: RegionStep, found: RegionEvaluation
+    ) -> Graphs:
+        """Return the graphs of a plan, with what the compiler behind must respect."""
+        self._set_plan(plan, reader.surroundings(step, found))
+        if self._fuses:
+            self.apart = int(APART_SHARE * self._budget)
+            copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
+        graphs[1].recompile()
+        return graphs
+
+    def _set_plan(self, plan: GraphPlan, around: Surroundings) -> None:
+        self.plan, self._around, self._predicted = plan, around, plan.predicted_peak
+        self.saved_plan.update(plan.to_dict())
+
+    def count(self, source: str, inputs: Mapping[str, int], *, backward: bool) -> None:
+        """Count the bytes of a graph of the plan in the code that the compiler wrote.
+
+        inputs : bytes of those of the graph, by name
+
+        Raises
+        ------
+        OverBudgetError : they are more than the budget. The next attempt knows it
+        """
+        plan, around, attempts = self.plan, self._around, self._attempts
+        if plan is None or around is None or attempts is None:
+            return
+        # what the caller brings, such as parameters, is not in the budget
+        own = {name: around.nbytes_of(nbytes) for name, nbytes in inputs.items() if not name.startswith("primals")}
+        counted = peak_of(source, own, around if backward else around.of_forward())
+        if counted is None:
+            counted = ceil(self._predicted * (1 + FUSED_MARGIN))
+        self._counted = max(self._counted, counted)
+        if not backward and attempts.only_least:
+            return  # what a refusal names holds for both graphs
+        if self._counted <= self._budget:
+            self.plan = replace(plan, predicted_peak=self._counted)
+            self.saved_plan["predicted_peak"] = self._counted
+            return
+        self.is_over = True
+        attempts.ratio = max(attempts.ratio, self._counted / self._predicted)
+        if attempts.only_least:
+            self.refusal = self._refused(ceil((1 + LEAST_MARGIN) * self._counted))
+        raise OverBudgetError
 
     def _needed(self, found: RegionEvaluation) -> int:
-        """Return the smallest budget of a choice: its peak, and the margin."""
-        return found.peak + ceil(self._margin * found.peak)
+        """Return the smallest budget of a choice: its peak, and what the compiler may add."""
+        if self._attempts is not None:
+            return ceil(self._attempts.ratio * found.peak)
+        return ceil((1 + FUSED_MARGIN) * found.peak) if self._fuses else found.peak
 
     def _refused(self, least: int) -> CapacityError:
         budget = self._budget

@@ -4,6 +4,8 @@ Each budget is a share of the peak of plain compilation. A budget that is refuse
 then runs in its place. Peaks are those of the allocator's count, above what was there before forward, gradients
 included; the first step compiles, and is not counted. Steps of the plan take turns with plain steps: "times plain" is
 the median of the ratios.
+
+With `--rivals` the budgets are the peaks of PyTorch's `activation_memory_budget`, whose steps take turns, too.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch._functorch.config
 from rich.console import Console
 from rich.table import Table
 
@@ -63,37 +66,68 @@ def compiled(work: Workload, backend: str, budget: int | None) -> tuple[Job, Act
 
 def run(work: Workload, backend: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
+    return [row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak)) for share in shares]
+
+
+def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
+    plain, _, plain_peak = compiled(work, backend, None)
     rows = []
     for share in shares:
-        budget, refused = int(share * plain_peak), False
-        try:
-            job, store, peak = compiled(work, backend, budget)
-        except CapacityError as error:
-            budget, refused = error.facts["least"], True
-            job, store, peak = compiled(work, backend, budget)
-        assert store is not None
-        plan: Any = store.plan
-        ratios = []
-        for _ in range(rounds):
-            ms = step(plain, None)[0]
-            mine, now = step(job, store)
-            ratios.append(mine / ms)
-            peak = max(peak, now)
-        rows.append(
-            {
-                "model": work.model, "layers": work.layers, "batch": work.batch, "backend": backend, "share": share,
-                "allocator": str(cpu_memory.status()), "budget": budget, "refused": refused, "peak": peak,
-                "predicted_peak": plan.predicted_peak, "plain_peak": plain_peak, "times": median(ratios),
-                "predicted_times": plan.times_plain,
-            }
-        )  # fmt: skip
-        show(rows[-1:])
+        with rival(share):
+            theirs, _, peak = compiled(work, backend, None)
+        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, theirs, share)
+        rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
+
+
+def rival(share: float) -> AbstractContextManager[None]:
+    """PyTorch's budget: a share of the bytes that backward may get from forward."""
+    found: AbstractContextManager[None] = torch._functorch.config.patch(activation_memory_budget=share)
+    return found
+
+
+def row_of(
+    work: Workload,
+    backend: str,
+    rounds: int,
+    share: float,
+    plain: Job,
+    plain_peak: int,
+    budget: int,
+    theirs: Job | None = None,
+    rival_share: float = 1.0,
+) -> dict[str, Any]:
+    refused = False
+    try:
+        job, store, peak = compiled(work, backend, budget)
+    except CapacityError as error:
+        budget, refused = error.facts["least"], True
+        job, store, peak = compiled(work, backend, budget)
+    assert store is not None
+    plan: Any = store.plan
+    ratios, rivals = [], []
+    for _ in range(rounds):
+        ms = step(plain, None)[0]
+        mine, now = step(job, store)
+        ratios.append(mine / ms)
+        peak = max(peak, now)
+        if theirs is not None:
+            with rival(rival_share):  # it compiles again, since that of the plan has reset the compiler
+                rivals.append(step(theirs, None)[0] / ms)
+    row = {
+        "model": work.model, "layers": work.layers, "batch": work.batch, "backend": backend, "share": share,
+        "allocator": str(cpu_memory.status()), "budget": budget, "refused": refused, "peak": peak,
+        "predicted_peak": plan.predicted_peak, "plain_peak": plain_peak, "times": median(ratios),
+        "predicted_times": plan.times_plain, "held": plan.held, "plain_held": plan.plain_held,
+    }  # fmt: skip
+    row |= {"rival_times": median(rivals)} if rivals else {}
+    show([row])
+    return row
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "model", "backend", "share", "budget", "peak", "of the budget", "predicted", "times plain", "predicted"
+        "model", "backend", "share", "budget", "peak", "of the budget", "predicted", "times plain", "predicted", "rival"
     )
     for row in rows:
         table.add_row(
@@ -106,8 +140,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['predicted_peak'] / row['peak'] - 1:+.1%}",
             f"{row['times']:.2f}",
             f"{row['predicted_times']:.2f}",
+            f"{row['rival_times']:.2f}" if "rival_times" in row else "",
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 def main() -> None:
@@ -118,6 +153,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["aot_eager", "inductor"], default="inductor")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of timed steps")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--rivals", type=float, nargs="+", help="PyTorch's budgets, in place of shares of the peak")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write the result to this file, beside other rows")
     given = parser.parse_args()
@@ -126,11 +162,14 @@ def main() -> None:
     cpu_memory.install()
     cpu_memory.count()
     work = workloads.sized(given.model, layers=given.layers, batch=given.batch, threads=given.threads)
-    rows = run(work, given.backend, given.rounds, list(given.shares))
+    if given.rivals:
+        rows = run_rivals(work, given.backend, given.rounds, given.rivals)
+    else:
+        rows = run(work, given.backend, given.rounds, list(given.shares))
     if given.json is not None:
-        new = {(row["model"], row["backend"], row["share"]) for row in rows}
+        keys = [(row["model"], row["backend"], row.get("rival"), row["share"]) for row in rows]
         old = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
-        others = [row for row in old if (row["model"], row["backend"], row["share"]) not in new]
+        others = [row for row in old if (row["model"], row["backend"], row.get("rival"), row["share"]) not in keys]
         given.json.write_text(json.dumps({"environment": environment(), "rows": [*others, *rows]}, indent=1) + "\n")
 
 

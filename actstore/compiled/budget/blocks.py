@@ -25,7 +25,10 @@ class Blocks:
 
     def nbytes(self, tensor: Tensor) -> int:
         """Return the most bytes that the allocator takes for a tensor."""
-        nbytes = hinted_nbytes(tensor)
-        if tensor.device.type == "cpu":
+        return self.of(hinted_nbytes(tensor), tensor.device.type)
+
+    def of(self, nbytes: int, kind: str) -> int:
+        """Return the most bytes that the allocator of a kind of device takes for so many."""
+        if kind == "cpu":
             return self._on_cpu(nbytes)
         return -(-nbytes // GRAIN_NBYTES) * GRAIN_NBYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -22,6 +23,7 @@ class Operator:
     given : whether the caller brings it: an input, or a gradient
     late : whether it depends on a gradient, and so runs in backward alone
     owner : index of the node whose memory it is; its own for no view
+    layout : equal for tensors that a loop may write over each other element by element; None where it may not
     """
 
     inputs: tuple[int, ...]
@@ -35,3 +37,4 @@ class Operator:
     barred: bool = False
     given: bool = False
     late: bool = False
+    layout: Hashable = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 from actstore.compiled.budget.loops import Loops
 from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.order import LoopReaders, ordered
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class RegionStep:
     operators : in the order of the joint graph
     returned : indices of what forward returns
     gradients : indices of what backward returns
+    ordered : whether a plan orders backward anew, and loops take the memory of what they are the last to read
     """
 
     operators: Sequence[Operator]
     returned: tuple[int, ...]
     gradients: tuple[int, ...]
+    ordered: bool = False
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
@@ -68,6 +71,9 @@ class RegionStep:
         """
         operators = self.operators
         saved, backward = self._backward(wanted)
+        if self.ordered and not loops:
+            stays = set(self.gradients)
+            backward = tuple(ordered(operators, backward, self._readers(backward, stays)[1], stays))
         own = {index for index in saved if not operators[index].given}
         forward = self.sources((*self.returned, *own), frozenset())
         held = {owner: operators[owner].nbytes for owner in sorted({operators[index].owner for index in own})}
@@ -182,6 +188,10 @@ class RegionStep:
         made = [0 if index in unwritten else operators[index].nbytes for index in run]
         for position, index in enumerate(run):
             ends[last.get(index, position)] += made[position]
+        for source in self._overwritten(run, places, last, unwritten):
+            position, nbytes = last[source], operators[source].nbytes
+            made[position] -= nbytes
+            ends[position] -= nbytes
         live, now, start = list[int](), sum(begin.values()), 0
         while start < end:
             stop = places[start] + 1
@@ -190,6 +200,19 @@ class RegionStep:
             now -= sum(ends[start:stop])
             start = stop
         return live
+
+    def _overwritten(
+        self, run: Sequence[int], places: Sequence[int], last: dict[int, int], unwritten: Set[int]
+    ) -> Iterator[int]:
+        """Yield results whose memory the last operator that reads each takes, where each runs at a place of its own."""
+        if not self.ordered or not isinstance(places, range):
+            return
+        readers, gone = LoopReaders(self.operators, run, unwritten), set[int]()
+        for position, index in enumerate(run):
+            free = [source for source in readers.overwritten(index) if last[source] == position and source not in gone]
+            if free:
+                gone.add(free[0])
+                yield free[0]
 
     def _readers(self, run: Sequence[int], stays: Set[int]) -> tuple[dict[int, int], set[int]]:
         """Return the position of the last operator that reads each one's result, and those that write nothing."""

@@ -1,0 +1,172 @@
+"""The most bytes of a graph that Inductor has compiled, counted in the code that it wrote."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+_ALLOCATES = "empty_strided_"  # and the kind of device
+_CHECK = "assert_size_stride"
+_VIEW = "reinterpret_tensor"
+
+
+class Surroundings(NamedTuple):
+    """What the code of a graph does not say.
+
+    Attributes
+    ----------
+    kept : bytes that exist all the time
+    lasting : names of inputs that others hold, too
+    owners : names and bytes of the tensors whose memory inputs are, by name
+    nbytes_of : returns the bytes that the allocator takes for so many
+    itemsizes : of results whose code says a shape alone, by their shapes
+    workspaces : bytes that an operator needs beside its results, by its name and the bytes of its inputs
+    """
+
+    kept: int
+    lasting: Set[str]
+    owners: Mapping[str, tuple[str, int]]
+    nbytes_of: Callable[[int], int]
+    itemsizes: Mapping[tuple[int, ...], int]
+    workspaces: Mapping[tuple[str, int], int]
+
+    def of_forward(self) -> Surroundings:
+        """Return the same of the forward graph, whose inputs belong to others."""
+        return self._replace(kept=0, lasting=frozenset())
+
+
+def peak_of(source: str, inputs: Mapping[str, int], around: Surroundings) -> int | None:
+    """Return the most bytes that exist at once while the code of a graph runs; None for code of another form.
+
+    inputs : bytes of those that the graph is the last to hold, by name
+    """
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    if len(calls) != 1:
+        return None
+    try:
+        statements = list(_statements(calls[0].body))
+        count = _Count(inputs, around, statements)
+        for statement in statements:
+            count.run(statement)
+    except _OtherForm:
+        return None
+    return count.peak
+
+
+class _OtherForm(Exception):
+    pass
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _statements(statement.body)
+        else:
+            yield statement
+
+
+class _Count:
+    """The tensors that exist, by the names that refer to them."""
+
+    def __init__(self, inputs: Mapping[str, int], around: Surroundings, statements: Sequence[ast.stmt]) -> None:
+        self._around = around
+        self._nbytes: dict[int, int] = {}
+        owners: dict[str, int] = {}
+        self._memory: dict[str, set[int]] = {}
+        for name, nbytes in inputs.items():
+            owner, whole = around.owners.get(name, (name, nbytes))
+            number = owners.setdefault(owner, len(owners))
+            self._nbytes[number] = whole
+            self._memory[name] = {number}
+        self._shapes: dict[str, tuple[int, ...]] = {}  # what checks tell of results
+        self._parts: dict[str, list[str]] = {}  # results of one operator
+        self._others: dict[str, str] = {}  # later names
+        for statement in statements:
+            if isinstance(statement, ast.Expr) and _name_of(statement.value) == _CHECK:
+                assert isinstance(statement.value, ast.Call)
+                self._shapes[_name(statement.value.args[0])] = _numbers(statement.value.args[1])
+            elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript):
+                self._parts.setdefault(_name(statement.value.value), []).append(_name(statement.targets[0]))
+            elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
+                self._others[statement.value.id] = _name(statement.targets[0])
+        self._workspace = 0
+        self.peak = around.kept + sum(self._nbytes.values())
+
+    def run(self, statement: ast.stmt) -> None:
+        self._workspace = 0
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                self._forget(_name(target))
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
+            if isinstance(target, ast.Name):
+                self._assign(target.id, statement.value)
+        if isinstance(statement, ast.Assign | ast.Expr) and isinstance(statement.value, ast.Call):
+            self._workspace = max(self._workspace, self._workspace_of(statement.value))
+        now = self._around.kept + sum(self._nbytes[number] for number in set().union(*self._memory.values()))
+        self.peak = max(self.peak, now + self._workspace)
+
+    def _assign(self, name: str, value: ast.expr) -> None:
+        called = _name_of(value)
+        if called.startswith(_ALLOCATES):
+            assert isinstance(value, ast.Call)
+            sizes, strides, dtype = value.args[:3]
+            shape, steps = _numbers(sizes), _numbers(strides)
+            elements = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) if all(shape) else 0
+            self._memory[name] = {self._new(elements * _itemsize(dtype))}
+        elif isinstance(value, ast.Name) or called == _VIEW:
+            source = value if isinstance(value, ast.Name) else value.args[0] if isinstance(value, ast.Call) else None
+            self._memory[name] = self._memory.get(_name(source), set())
+        elif isinstance(value, ast.Call):
+            # an operator holds all of its results until it goes
+            parts = self._parts.get(name, [name])
+            self._memory |= {part: {self._new(self._size(part))} for part in parts}
+            self._memory[name] = set[int]().union(*(self._memory[part] for part in parts))
+
+    def _size(self, name: str) -> int:
+        shape = self._shapes.get(name) or self._shapes.get(self._others.get(name, ""))
+        return 0 if shape is None else prod(shape) * self._around.itemsizes.get(shape, 8)
+
+    def _new(self, nbytes: int) -> int:
+        number = len(self._nbytes)
+        self._nbytes[number] = self._around.nbytes_of(nbytes) if nbytes else 0
+        return number
+
+    def _forget(self, name: str) -> None:
+        if name not in self._around.lasting:
+            self._memory.pop(name, None)
+
+    def _workspace_of(self, call: ast.Call) -> int:
+        parts = [part for part in _name_of(call).split(".") if part not in ("default", "out")]
+        names = {node.id for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Name)}
+        numbers = set[int]().union(*(self._memory.get(name, set()) for name in names))
+        known = {each: nbytes for (name, each), nbytes in self._around.workspaces.items() if parts[-1:] == [name]}
+        return known.get(sum(self._nbytes[number] for number in numbers), max(known.values(), default=0))
+
+
+def _name(node: ast.expr | None) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _name_of(value: ast.expr) -> str:
+    """Return the dotted name of what is called; empty for no call."""
+    return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+
+
+def _numbers(node: ast.expr) -> tuple[int, ...]:
+    try:
+        found: tuple[int, ...] = ast.literal_eval(node)
+    except ValueError:
+        raise _OtherForm from None
+    return found
+
+
+def _itemsize(node: ast.expr) -> int:
+    dtype: Any = getattr(torch, ast.unparse(node).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise _OtherForm
+    return dtype.itemsize
