@@ -108,26 +108,25 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
     """What plain training leaves, and whether it refuses a change in place: then, what it leaves with copies.
 
     Where changes are allowed it reads copies, too: those that PyTorch makes then lie in memory in another way, and sums
-    of them round in another way.
+    of them round in another way. PyTorch's selective checkpoint runs a bilinear layer without the casts of autocast,
+    and rules for operators with them: there is no reference.
     """
     around = copies if way == MUTATED else nullcontext
+    uncast = job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear"))
     try:
-        return train(build(forest, dtype, device), None, way, dtype, device=device, around=around, **job), False
+        found = train(build(forest, dtype, device), None, way, dtype, device=device, around=around, **job)
+        return None if uncast else found, False
     except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
             reject()
     if way != MUTATED and "overwritten" in str(forest):  # that changes what is saved only where it is allowed
         return None, True
-    if job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear")):
-        return (
-            None,
-            False,
-        )  # PyTorch's selective checkpoint runs a bilinear layer without casts; rules for operators do not
     if way == OTHER_HOOKS and "reentrant" in str(forest):  # it saves in backward, through hooks that do not copy
         return None, True
     try:
-        return train(build(forest, dtype, device), None, way, dtype, device=device, around=copies, **job), True
+        found = train(build(forest, dtype, device), None, way, dtype, device=device, around=copies, **job)
+        return None if uncast else found, True
     except (RuntimeError, AssertionError, UserWarning):
         return None, True
 
