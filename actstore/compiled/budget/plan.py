@@ -47,7 +47,7 @@ class GraphPlan:
     Attributes
     ----------
     budget : most bytes that the region may allocate in a step
-    predicted_peak : most bytes of the plan at any moment
+    predicted_peak : most bytes of the plan at any moment; under Inductor as counted in the code that it wrote
     held : bytes that forward leaves for backward
     predicted_ms : time of the operators of a step
     plain_peak, plain_held, plain_ms : the same of what PyTorch itself saves
