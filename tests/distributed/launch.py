@@ -85,13 +85,14 @@ def start(function: Callable[..., None], args: tuple[Any, ...], world: int, meth
 def traces() -> str:
     """Return where each thread of this process is.
 
-    No thread runs Python meanwhile, as this one has the interpreter's lock. `faulthandler.dump_traceback_later` reads
-    frames without the lock, and crashes where their threads leave them.
+    All frames are listed before a source file is read, which lets other threads run.
+    `faulthandler.dump_traceback_later` reads frames without the interpreter's lock, and crashes where they end.
     """
+    stacks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
-        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.StackSummary.extract(reversed(stack)).format())}"
+        for ident, stack in stacks.items()
         if ident != threading.get_ident()
     ]
     return "\n".join(parts)
