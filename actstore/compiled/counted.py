@@ -14,13 +14,13 @@ _CHECK = "assert_size_stride"
 _VIEW = "reinterpret_tensor"
 
 
-class Surroundings(NamedTuple):
-    """What the code of a graph does not say.
+class AroundGraph(NamedTuple):
+    """Figures of a graph that its code does not have.
 
     Attributes
     ----------
     kept : bytes that exist all the time
-    lasting : names of inputs that others hold, too
+    lasting : names of inputs that exist after the graph, too
     owners : names and bytes of the tensors whose memory inputs are, by name
     nbytes_of : returns the bytes that the allocator takes for so many
     itemsizes : of results whose code says a shape alone, by their shapes
@@ -34,12 +34,12 @@ class Surroundings(NamedTuple):
     itemsizes: Mapping[tuple[int, ...], int]
     workspaces: Mapping[tuple[str, int], int]
 
-    def of_forward(self) -> Surroundings:
-        """Return the same of the forward graph, whose inputs belong to others."""
+    def of_forward(self) -> AroundGraph:
+        """Return the same of the forward graph, whose inputs belong to the caller."""
         return self._replace(kept=0, lasting=frozenset())
 
 
-def peak_of(source: str, inputs: Mapping[str, int], around: Surroundings) -> int | None:
+def peak_of(source: str, inputs: Mapping[str, int], around: AroundGraph) -> int | None:
     """Return the most bytes that exist at once while the code of a graph runs; None for code of another form.
 
     inputs : bytes of those that the graph is the last to hold, by name
@@ -72,7 +72,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 class _Count:
     """The tensors that exist, by the names that refer to them."""
 
-    def __init__(self, inputs: Mapping[str, int], around: Surroundings, statements: Sequence[ast.stmt]) -> None:
+    def __init__(self, inputs: Mapping[str, int], around: AroundGraph, statements: Sequence[ast.stmt]) -> None:
         self._around = around
         self._nbytes: dict[int, int] = {}
         owners: dict[str, int] = {}

@@ -15,7 +15,7 @@ from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.counted import Surroundings
+from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
@@ -62,7 +62,7 @@ class JointReader:
         """Return the indices of nodes by their names."""
         return frozenset(index for index, node in enumerate(self.nodes) if node.name in names)
 
-    def surroundings(self, step: RegionStep, found: RegionEvaluation) -> Surroundings:
+    def surroundings(self, step: RegionStep, found: RegionEvaluation) -> AroundGraph:
         """Return what the code of the backward graph of a choice does not say."""
         operators = step.operators
         kept = {operators[index].owner for index in step.returned}
@@ -80,7 +80,7 @@ class JointReader:
                 mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
                 key = name_of(node), sum(each.nbytes for each in mine)
                 workspaces[key] = max(workspaces.get(key, 0), self._costs.measured(node).workspace)
-        return Surroundings(
+        return AroundGraph(
             sum(operators[owner].nbytes for owner in kept if owner not in found.held),
             {self.nodes[index].name for index in found.saved if operators[index].owner in kept},
             {

@@ -22,13 +22,13 @@ from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
-from actstore.compiled.counted import Surroundings, peak_of
+from actstore.compiled.counted import AroundGraph, peak_of
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
 
-FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where nobody counts what was compiled
+FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where the code is not counted
 LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
 APART_SHARE = 1 / 256  # of the budget
 REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
@@ -38,7 +38,7 @@ Graphs = tuple[GraphModule, GraphModule]
 
 @dataclass
 class Attempts:
-    """What a compiler has made of earlier plans of a region.
+    """Figures of earlier plans of a region in the code of a compiler.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Attempts:
 
 
 class OverBudgetError(Exception):
-    """What the compiler wrote needs more bytes than its plan."""
+    """The compiler wrote code that needs more bytes than the budget."""
 
 
 class BudgetPartition:
@@ -62,7 +62,7 @@ class BudgetPartition:
     budget : most bytes that the region may allocate in a step
     names : of its nodes
     fuses : whether the compiler behind fuses operators
-    attempts : of a compiler whose code is counted; None for others
+    attempts : of a compiler whose code is counted; None for any other compiler
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class BudgetPartition:
         self._names = names
         self._fuses = fuses
         self._attempts = attempts
-        self._around: Surroundings | None = None
+        self._around: AroundGraph | None = None
         self._predicted = self._counted = 0
 
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> Graphs:
@@ -146,7 +146,7 @@ class BudgetPartition:
         graphs[1].recompile()
         return graphs
 
-    def _set_plan(self, plan: GraphPlan, around: Surroundings) -> None:
+    def _set_plan(self, plan: GraphPlan, around: AroundGraph) -> None:
         self.plan, self._around, self._predicted = plan, around, plan.predicted_peak
         self.saved_plan.update(plan.to_dict())
 

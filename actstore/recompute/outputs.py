@@ -179,7 +179,7 @@ def can_wait(output: Any) -> bool:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, or without the gaps where they are large. It is no inference tensor."""
+    """Return a copy with the same strides, or without the gaps where they are large. Inference mode is off for it."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)

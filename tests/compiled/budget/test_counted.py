@@ -6,12 +6,12 @@ from textwrap import dedent
 
 import pytest
 
-from actstore.compiled.counted import Surroundings, peak_of
+from actstore.compiled.counted import AroundGraph, peak_of
 
-ALONE = Surroundings(0, frozenset(), {}, lambda nbytes: nbytes, {}, {})
+ALONE = AroundGraph(0, frozenset(), {}, lambda nbytes: nbytes, {}, {})
 
 
-def peak(body: str, around: Surroundings = ALONE, **inputs: int) -> int | None:
+def peak(body: str, around: AroundGraph = ALONE, **inputs: int) -> int | None:
     lines = dedent(body).strip().splitlines()
     source = "class Runner:\n    def call(self, args):\n" + "".join(f"        {line}\n" for line in lines)
     return peak_of(source, inputs, around)
