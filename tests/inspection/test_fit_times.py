@@ -112,6 +112,15 @@ def test_copies_run_beside_compute_or_not(monkeypatch):
     assert rows["raw @ disk"].ms == pytest.approx((max(compute, copies), compute + copies), rel=0.01)
 
 
+def test_bytes_do_not_depend_on_the_time_that_a_dry_step_takes(monkeypatch):
+    device = replace(PRODUCTS, links=Links(out=1e6, back=1e6))
+    usual = rows_on(monkeypatch, device, make_mlp, ["raw @ disk"], blocks=64)["raw @ disk"]
+    monkeypatch.setattr("actstore.transfer.timekeeper.LATE_NS", -1)  # as if other processes had the core in each wait
+    assert (
+        rows_on(monkeypatch, device, make_mlp, ["raw @ disk"], blocks=64)["raw @ disk"].most_bytes == usual.most_bytes
+    )
+
+
 def test_host_memory_is_outside_of_a_gpu(monkeypatch):
     exact_shares(monkeypatch)
     gpu = replace(PRODUCTS, links=Links(out=1e6, back=1e6))

@@ -172,7 +172,7 @@ class DryTier(Tier):
     def _copy(self, nbytes: int, *, back: bool) -> Ticket:
         if self._work is not None:
             self._work.copy(self.name, nbytes, back=back)
-        copy = _LateCopy()
+        copy = _LateFetch() if back else _LateCopy()
         self._queue.append((copy, nbytes))
         self._nbytes += nbytes
         while self._nbytes > self._late_nbytes:
@@ -209,6 +209,17 @@ class _LateCopy(Ticket):
 
     def result(self) -> None:
         self._ended = True
+
+
+class _LateFetch(_LateCopy):
+    """A copy back, which is there when someone asks.
+
+    A wait of no time would count as one for a late copy where another process has the core meanwhile, and the store
+    would fetch more bytes ahead from then on.
+    """
+
+    def ready(self) -> bool:
+        return True
 
 
 def _nothing() -> None:
