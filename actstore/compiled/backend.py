@@ -53,7 +53,7 @@ class GraphBackend:
             warnings.warn(f"compiled without the store's policy: {reason}.", RuntimeWarning, stacklevel=2)
             return self._compile(graph, inputs, mode, options, None, "")
         from actstore.compiled.partition import Partitioner
-        from actstore.compiled.within import Attempts
+        from actstore.compiled.within import Attempts, OverBudgetError
 
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph)
@@ -70,15 +70,13 @@ class GraphBackend:
             try:
                 with torch._functorch.config.patch({"donated_buffer": False} | ({_BOTH: True} if counts else {})):
                     compiled = self._compile(graph, inputs, mode, options, partitioner, f"{digest}{number or ''}")
-            except Exception:
-                if within is None or not (within.refusal or within.is_over):
+                break
+            except Exception as error:
+                if within is not None and within.refusal:
+                    return partial(_refuse, within.refusal)  # Dynamo would replace an error of now by one of its own
+                if again is None or not isinstance(error, OverBudgetError):
                     raise
-            if within is None or not (within.refusal or within.is_over):
-                break  # PyTorch goes on where backward does not compile
-            if within.refusal:
-                return partial(_refuse, within.refusal)  # Dynamo would replace an error of now by one of its own
-            assert again is not None
-            graph = GraphModule(again, deepcopy(again.graph))
+                graph = GraphModule(again, deepcopy(again.graph))
         return accounted(compiled, self._rules.target, partitioner.find)
 
     @property

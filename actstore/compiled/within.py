@@ -70,7 +70,6 @@ class BudgetPartition:
     saved_plan : the same for PyTorch's caches
     refusal : the error of a budget that is too small; None for no error
     apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
-    is_over : whether the compiler wrote what needs more than the budget
     """
 
     def __init__(self, budget: int, names: NodeNames, *, fuses: bool, attempts: Attempts | None = None) -> None:
@@ -78,7 +77,6 @@ class BudgetPartition:
         self.saved_plan: dict[str, Any] = {}
         self.refusal: CapacityError | None = None
         self.apart: int | None = None
-        self.is_over = False
         self._budget = budget
         self._names = names
         self._fuses = fuses
@@ -174,7 +172,6 @@ class BudgetPartition:
             self.plan = replace(plan, predicted_peak=self._counted)
             self.saved_plan["predicted_peak"] = self._counted
             return
-        self.is_over = True
         attempts.ratio = max(attempts.ratio, self._counted / self._predicted)
         if attempts.only_least:
             self.refusal = self._refused(ceil((1 + LEAST_MARGIN) * self._counted))
