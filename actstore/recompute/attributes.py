@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
 from actstore.model.names import is_of_torch
@@ -149,16 +150,20 @@ class AttributeStates:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         now = [(module, entries := vars(module).copy(), _containers(entries)) for module, _, _ in self._before]
+        since = RemovableHandle.next_id
         try:
             _restore(self._before)
             yield
         finally:
+            for module, _, _ in now:
+                _remove_hooks(vars(module), since)
             _restore(now)
 
     @contextmanager
     def _rewound(self) -> Iterator[None]:
         values = [(entries, name, entries.get(name, _ABSENT)) for entries, name, _, _ in self._changes]
         contents: list[tuple[Any, Any]] = []
+        since = RemovableHandle.next_id
         try:
             for entries, name, was, version in self._changes:
                 is_other = isinstance(was, Tensor) and was._version != version
@@ -174,8 +179,10 @@ class AttributeStates:
             yield
         finally:
             for value, content in reversed(contents):
+                _remove_hooks(value, since)
                 _fill(value, content)
             for entries, name, now in values:
+                _remove_hooks(entries.get(name), since)
                 _put(entries, name, now)
 
 
@@ -318,6 +325,16 @@ def _restore(states: Iterable[tuple[Module, dict[str, Any], list[tuple[str, Any,
         for _, value, content in containers:
             if not _same_content(value, content):
                 _fill(value, content)
+
+
+def _remove_hooks(value: Any, since: int) -> None:
+    """Remove each hook whose handle is about to be dropped, if it is not older than the handle with number `since`."""
+    if type(value) in _CONTAINERS:
+        for part in value.values() if isinstance(value, dict) else value:
+            _remove_hooks(part, since)
+    elif isinstance(value, RemovableHandle):
+        if all(handle.id >= since for handle in getattr(value, "handles", (value,))):  # a hook on several tensors has some
+            value.remove()
 
 
 def _put(entries: dict[str, Any], name: str, value: Any) -> None:

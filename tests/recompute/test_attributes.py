@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from actstore import ActivationStore
 from actstore.errors import StateError
@@ -312,3 +313,46 @@ def test_buffers_over_one_memory_are_refused_unless_they_get_the_same_again():
             with pytest.raises(StateError, match="first of a Halves"):
                 loss.backward()
         check_same(model[0].first, torch.full((WIDTH,), float(step)))
+
+
+class Watches(nn.Module):
+    """Hooks of a forward, whose handles wait in an attribute and in a list until they are removed."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.inner, self.reads = nn.Linear(WIDTH, WIDTH), reads
+        self.handle, self.handles, self.seen = None, [], []
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        self.handle = self.inner.weight.register_hook(lambda grad: self.seen.append("weight"))
+        self.handles.append(register_multi_grad_hook((x, y), lambda grads: self.seen.append("both")))
+        if self.reads:  # it runs again here
+            assert y.grad_fn._saved_result.shape == y.shape
+        return y * y
+
+    def remove(self):
+        for handle in (self.handle, *self.handles):
+            handle.remove()
+        self.handles.clear()
+
+
+@pytest.mark.parametrize("policy", ["keep", *RECOMPUTE])
+@pytest.mark.parametrize("reads", [False, True])
+def test_hooks_of_a_second_run_are_removed(policy, reads):
+    """Its handles are dropped with the attributes that it has set: hooks of a weight would stay for ever."""
+    model = nn.Sequential(Watches(reads), Watches(False))
+    with gc_off():
+        store = ActivationStore(model, f"[0-9] : {policy}", min_bytes=0)
+        for _ in range(2):
+            with store:
+                loss = model(torch.randn(4, WIDTH, requires_grad=True)).sum()
+            loss.backward()
+            for watching in model:
+                assert sorted(watching.seen) == ["both", "weight"]
+                watching.remove()
+                watching.seen.clear()
+                assert not watching.inner.weight._backward_hooks
+        del loss
+        check_drained(store)
+        store.close()
