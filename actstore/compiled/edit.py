@@ -7,9 +7,11 @@ payload, and decoded before its first use in backward.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -62,6 +64,7 @@ class Editor:
     ----------
     num_outputs : outputs of the forward graph that the region returns
     decompositions : of operators that the compiler behind takes apart
+    last_channels : nodes of the forward graph whose images the compiler keeps with the channels last in memory
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Editor:
         boundary: Boundary,
         num_outputs: int,
         decompositions: Decompositions,
+        last_channels: Set[Node] = frozenset(),
     ) -> None:
+        self._last_channels = last_channels
         self._forward = forward.graph
         self._backward = backward.graph
         self._modules = (forward, backward)
@@ -147,7 +152,10 @@ class Editor:
 
     def _encode(self, source: Node, codec: Codec, tiers: tuple[str, ...], before: Node) -> GraphPayload:
         """Encode a node of the forward graph; the backward graph gets placeholders before the node `before`."""
-        form, encoding, decoding = self._trace(codec, tiers, source.meta["val"])
+        value = source.meta["val"]
+        if source in self._last_channels:  # groups in the order of memory, or each loop would transpose
+            value = value.contiguous(memory_format=torch.channels_last)
+        form, encoding, decoding = self._trace(codec, tiers, value)
         sections = splice(self._forward, encoding, [source], self._after_uses(source))
         reads = [
             add_placeholder(self._backward, f"{source.name}_payload_{number}", section, before)

@@ -11,6 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.plan import GraphPlan
+from actstore.compiled.channels import channels_last_nodes
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
 from actstore.compiled.names import NodeNames
@@ -58,6 +59,7 @@ class Partitioner:
         self._rules = rules
         self._names = names
         self._decompositions = decompositions
+        self._fuses = fuses
 
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         metadata = metadata_of_partition()
@@ -84,7 +86,8 @@ class Partitioner:
             active=_active(given, metadata),
             static=_static(given, options.get("static_lifetime_input_indices")),
         )
-        editor = Editor(forward, backward, boundary, num_outputs, self._decompositions())
+        last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
+        editor = Editor(forward, backward, boundary, num_outputs, self._decompositions(), last_channels)
         self.table = editor.apply(treatments, self._rules)
         if metadata is not None:
             attach(metadata, self.table)

@@ -113,3 +113,6 @@ def test_groups_take_as_few_dimensions_as_they_need() -> None:
     grouping, _ = group_tensor(torch.empty(3, 50), 128)
     assert grouping is not None
     assert (grouping.lead, grouping.tail, grouping.fill) == (0, (3, 50), 106)
+    image, _ = group_tensor(torch.empty(2, 128, 6, 5).contiguous(memory_format=torch.channels_last), 128)
+    assert image is not None
+    assert (image.dims, image.lead, image.tail) == ((0, 2, 3, 1), 2, (5, 128)), "no payload of four dimensions"

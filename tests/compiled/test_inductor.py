@@ -14,6 +14,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from actstore import ActivationStore
+from actstore.compiled import partition
+from actstore.compiled.channels import channels_last_nodes
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import AttentionNet, Convolutions, Mlp, ReluNet, compiled, error, gradients, make, plain
 
@@ -43,6 +45,31 @@ def test_int8_and_keep(kind: type[nn.Module]) -> None:
     report = store.report()
     assert report.stored_bytes > 0
     assert report.held_bytes < 0.55 * report.saved_bytes
+
+
+def test_images_are_encoded_in_the_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor lays them out with the channels last. Loops that encode rows would transpose them."""
+    found: list[set[Any]] = []
+
+    def watched(forward: torch.fx.GraphModule) -> set[Any]:
+        found.append(channels_last_nodes(forward))
+        return found[-1]
+
+    monkeypatch.setattr(partition, "channels_last_nodes", watched)
+    for policy in ("int8", "raw @ disk"):
+        torch._dynamo.reset()
+        wanted = plain(Convolutions, backend="inductor")
+        torch._dynamo.reset()
+        model, x, store = compiled(Convolutions, policy, backend="inductor")
+        assert error(gradients(model, x, store), wanted) <= 0.02 * (policy != "raw @ disk")
+        assert any("relu" in node.name for node in found[-1])
+    torch._dynamo.reset()
+    gradients(*compiled(Mlp, "int8", backend="inductor"))
+    assert found[-1] == set()
+    count = len(found)
+    torch._dynamo.reset()
+    gradients(*compiled(Convolutions, "int8"))
+    assert len(found) == count, "no compiler turns them"
 
 
 def figures(store: ActivationStore) -> list[Any]:

@@ -11,6 +11,9 @@ from torch import Tensor
 from actstore.base.layout import layout_of
 from actstore.compiled.formats.sizes import hint
 
+MAX_IMAGE_LEAD = 3  # dimensions of an image in front of its groups: Inductor takes four for an image, and turns them
+_CHANNELS_LAST = 0, 2, 3, 1
+
 
 @dataclass(frozen=True)
 class Grouping:
@@ -87,6 +90,6 @@ def group_tensor(tensor: Tensor, group: int) -> tuple[Grouping | None, str]:
         if not isinstance(size, int):
             return None, "a size that changes from run to run stands inside of its groups"
         tail.insert(0, size)
-        if prod(tail) % group == 0:
+        if prod(tail) % group == 0 and (dims != _CHANNELS_LAST or lead < MAX_IMAGE_LEAD):
             break
     return Grouping(dims, len(dims) - len(tail), tuple(tail), group), ""
