@@ -53,6 +53,17 @@ def test_predicted_peak_with_a_disk_is_that_of_steps_whose_copies_were_late(name
     assert abs(fit_step(make_step, ["raw @ disk"]).rows[1].peak_bytes / found - 1) <= DISK_TOLERANCE
 
 
+def test_a_reshape_that_copies_counts_one_copy():
+    """PyTorch copies, and takes a view of the copy that its schema does not tell."""
+
+    def make_step():
+        model, x = Mlp(8), torch.ones(1 << 20, 2, 8)
+        return model, lambda: model(x.transpose(0, 1).reshape(2, -1)[:, :8]).mean()
+
+    found = fit_step(make_step, []).rows[0].peak_bytes
+    assert found <= (1 + TOLERANCE) * measured(make_step)
+
+
 def test_memory_that_a_payload_lends_to_a_tensor_counts_once():
     """Tensors over a payload's bytes counted beside them: by 18 % of a step with all payloads on disk."""
     make_step = maker("llama", layers=1)
