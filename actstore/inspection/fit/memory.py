@@ -99,7 +99,7 @@ class LiveMemory:
         nbytes : more than 0
         """
         storage = self.empty(nbytes, "payloads")
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]  # as Tensor.set_ allows
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         key, address = storage._cdata, storage.data_ptr()
         self._sizes[key] = self._sizes[key]._replace(address=address)
         self._lent[address] = key
