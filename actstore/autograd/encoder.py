@@ -10,9 +10,9 @@ from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
 
 from actstore.autograd.deciders import caller, is_reader
-from actstore.autograd.handles import Stored
+from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.protect import TRANSPARENT
-from actstore.autograd.regions import is_whole, region_of
+from actstore.autograd.regions import exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import Precedent
 from actstore.base.called import calls_one_operator
@@ -93,8 +93,24 @@ class Encoder:
         self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
         return None
 
-    def defer(self, handle: Stored, codec: Codec, tiers: tuple[str, ...]) -> None:
-        """Encode the tensor of `handle` when the node that runs has ended."""
+    def excluded(self, account: Account, key: int, alone: str) -> str:
+        """Return the reason why a tensor is exact while the site `alone` is lossy; empty for one of that site."""
+        owners = [weak() for weak in self._storages.stored.get(key, ())]  # sites that read its payload are lossy, too
+        sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
+        return "" if any(str(site) == alone for site in sites) else f"only {alone} is lossy now"
+
+    def defer(self, handle: Stored, kept: Kept, codec: Codec, tiers: tuple[str, ...], *, allow: bool) -> None:
+        """Encode a tensor without a gradient when the node that runs has ended.
+
+        An operator may still write to it, as to the noise of rrelu.
+
+        Parameters
+        ----------
+        kept : the tensor itself, until then
+        allow : whether it may change before backward: then its values of now are encoded
+        """
+        handle.alias = kept
+        handle.snapshot = exact_copy(kept.alias) if allow else None
         self.unsettled.append((ref(handle), codec, tiers))
         self.unsettled_nr = _get_sequence_nr()
 
@@ -138,12 +154,22 @@ class Encoder:
 _ANY_CODE = calls_one_operator.__code__  # it saves nothing: each call is looked at
 
 
-def set_precedent(handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route) -> None:
-    """Let the next tensor of a site follow the tensor that was just encoded."""
-    if not producer or producer in TRANSPARENT or empty.is_complex():
+def set_precedent(
+    handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route | tuple[Codec, Note]
+) -> None:
+    """Let the next tensor of a site follow the tensor that was just encoded.
+
+    route : that it took. For a tensor without a gradient, which is encoded when its node has ended, codec and note
+    """
+    codec, _, protected, _ = target
+    if isinstance(route, tuple):
+        alike = codec.lossless or protected or not codec.accepts(empty.dtype)  # whatever operator saves it
+    else:
+        alike = producer != "" and producer not in TRANSPARENT and route.codec in (codec, codec.keeping_signs)
+    if not alike or empty.is_complex():
         return
     code, at = None, 0
-    if not target[0].lossless:
+    if producer and not codec.lossless:
         frame = caller()
         if "Norm" in producer or frame is None or is_reader(frame):
             return

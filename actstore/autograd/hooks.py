@@ -28,7 +28,7 @@ from actstore.autograd.originals import return_originals
 from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
-from actstore.autograd.regions import exact_copy, is_whole
+from actstore.autograd.regions import is_whole
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
 from actstore.autograd.unpack import COMPILER, Handle, turns, unpack
 from actstore.autograd.verdict import Facts, judge, note_of, why_unfit, why_unstorable
@@ -218,17 +218,16 @@ class Scope:
         """Return the handle of a tensor whose target is a codec, by the verdict on it."""
         tensor, frame, _, key, storage, nbytes, outer = saved
         codec, tiers, protected, account.decision = target
-        reason, whole = why_unstorable(tensor, in_backward=_current_graph_task_id() != -1), False
-        if not reason:
-            whole = is_whole(tensor, nbytes)
-            reason = "" if whole else why_unfit(tensor, nbytes, self._min_nbytes)
+        reason = why_unstorable(tensor, in_backward=_current_graph_task_id() != -1)
+        whole = not reason and is_whole(tensor, nbytes)
+        reason = reason if reason or whole else why_unfit(tensor, nbytes, self._min_nbytes)
         if not reason and self._looked == MAX_NODES_INSPECTED:
             reason = f"one of more than {MAX_NODES_INSPECTED} in one forward"
         if reason:
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
-        excluded = "" if self._alone is None else self._excluded(account, key)
+        excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
         facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
         reason = verdict.reason
@@ -257,19 +256,19 @@ class Scope:
             if own is None:
                 return handle
             codec = own
+        alike = whole and outer is None and target is frame.follows
         if facts.producer or known.requires_grad:
             route = self._encoder.encode(handle, tensor, storage, whole, codec, tiers)
             if route is None:
                 return self._keep(tensor, account, key, storage, Note.no_room(tiers))
             if self._sharing.over:
                 self._go_on()
-            if whole and outer is None and target is frame.follows and codec in (target[0], target[0].keeping_signs):
+            if alike:
                 set_precedent(handle, target, facts.producer, nbytes, empty, route)
             return handle
-        # An operator may still write to a tensor that it saves without a gradient (rrelu's noise): wait one node.
-        handle.alias = self._keep(tensor, account, key, storage)
-        handle.snapshot = exact_copy(tensor) if allow else None
-        self._encoder.defer(handle, codec, tiers)
+        if alike and reason is not COMPILED:
+            set_precedent(handle, target, "", nbytes, empty, (codec, account.note))
+        self._encoder.defer(handle, self._keep(tensor, account, key, storage), codec, tiers, allow=allow)
         return handle
 
     def _follow(
@@ -298,11 +297,17 @@ class Scope:
         ):
             return None
         node: Any = tensor.grad_fn
-        if node is None or node.name() != producer:
+        if ("" if node is None else node.name()) != producer or (not producer and tensor.requires_grad):
             return None
-        self._looked += 1
         account.decision = target[3]
-        handle = Stored(tensor, account, shape, stride, empty, self.allows_mutation())
+        allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
+        handle = Stored(tensor, account, shape, stride, empty, allow)
+        if node is None:
+            codec, note = route
+            account.note = note or account.note
+            self._encoder.defer(handle, self._keep(tensor, account, key, storage), codec, target[1], allow=allow)
+            return handle
+        self._looked += 1
         saved = self.tracker.saved_nbytes(key, storage)
         weak = self._store.put(handle, tensor, route, saved, self._forward)
         if weak is None:
@@ -350,12 +355,6 @@ class Scope:
         target = target_of(self._policy(site, Spec.of(tensor)))
         self._looked += looked if target is None else max(looked - 1, 0)  # the first node is looked at again
         return account, target
-
-    def _excluded(self, account: Account, key: int) -> str:
-        """Return the reason why a site is exact while another one alone is lossy; empty for that one."""
-        owners = [weak() for weak in self.storages.stored.get(key, ())]  # sites that read its payload are lossy, too
-        sites = [account.site, *(owner.account.site for owner in owners if owner is not None)]
-        return "" if any(str(site) == self._alone for site in sites) else f"only {self._alone} is lossy now"
 
     def follow(self, policy: Policy, places: dict[Module, ModuleSites]) -> None:
         """Apply another policy to tensors that are saved from now on."""

@@ -66,7 +66,10 @@ class Storages:
         if key in self.counted:
             return 0
         self.counted.add(key)
-        self.meet(key, storage)
+        if key not in self.met:  # as `meet`, without a call
+            hold_weak(storage)
+            self._held.append(key)
+            self.met.add(key)
         return storage.nbytes()
 
     def meet_small(self, small: dict[int, int]) -> bool:

@@ -32,7 +32,6 @@ from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
 from actstore.codecs import Codec, Raw
 from actstore.policy import Decision, Derive, Encode, Keep, Offload
-from actstore.store.payload import Route
 
 SMALL_INDEX = -1  # of the account of all tensors of a module that are kept because they are small
 MAX_SMALL_PER_FRAME = 64  # small tensors
@@ -48,14 +47,14 @@ class Precedent(NamedTuple):
     """
 
     target: Target
-    producer: str  # the autograd node that returned it
+    producer: str  # the autograd node that returned it; empty for one without a gradient, such as a mask
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
-    route: Route
+    route: Any  # a Route; of a tensor without a gradient, which is encoded when its node has ended, codec and note
     code: CodeType | None  # of the function that called the operator; None for a lossless codec
     at: int  # the instruction of that call
 

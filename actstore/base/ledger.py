@@ -258,13 +258,14 @@ class Ledger:
         They belong to `account`, or to no account. `work` names their use, as in `Transient`.
         """
         most = self._held + transient  # or less: some owners may have died since the last booking
-        if (
-            most <= self.peak
-            and most <= self.budget.limit
-            and transient <= self._transient
-            and (account is None or account.held + transient <= account.peak)
-        ):
-            return
+        if most <= self.peak and most <= self.budget.limit and transient <= self._transient:
+            if account is None or account.held + transient <= account.peak:
+                return
+            if not self.gone:
+                with self._lock:
+                    if (now := account.held + transient) > account.peak:
+                        account.peak = now
+                return
         if not self.fits(transient):
             self.budget.make_room(transient)
         with self._lock:

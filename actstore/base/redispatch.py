@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.autograd.graph import _CloneArgBeforeMutateMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 
 from actstore.base.called import operator_name
 
@@ -78,11 +85,19 @@ def redispatch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     keys = _restored(operator, caller)
     if keys is not None:
         with _keys_added(keys):
-            return operator(*args, **kwargs)
-    result = operator(*args, **kwargs)
+            return _call(operator, args, kwargs)
+    result = _call(operator, args, kwargs)
     if operator is _POOL and _is_max_pool1d(args[0]):
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in result)
     return result
+
+
+def _call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator. In a composition, PyTorch's mode for saved tensors that change sees the whole alone."""
+    if _thread.excluded is not None and isinstance(_get_current_dispatch_mode(), _CloneArgBeforeMutateMode):
+        with _pop_mode_temporarily():  # it refuses tensors of inference mode, and nothing is saved there
+            return operator(*args, **kwargs)
+    return operator(*args, **kwargs)
 
 
 @contextmanager

@@ -114,11 +114,19 @@ class JobTicket(Ticket):
         self._jobs = jobs
         self._copies = copies
         self._pid = os.getpid()
+        self._ended = False
 
     def ready(self) -> bool:
-        if self._pid != os.getpid():
+        if self._ended:
             return True
-        return all(job.done() for job in self._jobs) and all(copy.ready() for copy in self._copies)
+        for job in self._jobs:
+            if not job.done():
+                return self._pid != os.getpid()
+        for copy in self._copies:
+            if not copy.ready():
+                return self._pid != os.getpid()
+        self._ended = True
+        return True
 
     def wait_on(self, stream: Any) -> None:
         self._finish_jobs()

@@ -106,13 +106,15 @@ class JointReader:
         of_split = name == GETITEM and name_of(node.all_input_nodes[0]) in SPLITS
         view = name in VIEWS or of_split or not isinstance(value, Tensor)
         fused = self._is_fused(node)
-        cost = Cost(0.0) if name in VIEWS or name == GETITEM else self._cost(node, fused=fused)
+        none = name in VIEWS or name == GETITEM
+        cost = Cost(0.0) if none else self._cost(node, fused=fused)
         nbytes, taken = (0, 0) if name in VIEWS or of_split else self._nbytes(node)
         return Operator(
             inputs,
             self._places[root_of(node)],
             nbytes,
             cost.ms,
+            self._costs.by_bytes(node).ms if fused and not none else 0.0,
             workspace=cost.workspace + (taken if cost.workspace else 0),
             view=view,
             fused=fused,
@@ -147,7 +149,7 @@ class JointReader:
         tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         if not tensors:
             return Cost(0.0)
-        return self._costs.by_bytes(node) if fused else self._costs.measured(node)
+        return self._costs.computed(node) if fused else self._costs.measured(node)
 
     def _nbytes(self, node: Node) -> tuple[int, int]:
         """Return the bytes of a result; of several results those that no node takes out, and those that nodes do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import ceil
@@ -31,6 +31,7 @@ from actstore.errors import CapacityError, ConfigError
 FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where the code is not counted
 LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
 APART_SHARE = 1 / 256  # of the budget
+SHARES = 0.9, 0.5  # of saved bytes: PyTorch's partitioner then recomputes what it else takes for too expensive
 REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
 
 Graphs = tuple[GraphModule, GraphModule]
@@ -44,10 +45,12 @@ class Attempts:
     ----------
     ratio : the most of the bytes of what it wrote over those of the plan
     only_least : whether the plan of the least memory is the only one left
+    ladder : the step of the region, and its choices
     """
 
     ratio: float = 1.0
     only_least: bool = False
+    ladder: tuple[RegionStep, PlanLadder] | None = None
 
 
 class OverBudgetError(Exception):
@@ -109,7 +112,13 @@ class BudgetPartition:
         if self._needed(found) <= self._budget and not only_least:
             self._set_plan(self._plan(found, found, 0, "", ()), reader.surroundings(step, found))
             return plain
-        ladder = ladder_of(step, saved)
+        known = None if attempts is None else attempts.ladder
+        if known is not None and known[0] == step:
+            ladder = known[1]
+        else:
+            ladder = ladder_of(step, saved, [reader.indices(names) for names in _shares(joint, inputs, options)])
+        if attempts is not None:
+            attempts.ladder = step, ladder
 
         def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
@@ -238,6 +247,14 @@ class BudgetPartition:
 
 def _copied(joint: GraphModule) -> GraphModule:
     return GraphModule(joint, deepcopy(joint.graph))
+
+
+def _shares(joint: GraphModule, inputs: Any, options: dict[str, Any]) -> Iterator[set[str]]:
+    """Yield what PyTorch's partitioner saves under budgets of its own, which are shares of the saved bytes."""
+    for share in SHARES:
+        with config.patch(activation_memory_budget=share):
+            forward, _ = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
+        yield _saved_names(forward, options["num_fwd_outputs"])
 
 
 def _marked(joint: GraphModule, reader: JointReader, rung: Rung) -> GraphModule:

@@ -53,8 +53,8 @@ class StoreObservers:
 
     Attributes
     ----------
-    are_active : whether this step verifies, traces, measures or samples codecs
-    samples : whether this step is sampled
+    are_active : whether this step verifies, traces or measures all codecs
+    samples : whether it samples lossy ones
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StoreObservers:
         AccuracyError : the last sampled payloads lost more than the limit
         """
         self.samples = self._sampler is not None and self._sampler.start(step)
-        self.are_active = self._verify or self.samples or self.trace is not None or self.gauge is not None
+        self.are_active = self._verify or self.trace is not None or self.gauge is not None
         self.end_backward()
 
     def around(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:

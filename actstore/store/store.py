@@ -120,8 +120,9 @@ class Store:
         if ledger.gone:
             ledger.settle()  # so that the pool can reuse the buffers of payloads that died
         key = (entry.key or self._next_key(account)) if route.keyed else 0
-        if self.observers.are_active:
-            bound = self.observers.around(bound, route.codec, account, route.place)
+        observers = self.observers
+        if observers.are_active or (observers.samples and not route.codec.lossless):
+            bound = observers.around(bound, route.codec, account, route.place)
         entry.store = self
         entry.codec = route.codec
         entry.bound = bound

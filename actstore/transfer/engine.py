@@ -392,6 +392,8 @@ class Engine:
 
     def _tidy(self) -> None:
         """Process the drops, returns and copies since the last call. The caller holds the lock."""
-        self._dropped.drain_locked()
-        self._returned.drain_locked()
+        if self._dropped.queue:
+            self._dropped.drain_locked()
+        if self._returned.queue:
+            self._returned.drain_locked()
         self._traffic.tidy()

@@ -86,8 +86,10 @@ class TransferRun(Generic[B]):
 
     def number(self, site: int, nbytes: int) -> int:
         """Return the serial number of the next payload, which is saved at `site`."""
-        self.recall(site)
         own = self._own
+        if not own.signs or not self.berths:
+            self.recall(site)
+            own = self._own
         serial = len(own.signs)
         sign = hash((own.signs[-1] if serial else 0, site))
         own.signs.append(sign)

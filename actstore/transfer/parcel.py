@@ -100,12 +100,6 @@ class Parcel:
         """Return whether all its payloads are dead."""
         return self.state is ParcelState.DROPPED
 
-    def waits(self) -> bool:
-        """Return whether it is on the device although its tier has it, or is about to, and no thread reads it."""
-        return (
-            self.state not in (ParcelState.RESIDENT, ParcelState.DROPPED) and self.slot is not None and not self.users
-        )
-
     def wanted(self) -> bool:
         """Return whether backward is expected to ask for it next, or has begun to read it."""
         return any(berth.reads or self.run.expects(berth.serial) for berth in self.unread)

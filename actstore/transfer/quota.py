@@ -13,6 +13,10 @@ from actstore.transfer.window import FlightWindow, Lookahead
 BOUND_DIVISOR = 3  # a third of the bytes that forwards move may wait on the device
 MIN_BOUND_NBYTES = 4 * 2**20  # less frees little memory, and its many small copies cost time
 
+_AWAY = ParcelState.RESIDENT, ParcelState.DROPPED
+_LEAVING = ParcelState.OPEN, ParcelState.OFFLOADING
+_BACK = ParcelState.FETCHING, ParcelState.READY
+
 
 class Quota:
     """Counts and bounds of the parcels on the device that a tier has or is about to have. Not thread-safe.
@@ -98,10 +102,11 @@ class Quota:
 
         An interrupt comes after a call: all is counted, or nothing, and then the next time.
         """
-        window = self.window(parcel.tier)
-        waits = parcel.capacity if parcel.waits() else 0
-        leaves = parcel.capacity if parcel.state in (ParcelState.OPEN, ParcelState.OFFLOADING) else 0
-        ahead = waits if parcel.state in (ParcelState.FETCHING, ParcelState.READY) else 0
+        window = self.windows.get(parcel.tier) or self.window(parcel.tier)
+        state, nbytes = parcel.state, parcel.capacity
+        waits = 0 if state in _AWAY or parcel.slot is None or parcel.users else nbytes
+        leaves = nbytes if state in _LEAVING else 0
+        ahead = waits if state in _BACK else 0
         self.nbytes += waits - parcel.waiting_nbytes
         self.lookahead.nbytes += ahead - parcel.ahead_nbytes
         parcel.run.ahead_nbytes += ahead - parcel.ahead_nbytes

@@ -195,6 +195,16 @@ def tagged(model: Model) -> Tensor:
     return at_site(model, tag(leaf() * 2, "mine"))
 
 
+def scaled(values: Tensor) -> Callable[[Model], Tensor]:
+    """Saves a tensor that needs no gradient alone."""
+    return lambda model: model.site(torch.mul, values, leaf() * 2)
+
+
+def masked(*shape: int) -> Callable[[Model], Tensor]:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) > 0.5
+    return lambda model: model.site(torch.masked_fill, leaf(*shape) * 2, mask, 0.5)
+
+
 def square_or_clamp(x: Tensor, clamps: bool) -> Tensor:
     return x.clamp(0) if clamps else x.square()
 
@@ -235,6 +245,11 @@ CASES = {
     "tagged": Case(doubled, tagged, "*/mine : keep; * : raw"),
     "in a backward": Case(doubled, from_backward),
     "a leaf": Case(doubled, lambda model: at_site(model, leaf())),
+    "a leaf in place of a constant": Case(scaled(torch.ones(SHAPE)), lambda m: at_site(m, leaf()), "int8 @ host"),
+    "a result in place of a constant": Case(scaled(torch.ones(SHAPE)), doubled, "int8 @ host"),
+    "a constant in place of a result": Case(doubled, scaled(torch.ones(SHAPE)), "int8 @ host"),
+    "integers in place of a mask": Case(masked(8, 8), scaled(torch.ones(SHAPE, dtype=torch.uint8)), "int8 @ host"),
+    "another mask": Case(masked(8, 8), masked(4, 16), "int8"),
     "another producer": Case(doubled, lambda model: at_site(model, leaf(8, 8, 3).var(-1)), "int8"),
     "a reader that decides": Case(doubled, lambda model: model.site(leaky_relu, leaf() * 2), "int8"),
     "a reader that the same function calls": Case(
@@ -355,7 +370,7 @@ def test_each_condition_is_needed(condition, monkeypatch):
 def survives(case: Case) -> bool:
     try:
         return holds(case)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         return False
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # the first region with a mode would import it, and frames of the import hold tensors
 from torch import nn
+from torch.nn import functional as F
 
 from actstore import ActivationStore
 from tests.autograd.checks import check_drained, check_same, gc_off
@@ -151,3 +152,26 @@ def test_forwards_of_lossy_regions_have_the_bits_of_plain_training(name, policy,
 def test_conjugated_views_in_a_kernel(policy):
     torch.manual_seed(0)
     compare(Twice(Inverse), policy, nullcontext, exact=policy in EXACT)
+
+
+class Attends(nn.Module):
+    """Attention in inference mode, which writes in place to weights that it drops."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            seen = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return x * seen.clone().sum()
+
+
+@pytest.mark.parametrize("policy", EXACT)
+def test_the_mode_of_changed_tensors_sees_whole_compositions(policy):
+    """Parts of one, in inference mode, ended with an error of that mode."""
+    model, x = nn.ModuleDict({"layers": nn.Sequential(Attends())}), torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    found = []
+    for context in (nullcontext(), ActivationStore(model, policy, min_bytes=0)):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        with context, torch.autograd.graph.allow_mutation_on_saved_tensors():
+            model["layers"](leaf).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)

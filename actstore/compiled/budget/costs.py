@@ -1,4 +1,8 @@
-"""Times and working memory of the operators of a graph, each measured once on its device."""
+"""Times and working memory of the operators of a graph, each measured once on its device.
+
+A compiler runs elementwise operators in loops, whose time is that of the bytes that they write, and on a CPU also that
+of functions such as erf. An operator that writes nothing takes the latter alone.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from actstore.devices.cpu_memory import most_during
 RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
+CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
 
 class Cost(NamedTuple):
@@ -43,6 +48,19 @@ class Costs:
         """Return the time in which the device writes the node's results."""
         values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         return Cost(sum(hinted_nbytes(value) / _bytes_per_ms(value.device) for value in values))
+
+    def computed(self, node: Node) -> Cost:
+        """Return the time in which a loop computes the node's elements, without memory to read or to write."""
+        target, value = node.target, node.meta.get("val")
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or not isinstance(target, OpOverload):
+            return Cost(0.0)
+        if torch.Tag.pointwise not in target.tags:
+            return Cost(0.0)
+        leaves = tree_leaves((node.args, node.kwargs))
+        key = (target, *(leaf.meta["val"].dtype if isinstance(leaf, Node) else str(leaf) for leaf in leaves))
+        if key not in _known:
+            _known[key] = Cost(_of_chunk(target, node)) if perf_counter() < self._end else Cost(0.0)
+        return Cost(_known[key].ms * hint(value.numel()) / CHUNK)
 
     def measured(self, node: Node) -> Cost:
         """Return the cost of the node's operator alone, on tensors of its sizes."""
@@ -68,6 +86,27 @@ class Costs:
                 return Cost(ms, _workspace(lambda: target(*args, **kwargs), device))
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return None
+
+
+def _of_chunk(target: OpOverload[..., Any], node: Node) -> float:
+    """Return the ms of an elementwise operator on a chunk, beyond those of an addition."""
+    size = hint(node.meta["val"].numel())
+
+    def real(leaf: Any) -> Any:
+        value = leaf.meta["val"] if isinstance(leaf, Node) else leaf
+        if not isinstance(value, Tensor):
+            return hint(value) if isinstance(value, torch.SymInt) else value
+        count = CHUNK if hint(value.numel()) == size else 1
+        return torch.empty(count, dtype=value.dtype).fill_(0.5 if value.dtype.is_floating_point else 0)
+
+    with _disable_current_modes(), torch.no_grad():
+        args, kwargs = tree_map(real, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+        chunk = torch.ones(CHUNK)
+        try:
+            ms = _fastest(lambda: target(*args, **kwargs), chunk.device)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return 0.0
+        return max(0.0, ms - _fastest(lambda: chunk + 1, chunk.device))
 
 
 def _key(value: Any) -> Any:

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 
 
-def descend(step: RegionStep, start: RegionEvaluation) -> list[RegionEvaluation]:
-    """Return the choices on the way down from `start`, by their peaks.
+def descend(step: RegionStep, start: RegionEvaluation) -> Iterator[RegionEvaluation]:
+    """Yield `start`, and the choices on the way down from it.
 
     A tensor leaves where the peak falls, or stays while fewer bytes are held.
     """
-    found, way = start, list[RegionEvaluation]()
-    while True:
-        lower = next((each for each in _without_one(step, found) if _order(each) < _order(found)), None)
-        if lower is None:
-            return way
-        found = lower
-        way.append(found)
+    found: RegionEvaluation | None = start
+    while found is not None:
+        yield found
+        order = _order(found)
+        found = next((each for each in _without_one(step, found) if _order(each) < order), None)
 
 
 def _order(found: RegionEvaluation) -> tuple[int, int]:
@@ -35,7 +33,7 @@ def _without_one(step: RegionStep, found: RegionEvaluation) -> Iterator[RegionEv
 
     def price(owner: int) -> float:
         again = {each for index in owners[owner] for each in step.sources([index], found.saved - {index})}
-        return sum(operators[index].ms for index in again) / operators[owner].nbytes
+        return sum(operators[index].again_ms for index in again) / operators[owner].nbytes
 
     for owner in sorted((owner for owner in owners if operators[owner].nbytes), key=price):
         yield step.evaluate(found.saved.difference(owners[owner]))

@@ -69,10 +69,15 @@ class PlanLadder:
         return tuple(rung for rung in self.rungs if rung.evaluation.peak <= budget)
 
 
-def ladder_of(step: RegionStep, saved: Set[int]) -> PlanLadder:
-    """Return the choices of a region. `saved` are the tensors that PyTorch itself saves."""
+def ladder_of(step: RegionStep, saved: Set[int], others: Sequence[Set[int]] = ()) -> PlanLadder:
+    """Return the choices of a region.
+
+    saved : the tensors that PyTorch itself saves
+    others : of further partitions, from which choices may begin
+    """
     plain = step.evaluate(saved, loops=True)
-    found, cuts = [Rung((), (), plain)], cuts_of(step, plain)
+    begins = [step.evaluate(each) for each in dict.fromkeys((frozenset(saved), *map(frozenset, others)))]
+    found, cuts = [Rung((), (), plain)], [units for begin in (plain, *begins[1:]) for units in cuts_of(step, begin)]
     for units in cuts:
         points = min(MAX_POINTS, 2 * len(units) + 1)
         for point in pareto(chain_of(step, units), Limits(inf), points, time_limit=TIME_LIMIT_S, gap=GAP):
@@ -80,8 +85,13 @@ def ladder_of(step: RegionStep, saved: Set[int]) -> PlanLadder:
             found.append(Rung(units, choice, step.evaluate(wanted_by(units, choice)), point.solution))
     rungs = _unbeaten(found)
     below = rungs[:0:-1]  # the least memory first
-    for start in (step.evaluate(saved), *(rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)])):
+    starts = [rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)]]
+    passed = set[frozenset[int]]()
+    for start in (*begins, *starts):
         for lower in descend(step, start):
+            if lower.saved in passed:
+                break  # the remaining way is known
+            passed.add(lower.saved)
             beaten = next((rung for rung in rungs if rung.evaluation.peak <= lower.peak), None)
             found.append(Rung(cuts[0], (), lower, None if beaten is None else beaten.solution))
     return PlanLadder(plain, tuple(_unbeaten(found)))
@@ -148,9 +158,9 @@ class _LayerFigures:
             zones[position] = latest
         runs = [bisect_right(firsts, index) - 1 for index in found.forward]
         times, peaks = [], []
-        for order, of, live in ((found.forward, runs, found.live[0]), (found.backward, zones, found.live[1])):
+        for of, ms, live in zip((runs, zones), found.times, found.live, strict=True):
             here = [position for position, unit in enumerate(of) if unit == number]
-            times.append(sum(operators[order[position]].ms for position in here))
+            times.append(sum(ms[position] for position in here))
             peaks.append(max(self.held, max((live[position] - before for position in here), default=0)))
         self.forward, self.backward = times
         self.peaks = peaks

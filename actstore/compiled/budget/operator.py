@@ -14,7 +14,8 @@ class Operator:
     ----------
     inputs : indices of the nodes that it reads
     nbytes : of the memory that it allocates; 0 for a view, and of several results only those that nothing reads
-    ms : its time
+    ms : its time, without that of a loop that writes its result
+    write_ms : time in which a loop writes its result; 0 for an operator outside of loops
     workspace : bytes that it needs while it runs, beside its result
     view : whether its result is memory of its first input, or several results as one value
     fused : whether the compiler runs it in a loop with the operators that make its inputs
@@ -30,6 +31,7 @@ class Operator:
     owner: int
     nbytes: int = 0
     ms: float = 0.0
+    write_ms: float = 0.0
     workspace: int = 0
     view: bool = False
     fused: bool = False
@@ -38,3 +40,8 @@ class Operator:
     given: bool = False
     late: bool = False
     layout: Hashable = None
+
+    @property
+    def again_ms(self) -> float:
+        """Time that it adds to backward where it runs again."""
+        return self.ms if self.inlined else self.ms + self.write_ms

@@ -127,7 +127,10 @@ def _early(operators: Sequence[Operator], run: Sequence[int], readers: LoopReade
     places = {index: place for place, index in enumerate(run)}
     lasting = {operators[index].owner for index in stays}
     keys: dict[int, int] = {}
+    direct = defaultdict[int, list[int]](list)
     for index in run:
+        for source in operators[index].inputs:
+            direct[source].append(index)
         latest = max((keys[source] for source in operators[index].inputs if source in keys), default=-1)
         if readers.passes(index):
             keys[index] = latest
@@ -138,6 +141,9 @@ def _early(operators: Sequence[Operator], run: Sequence[int], readers: LoopReade
             if source not in lasting and all(places[each] < places[index] for each in others):
                 keys[index] = min(keys[index], max((keys[each] for each in others), default=latest))
         keys[index] = max(keys[index], latest)
+    for index in reversed(run):  # what the compiler may write after all should not exist early
+        if readers.passes(index):
+            keys[index] = max(keys[index], min((keys[each] for each in direct[index]), default=places[index]))
     return _by(keys, run)
 
 

@@ -20,7 +20,7 @@ class RegionEvaluation:
     saved : indices of the tensors that backward gets from forward, inputs included
     again : indices of the operators that both graphs run
     held : bytes by owner of the memory that forward leaves for backward
-    ms : time of all operators
+    times : ms of each of `forward`, and of each of `backward`
     forward, backward : operators in the order in which they run
     live : bytes while each of `forward` runs, and each of `backward`
     """
@@ -28,10 +28,15 @@ class RegionEvaluation:
     saved: frozenset[int]
     again: frozenset[int]
     held: dict[int, int]
-    ms: float
+    times: tuple[list[float], list[float]]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     live: tuple[list[int], list[int]]
+
+    @cached_property
+    def ms(self) -> float:
+        """Time of all operators."""
+        return sum(map(sum, self.times))
 
     @property
     def peak(self) -> int:
@@ -77,19 +82,19 @@ class RegionStep:
         own = {index for index in saved if not operators[index].given}
         forward = self.sources((*self.returned, *own), frozenset())
         held = {owner: operators[owner].nbytes for owner in sorted({operators[index].owner for index in own})}
-        first = self._live(forward, {*self.returned, *own}, {}, (), loops=loops)
+        first = self._graph(forward, {*self.returned, *own}, {}, (), loops=loops)
         kept = {operators[index].owner: operators[operators[index].owner].nbytes for index in self.returned}
-        second = self._live(
+        second = self._graph(
             backward, set(self.gradients), held | kept, saved | kept.keys(), lasting=kept.keys(), loops=loops
         )
         return RegionEvaluation(
             frozenset(saved),
             frozenset(backward).intersection(forward),
             held,
-            sum(operators[index].ms for index in (*forward, *backward)),
+            (first[0], second[0]),
             forward,
             backward,
-            (first, second),
+            (first[1], second[1]),
         )
 
     def sources(self, targets: Iterable[int], stop: Set[int]) -> tuple[int, ...]:
@@ -135,7 +140,7 @@ class RegionStep:
         rest = self.sources(self.gradients, placed | saved)  # gradients that depend on no gradient of an output
         return saved, (*order, *rest)
 
-    def _live(
+    def _graph(
         self,
         run: Sequence[int],
         stays: Set[int],
@@ -144,8 +149,11 @@ class RegionStep:
         lasting: Collection[int] = (),
         *,
         loops: bool,
-    ) -> list[int]:
-        """Return the bytes while each operator of a graph runs: the most, where loops may run at either place.
+    ) -> tuple[list[float], list[int]]:
+        """Return the ms of each operator of a graph, and the bytes while it runs.
+
+        A loop takes no time to write what it does not write. Where loops may run at either place, the bytes are the
+        most of both.
 
         Parameters
         ----------
@@ -154,26 +162,31 @@ class RegionStep:
         members : nodes from before the graph: owners, and views of them
         lasting : owners that exist to the end
         """
-        live = self._placed(run, range(len(run)), stays, begin, members, lasting)
-        if not loops or not any(self.operators[index].inlined for index in run):
-            return live
-        joined = Loops(self.operators, run, self._readers(run, stays)[1])
-        other = self._placed(joined.order, joined.last, stays, begin, members, lasting)
+        readers = self._readers(run, stays)
+        unwritten = readers[1]
+        every = [(index, self.operators[index]) for index in run]
+        times = [each.ms if index in unwritten else each.ms + each.write_ms for index, each in every]
+        live = self._placed(run, range(len(run)), readers, begin, members, lasting)
+        if not loops or not any(each.inlined for _, each in every):
+            return times, live
+        joined = Loops(self.operators, run, unwritten)
+        readers = self._readers(joined.order, stays)
+        other = self._placed(joined.order, joined.last, readers, begin, members, lasting)
         later = dict(zip(joined.order, other, strict=True))
-        return [max(nbytes, later[index]) for index, nbytes in zip(run, live, strict=True)]
+        return times, [max(nbytes, later[index]) for index, nbytes in zip(run, live, strict=True)]
 
     def _placed(
         self,
         run: Sequence[int],
         places: Sequence[int],
-        stays: Set[int],
+        readers: tuple[dict[int, int], set[int]],
         begin: dict[int, int],
         members: Collection[int],
         lasting: Collection[int],
     ) -> list[int]:
         """Return the bytes while each operator of a graph runs, where those up to the same place run at once."""
         operators, end = self.operators, len(run)
-        last, unwritten = self._readers(run, stays)
+        last, unwritten = readers
         ends = [0] * (end + 1)
         until = dict.fromkeys(begin, 0) | dict.fromkeys(lasting, end)
         for index in members:

@@ -116,7 +116,7 @@ def _options(step: RegionStep, plain: RegionEvaluation, mine: Iterable[int]) -> 
     operators = step.operators
 
     def time(index: int) -> float:
-        return sum(operators[each].ms for each in step.sources([index], plain.saved - {index}))
+        return sum(operators[each].again_ms for each in step.sources([index], plain.saved - {index}))
 
     price = {index: time(index) / max(1, operators[operators[index].owner].nbytes) for index in mine}
     order = sorted(price, key=lambda index: (price[index], index))

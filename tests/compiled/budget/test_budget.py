@@ -222,7 +222,7 @@ def test_dropout_is_not_drawn_again() -> None:
     assert store.plan.held < store.plan.plain_held
 
 
-def ladder_without_saved_tensors(step: RegionStep, saved: frozenset[int]) -> PlanLadder:
+def ladder_without_saved_tensors(step: RegionStep, saved: frozenset[int], others: Any) -> PlanLadder:
     plain = step.evaluate(saved)
     return PlanLadder(plain, (Rung(cuts_of(step, plain)[0], (), step.evaluate(frozenset())),))
 

@@ -14,7 +14,8 @@ from tests.compiled.budget.random_steps import random_step
 def test_a_descent_ends_where_no_tensor_alone_lowers_the_peak(seed: int) -> None:
     step, plain = random_step(seed, length=9)
     start = step.evaluate(plain)
-    way = [start, *descend(step, start)]
+    way = list(descend(step, start))
+    assert way[0] is start
     for before, after in pairwise(way):
         assert after.saved < before.saved | {0}
         assert (after.peak, sum(after.held.values())) < (before.peak, sum(before.held.values()))
@@ -27,4 +28,4 @@ def test_a_descent_ends_where_no_tensor_alone_lowers_the_peak(seed: int) -> None
 
 def test_descents_are_not_all_empty() -> None:
     steps = [random_step(seed, length=9) for seed in range(8)]
-    assert sum(len(descend(step, step.evaluate(plain))) for step, plain in steps) > 8
+    assert sum(len(list(descend(step, step.evaluate(plain)))) - 1 for step, plain in steps) > 8

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
+from actstore.compiled.budget import costs
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.joint import JointReader
@@ -19,7 +22,7 @@ class NoCosts(Costs):
     def by_bytes(self, node: Node) -> Cost:
         return Cost(0.0)
 
-    measured = by_bytes
+    measured = computed = by_bytes
 
 
 def read(
@@ -61,3 +64,29 @@ def test_attention_runs_again_and_dropout_does_not() -> None:
     found = read(attention, 3)
     assert not any(each.barred for name, each in found.items() if name.startswith("_scaled_dot_product"))
     assert any(each.barred for each in found.values())
+
+
+def test_a_loop_computes_in_the_time_of_a_chunk_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def of_chunk(target: Any, node: Node) -> float:
+        measured.append(target)
+        return 2.0
+
+    monkeypatch.setattr(costs, "_of_chunk", of_chunk)
+    monkeypatch.setattr(costs, "_known", {})
+    module = make_fx(lambda x: (x.erf() + x.sum()).erf())(torch.randn(2 * costs.CHUNK))
+    nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
+    known = Costs()
+    found = {name: known.computed(node).ms for name, node in nodes.items()}
+    assert found == {"erf": 4.0, "sum_1": 0.0, "add": 4.0, "erf_1": 4.0}
+    assert len(measured) == 2
+
+
+def test_a_chunk_takes_the_shape_of_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(costs, "_fastest", lambda call, device: calls.append(call()) or 3.0 - len(calls))
+    module = make_fx(lambda x, y: torch.where(x > 0, x, y))(torch.randn(2 * costs.CHUNK), torch.randn(1))
+    where = next(node for node in module.graph.nodes if node.name == "where")
+    assert costs._of_chunk(where.target, where) == 1.0
+    assert calls[0].shape == (costs.CHUNK,)

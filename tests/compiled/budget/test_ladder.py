@@ -8,6 +8,8 @@ from math import inf
 import pytest
 
 from actstore.compiled.budget.ladder import GAP, chain_of, ladder_of, wanted_by
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.step import RegionStep
 from actstore.compiled.budget.units import cuts_of
 from actstore.plan.solver.chain import Limits
 from actstore.plan.solver.solve import solve
@@ -32,6 +34,26 @@ def test_no_choice_beats_a_plan_by_much(seed: int) -> None:
         assert all(rung.evaluation.peak <= budget for rung in rungs)
         if rungs:
             assert rungs[0].evaluation.ms >= best
+
+
+def test_a_choice_may_save_what_plain_does_not() -> None:
+    """Plain saves a large tensor; a small one from which it is made in no time holds less."""
+    step = RegionStep(
+        (
+            Operator((), 0, given=True),
+            Operator((0,), 1, 10, 9.0),
+            Operator((1,), 2, 100, 0.1),
+            Operator((2,), 3, 1, 1.0),
+            Operator((), 4, 10, given=True, late=True),
+            Operator((4,), 5, 10, 1.0, workspace=100, late=True),
+            Operator((2, 5), 6, 10, 1.0, late=True),
+        ),
+        (3,),
+        (6,),
+    )
+    alone, found = (ladder_of(step, frozenset({2}), others) for others in ((), [frozenset({1})]))
+    assert not any(1 in rung.evaluation.saved for rung in alone.rungs)
+    assert any(rung.evaluation.saved == {1} for rung in found.rungs)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -147,6 +147,18 @@ def test_results_of_one_operator_are_taken_out_at_once() -> None:
     assert step_of(*operators, gradients=(6,)).evaluate(frozenset()).backward == (1, 2, 3, 5, 6)
 
 
+def test_what_writes_nothing_runs_right_before_it_is_read() -> None:
+    """A compiler may write it after all."""
+    operators = [
+        given(0),
+        Operator((0,), 1, 100, fused=True, inlined=True, layout=100),
+        given(2, 10, late=True),
+        product(0, 2, index=3),
+        loop(1, 3, index=4),
+    ]
+    assert step_of(*operators, gradients=(4,)).evaluate(frozenset()).backward == (3, 1, 4)
+
+
 def random_operators(random: Random) -> tuple[list[Operator], tuple[int, ...]]:
     """Products, loops and views of forward, and of backward products and loops that read these."""
     operators, gradients = [given(0)], []

@@ -76,6 +76,21 @@ def test_a_fused_operator_writes_nothing_for_fused_ones() -> None:
     assert RegionStep(operators, (3,), ()).evaluate(frozenset()).live[0] == [100, 200, 110]
 
 
+def test_a_loop_takes_the_time_to_write_what_it_writes() -> None:
+    step = step_of(
+        Operator((), 0, given=True),
+        Operator((0,), 1, 100, 1.0, 10.0, fused=True, inlined=True),
+        Operator((1,), 2, 100, 2.0, 20.0, fused=True, inlined=True),
+        Operator((), 3, 10, given=True, late=True),
+        Operator((1, 3), 4, 50, 4.0, 40.0, fused=True, inlined=True, late=True),
+        returned=2,
+        gradients=(4,),
+    )
+    assert step.evaluate(frozenset({1})).times == ([11.0, 22.0], [44.0]), "forward writes what it saves"
+    assert step.evaluate(frozenset()).times == ([1.0, 22.0], [1.0, 44.0])
+    assert [each.again_ms for each in step.operators] == [0.0, 1.0, 2.0, 0.0, 4.0]
+
+
 def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], list[int]]:
     """The bytes while each operator runs, by a naive interpreter that looks ahead at each moment."""
     operators = step.operators
