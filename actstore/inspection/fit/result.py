@@ -20,7 +20,7 @@ class FitRow(NamedTuple):
     policy : its text; ``plain`` for PyTorch without a store
     peak_bytes : the most bytes at once, of all tensors and payloads
     least_bytes, most_bytes : where the policy uses a disk, the same with copies that are never late, and with a disk
-        that never keeps up, which no step passes; `peak_bytes` is with a disk that keeps up with forward, and with
+        that never keeps up; `peak_bytes` is with a disk that keeps up with forward, and with
         bytes fetched ahead as far as the store may. Otherwise all are equal
     at_peak : the `peak_bytes`: weights, gathered (the buffers of FSDP2), gradients, optimizer, logits, payloads,
         activations that autograd or the store holds as they are, and working (what operators have just made, also in
