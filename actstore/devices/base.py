@@ -83,6 +83,10 @@ class Device(ABC):
         Another stream may use it only after the current one has come to this point: the memory may be in use before.
         """
 
+    def recycles(self, nbytes: int) -> bool:
+        """Return whether memory of `empty` serves any tensor of about its size once it is freed, without new pages."""
+        return False
+
     @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         """Allocate pinned uint8 host memory, page-aligned, for asynchronous copies; return None when refused.

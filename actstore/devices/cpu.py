@@ -13,6 +13,7 @@ import torch
 
 from actstore.base.ticket import DONE, Done, Ticket
 from actstore.base.units import format_nbytes
+from actstore.devices import cpu_memory
 from actstore.devices.base import Device, Workers
 from actstore.devices.cpu_memory import CountedPages
 from actstore.devices.workers import Threads
@@ -71,9 +72,20 @@ class Cpu(Device):
         ticket.wait_on(stream)
         return Done((begin, perf_counter_ns()))
 
+    def recycles(self, nbytes: int) -> bool:
+        status = cpu_memory.status()
+        return status is not None and status.choice == "pages" and nbytes >= cpu_memory.MIN_PAGED_NBYTES
+
     def empty(self, nbytes: int) -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
+        if self.recycles(nbytes):
+            try:
+                block = torch.empty(nbytes + cpu_memory.PAGE_NBYTES, dtype=torch.uint8, device="cpu")
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(f"the system refused {format_nbytes(nbytes)} of memory: {error}") from error
+            begin = -block.data_ptr() % cpu_memory.PAGE_NBYTES
+            return block[begin : begin + nbytes]
         return torch.frombuffer(map_pages(nbytes), dtype=torch.uint8, count=nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:

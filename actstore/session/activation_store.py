@@ -38,7 +38,7 @@ from actstore.session.process import Optimizers
 from actstore.session.retry import call_inside
 from actstore.session.state import StoreState
 from actstore.store.store import Store
-from actstore.store.tierset import StoreOptions
+from actstore.store.tierset import StoreOptions, open_device
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
@@ -92,6 +92,8 @@ class ActivationStore(StoreGraphs):
     A copy or a pickle of a store is a new store with the same arguments, without payloads, measurements or events.
     """
 
+    _open_device = staticmethod(open_device)
+
     def __init__(
         self,
         model: Module | None = None,
@@ -144,7 +146,7 @@ class ActivationStore(StoreGraphs):
             observers.trace.claim()
         window = window_of(window, self._given_plan, chooser)
         self._store = Store(
-            StoreOptions(options, window, strict, seed, observers.trace, observers.verify),
+            StoreOptions(options, window, strict, seed, observers.trace, observers.verify, self._open_device),
             ledger,
             self._sampler,
             None if self._controller is None else self._controller.gauge,
@@ -194,6 +196,8 @@ class ActivationStore(StoreGraphs):
         device = device_of(self._model) or torch.device("cpu")
         named = [] if self._model is None else named_modules(self._model)
         if first:
+            if self._optimizers is not None:
+                self._optimizers.watch()
             if self._controller is not None:
                 self._follow(self._controller.next(self._store.place(device), named))
             self._store.start()
@@ -230,7 +234,8 @@ class ActivationStore(StoreGraphs):
             entry.unwind(error)
             if error is not None:
                 has_budget = self._ledger.budget.limit < inf
-                explain(error, self._ledger, self._fitted.policy, self._model, has_budget=has_budget)
+                known = () if self._optimizers is None else self._optimizers.known()
+                explain(error, self._ledger, self._fitted.policy, self._model, known, has_budget=has_budget)
         except BaseException as failure:
             if not isinstance(failure, Exception):  # an interrupt, which may have come before `unwind` ended
                 (entry or entry_to_leave(self, error)).unwind(failure)

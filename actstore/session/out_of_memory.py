@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from actstore.auto.controller import OOM_BUDGET_SHARE
 from actstore.auto.memory import ran_out
@@ -22,18 +24,27 @@ NOTE_PREFIX = "actstore: held "
 MAX_MODULES = 3
 
 
-def explain(error: BaseException, ledger: Ledger, policy: Policy, model: Module | None, *, has_budget: bool) -> None:
+def explain(
+    error: BaseException,
+    ledger: Ledger,
+    policy: Policy,
+    model: Module | None,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    has_budget: bool,
+) -> None:
     """Add the note to `error` if it is about memory and has no such note. Raises nothing, and keeps nothing.
 
     Parameters
     ----------
+    optimizers : of the model, as far as they are known without a search
     has_budget : whether the policy was made for a budget, by "auto" or a Plan
     """
     if not (isinstance(error, CapacityError) or ran_out(error)):
         return
     with suppress(Exception):  # memory may be too short for a note, too
         if not any(note.startswith(NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
-            forward, outlook = FailedForward.of(ledger, policy, model), None
+            forward, outlook = FailedForward.of(ledger, policy, model, optimizers), None
             with suppress(Exception):  # the prediction needs more memory than the rest of the note
                 outlook = outlook_of(error, forward)
             error.add_note(_note(forward, outlook, has_budget=has_budget))

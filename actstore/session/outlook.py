@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
@@ -36,6 +38,7 @@ class FailedForward(NamedTuple):
     model : of its store; None for none
     named : modules of the model by name
     blocks : names of those that the model repeats
+    optimizers : of the model, as far as they are known without a search
     """
 
     ledger: Ledger
@@ -43,12 +46,15 @@ class FailedForward(NamedTuple):
     model: Module | None
     named: dict[str, Module]
     blocks: list[str]
+    optimizers: Sequence[Optimizer] = ()
 
     @classmethod
-    def of(cls, ledger: Ledger, policy: Policy, model: Module | None) -> FailedForward:
+    def of(
+        cls, ledger: Ledger, policy: Policy, model: Module | None, optimizers: Sequence[Optimizer] = ()
+    ) -> FailedForward:
         if model is None:
             return cls(ledger, policy, None, {}, [])
-        return cls(ledger, policy, model, dict(named_modules(model)), repeated_blocks(model))
+        return cls(ledger, policy, model, dict(named_modules(model)), repeated_blocks(model), optimizers)
 
 
 class Outlook(NamedTuple):
@@ -145,5 +151,6 @@ def _needs(forward: FailedForward, asked: int, again: set[str]) -> Needs | None:
     if forward.model is None:
         return None
     mine = {id(parameter) for parameter in forward.model.parameters()}
-    optimizers = [one for one in live_optimizers() if any(id(leaf) in mine for leaf in leaves_of(one))]
+    live = {*live_optimizers(), *forward.optimizers}  # gc.freeze hides some from the search
+    optimizers = [one for one in live if any(id(leaf) in mine for leaf in leaves_of(one))]
     return needs_of(forward.named, forward.blocks, forward.ledger.accounts(), optimizers, asked, again)

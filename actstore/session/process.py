@@ -115,10 +115,18 @@ class Optimizers:
         self._search_at *= 2
         found = self._serving(live_optimizers())
         self._known.update(found)
-        if not found and self._unwatch is None and gc.get_freeze_count():
+        self.watch()
+        return found
+
+    def watch(self) -> None:
+        """Let steps of optimizers tell about them from now on, where none is known and `gc.freeze` hides objects."""
+        if not self._known and self._unwatch is None and gc.get_freeze_count():
             hook = register_optimizer_step_post_hook(_telling(ref(self)))
             self._unwatch = finalize(self, hook.remove)
-        return found
+
+    def known(self) -> list[Optimizer]:
+        """Return those that are known without a search."""
+        return self._serving(self._known)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Note an optimizer that has stepped, if it has parameters of the model."""

@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 
-from actstore import devices
 from actstore.base.ledger import Account, Circumstances, Claim, Ledger
 from actstore.base.reaper import Finalizer
 from actstore.base.ticket import DONE, Between
@@ -338,7 +337,7 @@ class Store:
             if place is None:
                 if self.trace is not None:
                     self.trace.begin(str(device))
-                place = TierSet(devices.open_device(device), self.options, self.ledger, self.trace)
+                place = TierSet(self.options.open_device(device), self.options, self.ledger, self.trace)
                 self._late[place] = LatePayloads(place, self.ledger)
                 self._places[device] = place
                 self.ledger.budget.add(place.engine)

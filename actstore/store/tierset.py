@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
 
+import torch
+
+from actstore import devices
 from actstore.base.ledger import Account, Ledger
 from actstore.base.note import Note
 from actstore.base.units import format_nbytes
@@ -16,6 +19,11 @@ from actstore.tiers import BufferPool, DeviceTier, HostMemoryTier, Slot, Tier, W
 from actstore.tiers.options import TierOptions, open_tier
 from actstore.trace import Trace
 from actstore.transfer import Berth, Engine, TransferRun
+
+
+def open_device(device: torch.device) -> Device:
+    """Return the compute device of a `torch.device`."""
+    return devices.open_device(device)  # looked up now: tests put another one in its place
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class StoreOptions:
     seed : seed of the random bits of lossy codecs
     trace : the record of events; None for none
     verify : whether each decode compares the payload with its checksum
+    open_device : opens a compute device
     """
 
     tiers: Mapping[str, TierOptions] = field(default_factory=dict)
@@ -38,6 +47,7 @@ class StoreOptions:
     seed: int = 0
     trace: Trace | None = None
     verify: bool = False
+    open_device: Callable[[torch.device], Device] = open_device
 
 
 class TierSet:

@@ -1,4 +1,4 @@
-"""Memory of the compute device that parcels reuse from step to step."""
+"""Memory of the compute device for parcels, reused from step to step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Buffers:
     """Buffers of exact sizes. Not thread-safe. An interrupt comes after a call: all that follows it, or nothing.
 
     Used and idle bytes together never exceed the peak of used bytes in this step and the last (`trim` begins a step).
-    So variable shapes cannot make it grow, and a steady state allocates nothing.
+    So variable shapes cannot make it grow, and a steady state allocates nothing. Where freed memory serves other
+    tensors (`Device.recycles`), no buffer is idle: activations and gradients get it meanwhile.
 
     Parameters
     ----------
@@ -93,6 +94,10 @@ class Buffers:
     def give(self, buffer: Buffer, after: Sequence[Ticket], holder: Holder | None = None) -> None:
         """Take a buffer back from its holder, whose last uses are `after`. Call `shrink` at some time after it."""
         nbytes = buffer.memory.numel()
+        if not after and self._device.recycles(nbytes):
+            if holder is not None:
+                holder.buffer = None
+            return  # it dies with the caller's last reference
         sized = self._idle.setdefault(nbytes, [])
         if holder is not None:
             holder.buffer = None

@@ -329,6 +329,11 @@ class Engine:
         with self._lock:
             self._traffic.quota.resize(window_nbytes)
 
+    def widen(self) -> None:
+        """Fetch as many bytes ahead as the window admits, as after many late copies."""
+        with self._lock:
+            self._traffic.quota.lookahead.widen()
+
     def note(self, kind: Kind, ticket: Ticket, shares: list[tuple[Account, int]]) -> None:
         """Record an operation of the device in the trace, once its ticket is complete."""
         with self._lock:

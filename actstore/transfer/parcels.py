@@ -42,7 +42,7 @@ class Parcels:
         self.ledger = ledger
         self.times = times
         self.buffers = Buffers(device, poison=poison)
-        self.quota = Quota(ledger, window_nbytes)
+        self.quota = Quota(ledger, window_nbytes, in_turn=device.on_host)
         self.open: dict[tuple[TransferRun[Berth], Tier, Any], Parcel] = {}
         self.fetching: deque[Parcel] = deque()
         self.ready: dict[Parcel, None] = {}

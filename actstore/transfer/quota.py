@@ -23,6 +23,11 @@ class Quota:
 
     They are on their way out, stay for backward, or were fetched ahead. One that a thread reads does not count.
 
+    Parameters
+    ----------
+    in_turn : whether bytes that leave make those that come back wait: a CPU's link is a disk, which shares its rate
+        between both directions. Another device's link can be busy in both
+
     Attributes
     ----------
     windows : by tier, the parcels that leave for it
@@ -31,8 +36,9 @@ class Quota:
     nbytes : size of the parcels that wait
     """
 
-    def __init__(self, ledger: Ledger, window_nbytes: int) -> None:
+    def __init__(self, ledger: Ledger, window_nbytes: int, *, in_turn: bool) -> None:
         self._ledger = ledger
+        self._in_turn = in_turn
         self.window_nbytes = window_nbytes
         self.windows: dict[Tier, FlightWindow] = {}
         self.lookahead = Lookahead(window_nbytes)
@@ -72,12 +78,10 @@ class Quota:
             flights.remove(parcel)
 
     def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
-        """Return whether `nbytes` may come back before backward asks for them.
-
-        Bytes on their way out do not count: a link that works in both directions can be busy in both.
-        """
+        """Return whether `nbytes` may come back before backward asks for them."""
         ahead = self.lookahead.nbytes
-        return self.lookahead.admits(nbytes) and (not ahead or ahead + nbytes <= self.limit_nbytes(run))
+        beside = sum(window.nbytes for window in self.windows.values()) if self._in_turn else 0
+        return self.lookahead.admits(nbytes) and (not ahead or ahead + beside + nbytes <= self.limit_nbytes(run))
 
     def begin(self, run: TransferRun[Berth]) -> None:
         """Count `run` from its first payload on, and let at most half of its bound stay for backward."""

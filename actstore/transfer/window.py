@@ -47,6 +47,10 @@ class Lookahead:
     def admits(self, nbytes: int) -> bool:
         return not self.nbytes or self.nbytes + nbytes <= self.limit_nbytes
 
+    def widen(self) -> None:
+        """Grow the bound to its maximum, as many late payloads do."""
+        self.limit_nbytes = self._most_nbytes
+
     def late(self, nbytes: int) -> None:
         """Grow the bound after a late payload of `nbytes`, so that at least two of its size fit."""
         self._in_time = 0

@@ -29,8 +29,11 @@ def maker(name, **sizes):
     return make_step
 
 
-def measured(make_step, policy="plain", steps=3, **sizes):
-    """Return the allocator's peak in the last step, above the bytes before the model was made."""
+def measured(make_step, policy="plain", steps=3, *, is_late=False, **sizes):
+    """Return the allocator's peak in the last step, above the bytes before the model was made.
+
+    is_late : whether the store fetches as far ahead as it does after many late copies
+    """
     gc.collect()
     before = cpu_memory.memory_allocated()
     model, step = make_step(**sizes)
@@ -39,6 +42,8 @@ def measured(make_step, policy="plain", steps=3, **sizes):
         for _ in range(steps):
             gc.collect()
             cpu_memory.reset_peak()
+            if is_late:
+                store._store.place(torch.device("cpu")).engine.widen()
             with store or nullcontext():
                 loss = step()
             loss.backward()

@@ -15,7 +15,7 @@ from tests.inspection.steps_to_fit import SIZES, Mlp, make_mlp, maker, measured
 
 POLICIES = ("keep", "recompute", "int8", "int4", "raw @ host", "@blocks[::2] : recompute; * : int4")
 
-TOLERANCE = 0.03
+TOLERANCE, DISK_TOLERANCE = 0.03, 0.08
 
 pytestmark = pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
 
@@ -43,12 +43,41 @@ def test_predicted_peaks_of_all_policies_are_those_of_the_allocator(name):
     assert too_large(errors(name, POLICIES)) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("gpt", {"layers": 1}), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SIZES)],
+)
+def test_predicted_peak_with_a_disk_is_that_of_steps_whose_copies_were_late(name, sizes):
+    make_step = maker(name, **sizes)
+    found = measured(make_step, "raw @ disk", is_late=True)
+    assert abs(fit_step(make_step, ["raw @ disk"]).rows[1].peak_bytes / found - 1) <= DISK_TOLERANCE
+
+
+def test_a_reshape_that_copies_counts_one_copy():
+    """PyTorch copies, and takes a view of the copy that its schema does not tell."""
+
+    def make_step():
+        model, x = Mlp(8), torch.ones(1 << 20, 2, 8)
+        return model, lambda: model(x.transpose(0, 1).reshape(2, -1)[:, :8]).mean()
+
+    found = fit_step(make_step, []).rows[0].peak_bytes
+    assert found <= (1 + TOLERANCE) * measured(make_step)
+
+
+def test_memory_that_a_payload_lends_to_a_tensor_counts_once():
+    """Tensors over a payload's bytes counted beside them: by 18 % of a step with all payloads on disk."""
+    make_step = maker("llama", layers=1)
+    row = fit_step(make_step, ["raw @ disk"]).rows[1]
+    assert row.least_bytes <= (1 + TOLERANCE) * measured(make_step, "raw @ disk", steps=2)
+
+
 def test_peak_with_a_disk_lies_between_those_of_the_fastest_and_the_slowest_disk():
     make_step = maker("gpt", layers=1)
     fit = fit_step(make_step, ["raw @ disk"])
     row = fit.rows[1]
     assert str(fit).splitlines()[-1].startswith("raw @ disk: ")
-    assert row.least_bytes < row.peak_bytes < row.most_bytes
+    assert row.least_bytes < row.peak_bytes <= row.most_bytes
+    assert sum(row.at_peak.values()) == row.peak_bytes
     found = measured(make_step, "raw @ disk", steps=4)
     assert (1 - TOLERANCE) * row.least_bytes <= found <= (1 + TOLERANCE) * row.most_bytes
 

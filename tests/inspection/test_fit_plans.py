@@ -13,7 +13,7 @@ from actstore import ActivationStore, Auto, fit_step, make_plan
 from actstore.devices import cpu_memory
 from actstore.errors import CapacityError, ConfigError
 from actstore.inspection.fit import work
-from actstore.inspection.fit.plans import slow_row_of
+from actstore.inspection.fit.plans import quick_row_of
 from actstore.inspection.fit.steps import DrySteps
 from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Links
@@ -159,7 +159,7 @@ def test_largest_batch_of_a_plan_is_that_of_a_trial_of_each(policy, rates):
     def fits(batch):
         steps = DrySteps(make_step, {"batch": batch}, torch.optim.AdamW, CPU)
         try:
-            return slow_row_of(steps, policy, limit).most_bytes <= limit
+            return quick_row_of(steps, policy, limit).most_bytes <= limit
         except CapacityError:
             return False
 
@@ -173,7 +173,7 @@ def test_largest_batch_of_a_plan_is_that_of_a_trial_of_each(policy, rates):
 def test_largest_batch_under_a_plan_is_within_one_step_of_the_true_one(name, rates):
     make_step, batch = maker(name), SIZES[name]["batch"]
     steps = DrySteps(make_step, {"batch": batch}, torch.optim.AdamW, CPU)
-    limit = measured(make_step, slow_row_of(steps, "auto", 1 << 40).plan, batch=batch)
+    limit = measured(make_step, quick_row_of(steps, "auto", 1 << 40).plan, batch=batch)
     found = fit_step(make_step, ["auto"], memory=limit, batch=batch // 2).largest["auto"]["batch"]
     assert batch - 1 <= found <= batch + 1
 

@@ -14,7 +14,7 @@ from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import CapacityError
 from actstore.policy import Keep, Rules
-from actstore.session import out_of_memory
+from actstore.session import out_of_memory, outlook
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 
@@ -222,3 +222,26 @@ def test_it_keeps_nothing_alive_and_looks_at_nothing_for_other_errors():
     assert [each() for each in gone] == [None, None]
     assert len(notes(error)) == 1
     out_of_memory.explain(ValueError(), None, None, None, has_budget=False)
+
+
+def test_states_that_a_hidden_optimizer_still_makes_count(monkeypatch):
+    """`gc.freeze` hides an optimizer from searches. It is known by its steps."""
+    model, seen = Model(), []
+    model.spare = nn.Linear(32, 32)  # of which backward has made no gradient yet
+    optimizer = torch.optim.AdamW(model.parameters())
+    monkeypatch.setattr(out_of_memory, "outlook_of", lambda error, forward: seen.append(forward))
+    gc.freeze()
+    try:
+        store = ActivationStore(model, "keep", min_bytes=0)
+        with store:
+            loss = model(torch.ones(ROWS, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        failed(store, model, MemoryError())
+        (forward,) = seen
+        needs = outlook._needs(forward, 0, set())
+    finally:
+        gc.unfreeze()
+    assert list(forward.optimizers) == [optimizer]
+    assert needs.optimizer == 2 * sum(weight.nbytes for weight in model.spare.parameters())
+    store.close()

@@ -191,3 +191,24 @@ def test_a_share_bounds_no_less_than_a_few_mebibytes(monkeypatch):
     large = [MIN_BOUND_NBYTES] * 8
     held = [step(bench, slow=True, sizes=large)[0] for _ in range(3)]
     assert MIN_BOUND_NBYTES <= max(held[1:]) <= sum(large) / BOUND_DIVISOR
+
+
+def test_a_cpu_fetches_less_ahead_while_its_disk_takes_other_bytes(monkeypatch):
+    """Both were bounded alone: a busy disk held up twice the bound in memory."""
+    monkeypatch.setattr(quota, "MIN_BOUND_NBYTES", 8 * UNIT)
+    bench = Bench(window_nbytes=8 * UNIT)
+    bench.engine._traffic.quota.lookahead.limit_nbytes = 8 * UNIT
+    done, late = ([bench.put(UNIT, i) for i in range(first, first + 6)] for first in (0, 6))
+    for copy in bench.tier.copies[:6]:
+        copy.end()
+    bench.engine.poll()
+    waits = bench.engine._traffic.quota
+    assert waits.windows[bench.tier].nbytes == 6 * UNIT
+    bench.engine.poll(bench.run)  # backward begins
+    assert waits.lookahead.nbytes == 2 * UNIT
+    for copy in bench.tier.copies[6:12]:
+        copy.end()
+    bench.engine.poll(bench.run)
+    assert waits.nbytes <= 8 * UNIT
+    bench.drop(*done, *late)
+    end_all(bench)

@@ -36,6 +36,7 @@ _UNKNOWN = (
     NotImplementedError,
 )
 _PLAIN = (Tensor, Parameter)
+_SHARING = ("aten::set_", "aten::resize_", "aten::_unsafe_view")  # whose schemas do not say that memory is shared
 
 
 class _New(NamedTuple):
@@ -235,7 +236,7 @@ def _runs(func: Any) -> bool:
     returns = func._schema.returns
     views = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
     values = bool(returns) and not any("Tensor" in str(each.type) for each in returns)
-    return views or values or func._schema.name in ("aten::set_", "aten::resize_")
+    return views or values or func._schema.name in _SHARING
 
 
 def _on_cpu(device: torch.device) -> torch.device:

@@ -31,12 +31,14 @@ class _Counted(NamedTuple):
     nbytes : that one rank has
     number : counts storages
     parts : ranks that split it; each has a part
+    address : where its memory begins, if other storages may share it; else 0
     """
 
     nbytes: int
     label: Label
     number: int
     parts: int
+    address: int = 0
 
 
 class LiveMemory:
@@ -57,6 +59,7 @@ class LiveMemory:
         self._sizes: dict[int, _Counted] = {}  # by storage
         self._count = self._count_at_peak = 0
         self._watches: dict[int, ref[object]] = {}
+        self._lent: dict[int, int] = {}  # storages by the addresses of memory that other storages may share
 
     @property
     def peak_bytes(self) -> int:
@@ -90,12 +93,24 @@ class LiveMemory:
         self._add(storage._cdata, nbytes if counted is None else counted, label, parts, pages)
         return storage
 
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 memory for payloads, which a tensor may get as its own: such a tensor counts as this one.
+
+        nbytes : more than 0
+        """
+        storage = self.empty(nbytes, "payloads")
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        key, address = storage._cdata, storage.data_ptr()
+        self._sizes[key] = self._sizes[key]._replace(address=address)
+        self._lent[address] = key
+        return memory
+
     def meet(self, tensor: Tensor, label: Label = "working", counted: int | None = None, parts: int = 1) -> None:
         """Count the storage of a tensor that PyTorch has made, unless it is counted."""
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._sizes:
+        if self._key(storage) in self._sizes:
             if parts > 1:
                 self.split(tensor, parts)
         elif storage.nbytes():
@@ -129,7 +144,7 @@ class LiveMemory:
         """Label a tensor, unless its label has a higher rank."""
         self.meet(tensor, label)
         if tensor.layout is torch.strided:
-            self.label_all([tensor.untyped_storage()._cdata], label)
+            self.label_all([self._key(tensor.untyped_storage())], label)
 
     def label_all(self, keys: Iterable[int], label: Label) -> None:
         """Label storages, by their addresses, unless their labels have a higher rank."""
@@ -147,10 +162,15 @@ class LiveMemory:
             self.reset()
 
     def _found(self, tensor: Tensor) -> _Counted | None:
-        return self._sizes.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        return self._sizes.get(self._key(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+
+    def _key(self, storage: UntypedStorage) -> int:
+        """Return the key of a storage in the book, that of the buffer whose memory it has."""
+        key: int = storage._cdata
+        return self._lent.get(storage.data_ptr(), key) if self._lent and key not in self._sizes else key
 
     def _change(self, tensor: Tensor, counted: _Counted) -> None:
-        key = tensor.untyped_storage()._cdata
+        key = self._key(tensor.untyped_storage())
         more = counted.nbytes - self._sizes[key].nbytes
         self._sizes[key] = counted
         self._labels[counted.label] += more
@@ -166,6 +186,7 @@ class LiveMemory:
     def _subtract(self, key: int, _: ref[object]) -> None:
         self._note_peak()
         found = self._sizes.pop(key)
+        self._lent.pop(found.address, None)
         del self._watches[key]
         self._labels[found.label] -= found.nbytes
         self.nbytes -= found.nbytes

@@ -48,8 +48,8 @@ class Planned:
         best = frugal if frugal.most_bytes > self._limit else plans.largest(frugal, self._limit)
         return best._replace(frugal_bytes=frugal.most_bytes)
 
-    def slow_row(self, steps: DrySteps) -> FitRow:
-        """Return the row with the slowest disk alone: for a memory that of the plan that needs least.
+    def quick_row(self, steps: DrySteps) -> FitRow:
+        """Return the row without its range: for a memory that of the plan that needs least.
 
         Raises
         ------
@@ -57,7 +57,7 @@ class Planned:
         """
         plans = _Plans(steps, self._text)
         return (
-            plans.frugal(slow=True) if self._auto is None else plans.row(replan(plans.profile, self._auto), slow=True)
+            plans.frugal(quick=True) if self._auto is None else plans.row(replan(plans.profile, self._auto), quick=True)
         )
 
 
@@ -69,15 +69,15 @@ class _Plans:
         self._text = text
         self.profile = steps.profile()
 
-    def row(self, plan: Plan, *, slow: bool = False) -> FitRow:
-        run = self._steps.slow_row if slow else self._steps.row
+    def row(self, plan: Plan, *, quick: bool = False) -> FitRow:
+        run = self._steps.quick_row if quick else self._steps.row
         return run(plan)._replace(policy=self._text, plan=plan.text, budget_bytes=plan.budget)
 
-    def frugal(self, *, slow: bool = False) -> FitRow:
+    def frugal(self, *, quick: bool = False) -> FitRow:
         """Return the row of the plan with the least activations, or of the one that keeps all, if that needs less."""
         found = least(chain_of(self.profile), limits_of(0.0, None, 0.0, 0.0))
         budgets = round((1 + ROUNDING) * found.device) + 1, ENOUGH * self.profile.saved + 1
-        rows = [self.row(replan(self.profile, Auto(budget)), slow=slow) for budget in budgets]
+        rows = [self.row(replan(self.profile, Auto(budget)), quick=quick) for budget in budgets]
         return min(rows, key=lambda row: row.most_bytes)
 
     def largest(self, frugal: FitRow, limit: int) -> FitRow:
@@ -119,15 +119,15 @@ def row_of(steps: DrySteps, text: str, limit: int | None) -> FitRow:
     return steps.row(text) if found is None else found.row(steps)
 
 
-def slow_row_of(steps: DrySteps, text: str, limit: int | None) -> FitRow:
-    """Return the row of any policy with the slowest disk alone, and of `AUTO` with the plan that needs least.
+def quick_row_of(steps: DrySteps, text: str, limit: int | None) -> FitRow:
+    """Return the row of any policy without its range, and of `AUTO` with the plan that needs least.
 
     Raises
     ------
     CapacityError : no plan keeps the budget that the text has
     """
     found = planned(text, limit)
-    return steps.slow_row(text) if found is None else found.slow_row(steps)
+    return steps.quick_row(text) if found is None else found.quick_row(steps)
 
 
 def planned(text: str, limit: int | None) -> Planned | None:

@@ -19,9 +19,10 @@ class FitRow(NamedTuple):
     ----------
     policy : its text; ``plain`` for PyTorch without a store
     peak_bytes : the most bytes at once, of all tensors and payloads
-    least_bytes, most_bytes : the same with the fastest and the slowest disk, where the policy uses one; `peak_bytes` is
-        in the middle. Otherwise all are equal
-    at_peak : the `least_bytes`: weights, gathered (the buffers of FSDP2), gradients, optimizer, logits, payloads,
+    least_bytes, most_bytes : where the policy uses a disk, the same with copies that are never late, and with a disk
+        that never keeps up; `peak_bytes` is with a disk that keeps up with forward, and with
+        bytes fetched ahead as far as the store may. Otherwise all are equal
+    at_peak : the `peak_bytes`: weights, gathered (the buffers of FSDP2), gradients, optimizer, logits, payloads,
         activations that autograd or the store holds as they are, and working (what operators have just made, also in
         the second run of a module)
     ms : least and most milliseconds of the step on the device; None where no device was given
@@ -86,7 +87,7 @@ class Fit:
         return "\n".join([*columns(lines), *self._notes()])
 
     def _cells(self, row: FitRow, labels: list[Label], sizes: list[str]) -> list[str]:
-        fits = [] if self.memory_bytes is None else ["yes" if row.most_bytes <= self.memory_bytes else "no"]
+        fits = [] if self.memory_bytes is None else ["yes" if row.peak_bytes <= self.memory_bytes else "no"]
         return [
             row.policy,
             format_nbytes(row.peak_bytes),

@@ -88,18 +88,19 @@ class DrySteps:
             if policy == PLAIN:
                 self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))
                 return self._row(PLAIN)
-            row, moves = self._stored(policy, slow=False)
+            row, moves = self._stored(policy)
             if not moves:
                 return row
-            most = self._stored(policy, slow=True)[0].peak_bytes
-            return row._replace(peak_bytes=(row.least_bytes + most) // 2, most_bytes=most)
+            least = self._stored(policy, is_late=False)[0].peak_bytes
+            most = self._stored(policy, is_slow=True)[0].peak_bytes
+            return row._replace(least_bytes=min(least, row.peak_bytes), most_bytes=max(most, row.peak_bytes))
 
-    def slow_row(self, policy: str | Plan) -> FitRow:
-        """Return the row of a policy with the slowest disk alone: its bytes are the most ones."""
+    def quick_row(self, policy: str | Plan) -> FitRow:
+        """Return the row of a policy without its range."""
         if policy == PLAIN:
             return self.row(policy)
         with self._dry():
-            return self._stored(policy, slow=True)[0]
+            return self._stored(policy)[0]
 
     def profile(self) -> Profile:
         """Return the figures of the step under the decisions that "auto" tries. It needs the rates of a device."""
@@ -112,10 +113,17 @@ class DrySteps:
             finally:
                 store.close()
 
-    def _stored(self, policy: str | Plan, *, slow: bool) -> tuple[FitRow, bool]:
+    def _stored(self, policy: str | Plan, *, is_late: bool = True, is_slow: bool = False) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has left the device's memory."""
         store = DryStore(
-            self._model, policy, self._memory, self._work, slow=slow, on_host=self._on_host, **self._options
+            self._model,
+            policy,
+            self._memory,
+            self._work,
+            is_slow=is_slow,
+            is_late=is_late,
+            on_host=self._on_host,
+            **self._options,
         )
         try:
             self._run(store, nullcontext())

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from actstore.autograd.hooks import Scope
 from actstore.base.ledger import Account
-from actstore.base.ticket import Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.inspection.fit.memory import LiveMemory
+from actstore.inspection.fit.tiers import DryClock, DryDevice, DryTier
 from actstore.inspection.fit.work import Work
 from actstore.plan.plan import Plan
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors
-from actstore.tiers import PluginTier, Slot, Tier, Window
+from actstore.tiers import PluginTier, Tier, Window
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES, HOST_WINDOW_NBYTES
 
-LEAST_LATE_NBYTES = 4 << 20  # of copies that a slow tier has not ended
+CPU = torch.device("cpu")
 
 
 class DryStore(ActivationStore):
@@ -35,7 +36,8 @@ class DryStore(ActivationStore):
     policy : as for `ActivationStore`; a plan sets the window
     memory : the book of the step
     work : counts codecs and copies; None for no times
-    slow : whether copies to and from the tiers are late; by default each ends at once
+    is_slow : whether a copy to and from a tier ends when the host waits for it; by default it ends at once
+    is_late : whether the store fetches as far ahead as it does after many late copies
     on_host : whether the device is a CPU, whose memory the host tier shares
 
     Attributes
@@ -50,21 +52,30 @@ class DryStore(ActivationStore):
         memory: LiveMemory,
         work: Work | None = None,
         *,
-        slow: bool = False,
+        is_slow: bool = False,
+        is_late: bool = False,
         on_host: bool = True,
         **options: Any,
     ) -> None:
         window_nbytes = HOST_WINDOW_NBYTES if on_host else DEVICE_WINDOW_NBYTES
         if isinstance(policy, Plan) and policy.window is not None:
             window_nbytes = policy.window
-        self.moves = [DryTier(name, window_nbytes, work, slow=slow) for name in ("disk", "host")[: 1 if on_host else 2]]
+        clock = DryClock()
+        self.moves = [
+            DryTier(name, clock, work, is_slow=is_slow, on_stream=not on_host)
+            for name in ("disk", "host")[: 1 if on_host else 2]
+        ]
         self._memory = memory
+        self._is_late = is_late
+        self._open_device = partial(DryDevice, memory=memory, clock=clock, stands_for_cpu=on_host)
         tiers: list[PluginTier | Window] = [*map(_Ready, self.moves), Window(window_nbytes)]
         super().__init__(model, policy, tiers=tiers, observe=[SampleErrors(every=0)], **options)
         self._store.observers.measure(_DryCodecs(memory, work))
 
     def _scope(self, *, first: bool) -> Scope:
         scope = super()._scope(first=first)
+        if self._is_late:
+            self._store.place(CPU).engine.widen()
         scope.storages.use(_Held(self._memory), _Held(self._memory))
         return scope
 
@@ -125,63 +136,6 @@ class _DryCodecs:
         return _nothing
 
 
-class DryTier(Tier):
-    """A tier without memory or a file, whose copies end at once.
-
-    On a `slow` one, as many bytes have not ended as the window admits; a copy ends when later ones come, or someone
-    waits for it.
-
-    Attributes
-    ----------
-    is_used : whether a payload has gone there
-    """
-
-    def __init__(self, name: str, window_nbytes: int, work: Work | None, *, slow: bool) -> None:
-        self.name = name  # type: ignore[misc]  # of the tier for which it stands
-        self.is_used = False
-        self._window_nbytes = window_nbytes
-        self._work = work
-        self._slow = slow
-        self._late_nbytes = self._written_nbytes = self._nbytes = 0
-        self._queue = deque[tuple[_LateCopy, int]]()
-
-    def reserve(self, nbytes: int) -> Slot | None:
-        return Slot(nbytes)
-
-    def write(self, slot: Slot, src: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        self.is_used = True
-        self._written_nbytes += slot.nbytes
-        slot.written = self._copy(slot.nbytes, back=False)
-        return slot.written
-
-    def read(self, slot: Slot, dst: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
-        return self._copy(slot.nbytes, back=True)
-
-    def free(self, slot: Slot) -> None:
-        """Do nothing: a slot takes no room here."""
-
-    def trim(self) -> None:
-        """Begin a step: its window is a third of the bytes that the last step has moved."""
-        if self._slow:
-            self._late_nbytes = min(self._window_nbytes, max(LEAST_LATE_NBYTES, self._written_nbytes // 3))
-        self._written_nbytes = 0
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-    def _copy(self, nbytes: int, *, back: bool) -> Ticket:
-        if self._work is not None:
-            self._work.copy(self.name, nbytes, back=back)
-        copy = _LateFetch() if back else _LateCopy()
-        self._queue.append((copy, nbytes))
-        self._nbytes += nbytes
-        while self._nbytes > self._late_nbytes:
-            first, size = self._queue.popleft()
-            first.result()
-            self._nbytes -= size
-        return copy
-
-
 class _Ready(PluginTier):
     """Options of a tier that is there, in place of the tier of its name."""
 
@@ -193,33 +147,6 @@ class _Ready(PluginTier):
 
     def open(self, device: Device) -> Tier:
         return self.tier
-
-
-class _LateCopy(Ticket):
-    """A copy, which ends when its turn has come, or someone waits for it."""
-
-    def __init__(self) -> None:
-        self._ended = False
-
-    def ready(self) -> bool:
-        return self._ended
-
-    def wait_on(self, stream: Any) -> None:
-        self._ended = True
-
-    def result(self) -> None:
-        self._ended = True
-
-
-class _LateFetch(_LateCopy):
-    """A copy back, which is there when someone asks.
-
-    A wait of no time would count as one for a late copy where another process has the core meanwhile, and the store
-    would fetch more bytes ahead from then on.
-    """
-
-    def ready(self) -> bool:
-        return True
 
 
 def _nothing() -> None:

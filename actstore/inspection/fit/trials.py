@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from actstore.inspection.fit.largest import largest
 from actstore.inspection.fit.memory import Label
-from actstore.inspection.fit.plans import slow_row_of
+from actstore.inspection.fit.plans import quick_row_of
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps
 
@@ -45,7 +45,7 @@ class SizeTrials:
                 return None
             try:
                 with _quiet():
-                    tried = slow_row_of(self._steps(**{self._name: value}), row.policy, self._limit)
+                    tried = quick_row_of(self._steps(**{self._name: value}), row.policy, self._limit)
             except Exception as error:  # of the user's code, such as a context that exceeds a table
                 failed[value] = f"{type(error).__name__}: {error}".partition("\n")[0][:ERROR_LENGTH]
                 return None
@@ -53,7 +53,7 @@ class SizeTrials:
             return tried.peak_bytes
 
         fixed = sum(row.at_peak.get(label, 0) for label in FIXED)
-        at_start = row.most_bytes if row.frugal_bytes is None else row.frugal_bytes
+        at_start = row.peak_bytes if row.frugal_bytes is None else row.frugal_bytes
         found = largest(needed, self._limit, self._start, at_start, fixed)
         if row.policy == PLAIN:
             self._failed = failed
