@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 
 SHARED = ["tests.distributed.jobs"]  # with what all jobs import: seconds of each rank that imports it by itself
 TRACE_AFTER_S = 50.0  # before ranks that wait for this one give up
+TRACING = threading.Lock()  # while a thread reads sources and writes where all threads are: it has files open
 
 
 class Outcome(NamedTuple):
@@ -101,7 +102,12 @@ def traces() -> str:
 @contextmanager
 def traced(path: Path, after_s: float = TRACE_AFTER_S) -> Iterator[None]:
     """Write to a file where all threads are, if what runs inside takes long."""
-    timer = threading.Timer(after_s, lambda: path.write_text(traces()))
+
+    def write() -> None:
+        with TRACING:
+            path.write_text(traces())
+
+    timer = threading.Timer(after_s, write)
     timer.daemon = True
     timer.start()
     try:

@@ -7,12 +7,16 @@ import os
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import launch as launcher
+from tests.distributed import training
 from tests.distributed.launch import launch, traced, traces
+from tests.distributed.training import open_files
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -105,6 +109,30 @@ def test_what_ends_in_time_is_not_traced(tmp_path: Path) -> None:
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
     assert not (tmp_path / "traces").exists()
+
+
+def test_files_of_a_trace_are_not_left_by_a_job(tmp_path: Path) -> None:
+    """Where a job took long, the files that a trace reads and writes were taken for some that the job had left."""
+    begun, listed = threading.Event(), threading.Event()
+
+    def trace() -> str:
+        assert launcher.TRACING.locked()
+        begun.set()
+        return ""
+
+    class Lock:
+        def __enter__(self) -> None:
+            listed.set()
+
+        def __exit__(self, *error: object) -> None:
+            assert listed.is_set()
+
+    with mock.patch.object(launcher, "traces", trace), traced(tmp_path / "traces", 0.0):
+        begun.wait()
+    assert (tmp_path / "traces").exists()
+    with mock.patch.object(training, "TRACING", Lock()):
+        open_files()
+    assert listed.is_set()
 
 
 def test_traces_of_threads_that_run_are_safe() -> None:
