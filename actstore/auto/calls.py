@@ -8,8 +8,8 @@ from actstore.auto.profiler import Sample
 
 
 @dataclass
-class Calls:
-    """How often units run in a step, and how many of their calls wait for backward at once.
+class UnitCalls:
+    """Number of calls of each unit in a step, and how many of them wait for backward at once.
 
     Attributes
     ----------

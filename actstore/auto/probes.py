@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.auto.calls import Calls
+from actstore.auto.calls import UnitCalls
 from actstore.auto.exceptions import DERIVE
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of
@@ -64,7 +64,7 @@ class Probes:
         self._wish = wish
         self._shapes = {shape.name: shape for shape in profiler.shapes}
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
-        self._calls = Calls()
+        self._calls = UnitCalls()
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
@@ -122,7 +122,7 @@ class Probes:
             name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
         }
         calls, self._kinds, ran, self._noise = state["tables"]
-        self._calls = Calls(calls, state.get("waiting", {}))
+        self._calls = UnitCalls(calls, state.get("waiting", {}))
         self._ran = Counter(ran)
         self._links = None if state["links"] is None else Links(**state["links"])
         parts = self._profiler.separability
