@@ -16,6 +16,7 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -86,17 +87,24 @@ def start(function: Callable[..., None], args: tuple[Any, ...], world: int, meth
 def traces() -> str:
     """Return where each thread of this process is.
 
-    All frames are listed before a source file is read, which lets other threads run.
+    All frames are listed and let go before a source file is read, which lets other threads run: a frame that ends
+    meanwhile would keep its tensors.
     `faulthandler.dump_traceback_later` reads frames without the interpreter's lock, and crashes where they end.
     """
-    stacks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: _places(frame) for ident, frame in sys._current_frames().items()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
-        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.StackSummary.extract(reversed(stack)).format())}"
+        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.format_list(stack))}"
         for ident, stack in stacks.items()
         if ident != threading.get_ident()
     ]
     return "\n".join(parts)
+
+
+def _places(frame: FrameType | None) -> list[tuple[str, int, str, None]]:
+    """The lines of a stack, the innermost last."""
+    found = [(each.f_code.co_filename, line, each.f_code.co_name, None) for each, line in traceback.walk_stack(frame)]
+    return found[::-1]
 
 
 @contextmanager

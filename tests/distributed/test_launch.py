@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing
 import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -133,6 +136,35 @@ def test_files_of_a_trace_are_not_left_by_a_job(tmp_path: Path) -> None:
     with mock.patch.object(training, "TRACING", Lock()):
         open_files()
     assert listed.is_set()
+
+
+def test_a_trace_keeps_nothing_alive() -> None:
+    """A job was said to leave payloads: a trace held the frames of a step that had ended, while it read sources."""
+    begun, end = threading.Event(), threading.Event()
+    locals_: list[ref[torch.Tensor]] = []
+
+    def run() -> None:
+        local = torch.ones(1)
+        locals_.append(ref(local))
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    alive: list[bool] = []
+    read = linecache.getline
+
+    def getline(*args: Any) -> str:
+        end.set()
+        thread.join()
+        alive.append(locals_[0]() is not None)
+        return read(*args)
+
+    with mock.patch.object(linecache, "getline", getline):
+        traces()
+    end.set()
+    assert set(alive) == {False}
 
 
 def test_traces_of_threads_that_run_are_safe() -> None:
