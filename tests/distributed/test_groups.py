@@ -38,13 +38,14 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "wait_s", "text"),
+    ("signals", "wait_s", "text"),
     [
-        (signal.SIGKILL, 20.0, "rank 1 no longer answers"),
-        (signal.SIGSTOP, 3.0, r"rank 1 has not answered in 3.0 s: its process is stopped, .* Look at rank 1"),
+        ([signal.SIGKILL], 20.0, "rank 1 no longer answers"),
+        ([signal.SIGSTOP], 3.0, r"rank 1 has not answered in 3.0 s: its process is stopped, .* Look at rank 1"),
+        ([signal.SIGSTOP, signal.SIGKILL], 60.0, "rank 1 no longer answers"),  # while its slice is gathered
     ],
 )
-def test_a_lost_rank_is_named(how: signal.Signals, wait_s: float, text: str, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named(signals: list[signal.Signals], wait_s: float, text: str, tmp_path: Path) -> None:
     ranks = start(loses_a_rank, (str(tmp_path), wait_s), 2)
     first, second = ranks.processes
     try:
@@ -52,10 +53,15 @@ def test_a_lost_rank_is_named(how: signal.Signals, wait_s: float, text: str, tmp
             assert first.is_alive()
             assert second.is_alive()
             sleep(0.01)
-        os.kill(second.pid, how)
-        if how is signal.SIGKILL:
+        os.kill(second.pid, signals[0])
+        if signals[0] is signal.SIGKILL:
             second.join(60)
         (tmp_path / "lost").touch()
+        for later in signals[1:]:
+            while not (tmp_path / "asked").exists():
+                assert first.is_alive()
+                sleep(0.01)
+            os.kill(second.pid, later)
         first.join(60)
         assert first.exitcode == 0
     finally:
