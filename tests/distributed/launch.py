@@ -71,6 +71,16 @@ def launch(world: int, names: list[str], folder: Path, timeout_s: float, method:
     return Outcome(failures, end)
 
 
+def check_jobs(
+    world: int, names: list[str], folder: Path, timeout_s: float, method: str = "forkserver", end: str = ""
+) -> None:
+    """Run jobs as `launch` does. None may fail, and the processes must end in this way."""
+    outcome = launch(world, names, folder, timeout_s, method)
+    failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
+    assert not failures, "\n\n".join(failures)
+    assert outcome.end == end
+
+
 def start(function: Callable[..., None], args: tuple[Any, ...], world: int, method: str = "forkserver") -> Any:
     """Start ``function(rank, *args)`` on `world` processes.
 

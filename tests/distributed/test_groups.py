@@ -12,28 +12,29 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.groups import loses_a_rank
-from tests.distributed.launch import launch, start
+from tests.distributed.launch import check_jobs, start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
-JOBS = ["group_is_exact", "group_holds_a_slice", "other_tensors_are_refused", "ranks_read_in_their_own_order"]
-
-
-def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
-    names = [f"tests.distributed.groups:{name}" for name in jobs]
-    outcome = launch(world, names, folder, timeout_s)
-    failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
-    assert not failures, "\n\n".join(failures)
+JOBS = [
+    f"tests.distributed.groups:{name}"
+    for name in (
+        "group_is_exact",
+        "group_holds_a_slice",
+        "other_tensors_are_refused",
+        "ranks_read_in_their_own_order",
+    )
+]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, JOBS, tmp_path, 120)
+    check_jobs(2, JOBS, tmp_path, 120)
 
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    check(4, [*JOBS, "llama"], tmp_path, 480)
+    check_jobs(4, [*JOBS, "tests.distributed.groups:llama"], tmp_path, 480)
 
 
 @pytest.mark.slow
