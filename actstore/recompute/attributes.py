@@ -333,7 +333,8 @@ def _remove_hooks(value: Any, since: int) -> None:
         for part in value.values() if isinstance(value, dict) else value:
             _remove_hooks(part, since)
     elif isinstance(value, RemovableHandle):
-        if all(handle.id >= since for handle in getattr(value, "handles", (value,))):  # a hook on several tensors has some
+        parts = getattr(value, "handles", (value,))  # a hook on several tensors has some
+        if all(part.id >= since for part in parts):
             value.remove()
 
 
