@@ -42,7 +42,7 @@ test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operat
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
 test-ranks: $(STAMP)  ## run all tests of several processes, also those that take minutes
-	$(BIN)/python -m pytest tests/distributed tests/session/test_state.py -m "slow or not slow" --timeout 900 $(ARGS)
+	$(BIN)/python -m pytest tests/distributed tests/session/test_state.py tests/integrations/test_deepspeed.py -m "slow or not slow" --timeout 900 $(ARGS)
 
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)

@@ -255,7 +255,7 @@ class AutoController(PlanningState):
 
     def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
         """Return the best choice within `device` bytes, from the measurements so far."""
-        from actstore.plan.solver.solve import solve
+        from actstore.plan.solver.microbatches import solve_step
 
         assert self._place is not None
         profile, wish = self.probes.profile(self._place.device.torch_device), self._wish
@@ -265,8 +265,8 @@ class AutoController(PlanningState):
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
-                return profile, chain, narrow, solve(chain, narrow)
-        return profile, chain, limits, solve(chain, limits)
+                return profile, chain, narrow, solve_step(chain, narrow)
+        return profile, chain, limits, solve_step(chain, limits)
 
     def _make_plan(self, device: int | None = None) -> None:
         """Plan from the measurements so far. The current choice stays where another gains little.

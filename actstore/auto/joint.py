@@ -121,13 +121,13 @@ class JointPlanner:
     def _plan(self, place: TierSet, device: int, current: Plan | None = None) -> Plan:
         """Return the best plan within `device` bytes; the choice of the current one where another gains little."""
         from actstore.plan.outcome import or_as_before, plan_of
-        from actstore.plan.solver.solve import solve
+        from actstore.plan.solver.microbatches import solve_step
 
         wish = self._wish
         profile = self.probes.profile(place.device.torch_device)
         chain = chain_of(profile)
         limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, 0.0)
-        solution = solve(chain, limits)
+        solution = solve_step(chain, limits)
         if current is not None:
             solution = or_as_before(current.decisions, chain, limits, solution)
         self._planned_for, self._excess = self.probes.largest, False

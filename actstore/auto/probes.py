@@ -9,20 +9,19 @@ from hashlib import sha256
 from math import inf
 from statistics import median
 from typing import Any
-from weakref import WeakSet, ref
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
+from actstore.auto.calls import UnitCalls
 from actstore.auto.exceptions import DERIVE
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
 from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample, scaled
+from actstore.auto.stepped import SteppedOptimizers
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
 from actstore.plan.build import MIN_PART_SHARE
@@ -65,19 +64,18 @@ class Probes:
         self._wish = wish
         self._shapes = {shape.name: shape for shape in profiler.shapes}
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
-        self._calls: dict[str, int] = {}
+        self._calls = UnitCalls()
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._links: Links | None = None if before is None else before._links
-        self._optimizers: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers
-        self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
+        self._optimizers: SteppedOptimizers = SteppedOptimizers(model, None if before is None else before._optimizers)
 
     @property
     def has_met(self) -> bool:
         """True where an optimizer of the model has stepped."""
-        return bool(self._optimizers)
+        return bool(self._optimizers.found)
 
     def use(self, links: Links) -> None:
         """Set the rates of the links, instead of those that `propose` would measure."""
@@ -85,7 +83,7 @@ class Probes:
 
     def close(self) -> None:
         """Remove the hook on optimizer steps."""
-        self._hook.remove()
+        self._optimizers.close()
 
     def grow(self, saved: int) -> None:
         """Raise the bytes of the largest step to those of a step."""
@@ -110,7 +108,8 @@ class Probes:
             "steps": self.steps,
             "largest": self.largest,
             "samples": {name: [[asdict(f), saved] for f, saved in each] for name, each in self._samples.items()},
-            "tables": [self._calls, self._kinds, self._ran, self._noise],
+            "tables": [self._calls.of, self._kinds, self._ran, self._noise],
+            "waiting": self._calls.waiting,
             "rest": self._rest,
             "links": None if self._links is None else asdict(self._links),
             "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
@@ -122,7 +121,8 @@ class Probes:
         self._samples = {
             name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
         }
-        self._calls, self._kinds, ran, self._noise = state["tables"]
+        calls, self._kinds, ran, self._noise = state["tables"]
+        self._calls = UnitCalls(calls, state.get("waiting", {}))
         self._ran = Counter(ran)
         self._links = None if state["links"] is None else Links(**state["links"])
         parts = self._profiler.separability
@@ -132,7 +132,7 @@ class Probes:
     def add(self, sample: Sample) -> None:
         first = not self.steps
         self.steps += 1
-        self._calls.update(sample.calls)
+        self._calls.add(sample)
         self.grow(sample.saved)
         self._ran.update(sample.figures.keys())
         for name, figures in sample.figures.items():
@@ -234,7 +234,7 @@ class Probes:
             shape, saved = self._shapes[name], self._saved(figures, name)
             if not shape.named or not name:
                 floor += saved
-            elif not free and self._calls.get(name, 1) == 1:
+            elif not free and self._calls.chained(name) == 1:
                 held = (f.total("held") for d, f in figures[kind].items() if d.startswith("recompute"))
                 floor += min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
         return floor
@@ -255,10 +255,11 @@ class Probes:
             Unit(
                 name,
                 kind,
-                self._calls.get(name, 1),
+                self._calls.of.get(name, 1),
                 tuple(shape.parts),
                 self._recomputable(shape),
                 {part: noise for part, noise in self._noise.get(name, {}).items() if noise < inf},
+                self._calls.waiting.get(name, 0),
             )
             for name, kind in self._kinds.items()
             for shape in [self._shapes[name]]
@@ -268,20 +269,13 @@ class Probes:
             self.figures(),
             self._links or Links(),
             median(self._rest) if self._rest else 0.0,
-            memory_of(self._model, list(self._optimizers)),
+            memory_of(self._model, list(self._optimizers.found)),
             digest_of(self._model),
             machine_of(device),
             self.steps,
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that has stepped, if it has parameters of this model."""
-        if optimizer not in self._optimizers:
-            mine = {id(parameter) for parameter in self._model.parameters()}
-            if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-                self._optimizers.add(optimizer)
 
     def _recomputable(self, shape: Shape) -> bool:
         return shape.recomputable and shape.name not in self._profiler.writers
@@ -311,14 +305,16 @@ class Probes:
     def _kind(self, name: str, saved: int) -> str:
         module = self._shapes[name].module
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-        kind = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}"
+        kind = (
+            f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}{self._calls.text(name)}"
+        )
         if not self._shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
 
     def _replays(self, name: str) -> list[str]:
         """Return the replays to try on a unit that runs several times in a step."""
-        calls = self._calls.get(name, 1)
+        calls = self._calls.chained(name)
         return [segments_of(PROBE_SEGMENT)] * (calls > 1) + [revolve_of(PROBE_SLOTS)] * (calls > 2 * PROBE_SLOTS)
 
     def _worth(self, name: str, part: Module) -> bool:
@@ -330,7 +326,7 @@ class Probes:
 
     def _forms(self, name: str, decision: str) -> list[str]:
         """Return the forms of a decision to try, in order. For a unit with several calls, some keep part of these."""
-        calls = self._calls.get(name, 1)
+        calls = self._calls.chained(name)
         if decision not in (KEEP, "recompute") or calls == 1:
             return [decision]
         some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
@@ -342,7 +338,7 @@ class Probes:
         for name, decision in decisions.items():
             of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
             found, part = of_kind.get(decision), PARTIAL_RECOMPUTE.fullmatch(decision)
-            share = int(part[1]) / self._calls[name] if part else 1.0  # the recomputed part of the calls
+            share = int(part[1]) / self._calls.of[name] if part else 1.0  # the recomputed part of the calls
             if found is None and decision.startswith("recompute("):
                 found = of_kind.get("recompute")
             held += saved if found is None else share * found.total("held") + (1 - share) * saved
@@ -350,17 +346,19 @@ class Probes:
             most, peak = max(most, above), max(peak, held + above)
         blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
         always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
-        return peak if always else held + most  # units that do not run in every step come in any order
+        # units that do not run in every step come in any order, and other micro-batches hold what one has left
+        return peak if always and not self._calls.waiting else held + most
 
     def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
         """Return the bytes that a payload may take beside its tensor, estimated before it is measured."""
         if decision == KEEP or recomputes(decision):
             return 0
         of_kind = figures[self._kinds[name]].values()
-        return max((part.saved for f in of_kind for part in f.parts.values()), default=0)
+        most = max((part.saved for f in of_kind for part in f.parts.values()), default=0)
+        return most // self._calls.of[name] if name in self._calls.waiting else most
 
     def _saved(self, figures: FiguresByKind, name: str) -> float:
-        return max(f.total("saved") for f in figures[self._kinds[name]].values())
+        return self._calls.share(name) * max(f.total("saved") for f in figures[self._kinds[name]].values())
 
     def _candidates(self, shape: Shape, figures: dict[str, UnitFigures], *, on_host: bool) -> list[str]:
         """Return the decisions to try on a unit."""
@@ -387,14 +385,3 @@ class Probes:
                 late += self._profiler.separability.exceptions(shape.name, parts, figures, tiers, lossy=len(codecs) > 1)
         moved = (f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))
         return [*found, DERIVE, *codecs, *moved, *late]
-
-
-def _telling(weak: ref[Probes]) -> Any:
-    """Return a hook for all optimizers, with a weak reference: it may outlive a store that is never closed."""
-
-    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        probes = weak()
-        if probes is not None:
-            probes.meet(optimizer)
-
-    return met

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -38,6 +38,8 @@ class Sample:
     ----------
     figures : for each unit that ran, in the order of forward; several where its calls had different decisions
     calls : number of calls of each unit
+    waiting : for units whose calls have a backward each, as micro-batches in a pipeline: the most calls that waited for
+        theirs at once
     total : milliseconds from the entry of this step to that of the next
     rest : the milliseconds of `total` outside of all units
     backward : whether backward ran
@@ -48,6 +50,7 @@ class Sample:
     total: float
     rest: float
     backward: bool
+    waiting: dict[str, int] = field(default_factory=dict)
 
     @property
     def saved(self) -> int:
@@ -93,7 +96,7 @@ class Profiler:
 
     def begin(self, device: Device, decisions: dict[str, str]) -> None:
         """Begin a step. `decisions` are policy text by unit, with names relative to it; the remaining units keep."""
-        step = self._step = Moments(device, decisions, self.writers)
+        step = self._step = Moments(device, decisions, self.writers, self._turn)
         self._hooks.append(self._model.register_forward_hook(step.ending))
         for name, module in self._modules.items():
             enter, leave = step.entering(name), step.leaving(name)
@@ -113,6 +116,10 @@ class Profiler:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _turn(self) -> None:
+        if self._hooks:  # backward begins inside of the context: in a pipeline more may be held than at the first turn
+            self._ledger.mark_turn()
 
     def cancel(self) -> None:
         """Discard the measurements of the step."""
@@ -184,7 +191,10 @@ class Profiler:
         busy = sum(sum(forward.get(name, [])) for name in units)
         busy += sum(ms for calls in backward.values() for ms in calls.values())
         calls = {name: len(forward.get(name, [0.0])) for name in figures}
-        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned)
+        waiting = self._waiting(step, calls)
+        if waiting:  # and what the model and the loss save waits as long
+            waiting[""], calls[""] = max((count, calls[name]) for name, count in waiting.items())
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, waiting)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +207,18 @@ class Profiler:
             name = name.rpartition(".")[0]
         unit = self._unit_of[name]
         return unit, name[len(unit) + 1 :] if name != unit else ""
+
+    def _waiting(self, step: Moments, calls: dict[str, int]) -> dict[str, int]:
+        """Return the most calls of units that waited at once: those of the first turn, grown as the held bytes have."""
+        found = {name: count for name, count in step.waiting().items() if name in calls}
+        held = {name: [0, 0] for name in found}
+        for account in self._ledger.accounts() if found else ():
+            sums = held.get(self.find(account.site.name)[0])
+            if sums is not None:
+                sums[0] += account.held_at_turn
+                sums[1] += account.held_at_exit
+        growth = {name: most / first if first else 1.0 for name, (first, most) in held.items()}
+        return {name: min(calls[name], max(1, round(growth[name] * count))) for name, count in found.items()}
 
     def _bytes(self) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
         parts: dict[str, dict[str, UnitBytes]] = {}

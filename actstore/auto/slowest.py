@@ -33,7 +33,8 @@ def slowest_sample(samples: Sequence[Sample]) -> Sample:
             if [each.decision for each in ours] == [each.decision for each in theirs]:
                 figures[unit] = [_with_most_bytes(*pair) for pair in zip(ours, theirs, strict=True)]
     calls = {unit: max(sample.calls.get(unit, 0) for sample in samples) for unit in figures}
-    return replace(first, figures=figures, calls=calls)
+    waiting = {unit: max(sample.waiting.get(unit, 0) for sample in samples) for unit in first.waiting}
+    return replace(first, figures=figures, calls=calls, waiting=waiting)
 
 
 def _with_most_bytes(ours: UnitFigures, theirs: UnitFigures) -> UnitFigures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
@@ -31,10 +32,17 @@ class Moments:
 
     Where the device is the host, a full garbage collection counts for no call if further calls of the same module show
     their usual time. A collection is rare, and may take longer than hundreds of calls.
+
+    Parameters
+    ----------
+    turn : called when a backward has begun
     """
 
-    def __init__(self, device: Device, decisions: dict[str, str], writers: set[str]) -> None:
+    def __init__(
+        self, device: Device, decisions: dict[str, str], writers: set[str], turn: Callable[[], None] = lambda: None
+    ) -> None:
         self.decisions = decisions
+        self._turn = turn
         self.turned = False  # backward has begun
         self._writers = writers
         self._versions: dict[str, list[list[int]]] = {}  # versions of the inputs of running calls
@@ -43,6 +51,7 @@ class Moments:
         self._device = device
         self._marks: list[tuple[str, str, Mark]] = []
         self._calls: dict[str, int] = {}
+        self._calls_at_turn: dict[str, int] = {}  # when the first backward began
         self._grads: dict[int, list[tuple[str, int, Mark]]] = {}  # by backward: arrivals of output gradients
         self.note("begin", "")
 
@@ -97,6 +106,8 @@ class Moments:
             moments = self._grads.get(task)
             if moments is None:
                 self._begin()
+                self._calls_at_turn = self._calls_at_turn or dict(self._calls)
+                self._turn()
                 moments = self._grads[task] = []
                 engine: Any = Variable._execution_engine
                 engine.queue_callback(lambda: moments.append((BACKWARD_END, 0, self._mark())))
@@ -128,6 +139,16 @@ class Moments:
             elif kind == "leave" and entered.get(name):
                 times[name].append(_between(entered[name].pop(), mark))
         return {name: _without_collections(of_calls) for name, of_calls in times.items()}
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many calls of a module waited when the first backward began, where each call has its own backward.
+
+        Such calls are those of micro-batches. A module that runs once, or several times before one backward, has none.
+        """
+        calls = [Counter(name for name, _ in {moment[:2] for moment in task}) for task in self._grads.values()]
+        several = {name for task in calls for name, count in task.items() if name != BACKWARD_END and count > 1}
+        names = {name for task in calls for name in task} - several
+        return {name: self._calls_at_turn.get(name, 0) for name in names if self._calls.get(name, 0) > 1}
 
     def backward(self) -> dict[str, dict[int, float]]:
         """Return the milliseconds of each call: from the gradient of its output to the next such gradient."""

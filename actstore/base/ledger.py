@@ -82,6 +82,7 @@ class Account:
         "fetch_ns",
         "held",
         "held_at_exit",
+        "held_at_turn",
         "hits",
         "late",
         "misses",
@@ -106,7 +107,7 @@ class Account:
         self.held = 0  # on the compute device now
         self.away = 0  # in host memory or on disk now
         self.peak = 0  # high-water of held since the last reset
-        self.held_at_exit = 0
+        self.held_at_exit = self.held_at_turn = 0
         self.count = 0  # tensors packed
         self.drawn = 0  # random keys taken
         self.alive = 0  # stored, while an owner other than autograd still holds the tensor at the end of forward
@@ -358,7 +359,10 @@ class Ledger:
                 medium[1] = medium[0]
 
     def mark_turn(self) -> None:
-        """Remember the held bytes as those of the end of forward: backward begins inside of the context."""
+        """Remember the held bytes as those of the end of forward: a backward begins inside of the context.
+
+        In a pipeline many do. The turn with the most bytes counts; `held_at_turn` of accounts is that of the first one.
+        """
         with self._lock:
             self._mark_locked()
             self._turned = True
@@ -366,15 +370,17 @@ class Ledger:
     def mark_exit(self) -> None:
         """Remember the held bytes as those of the end of forward, unless more were held when backward began."""
         with self._lock:
-            self._book_gone()
-            if not self._turned or self._held > self.held_at_exit:
-                self._mark_locked()
+            self._mark_locked()
             self._turned = False
 
     def _mark_locked(self) -> None:
         self._book_gone()
+        if self._turned and self._held <= self.held_at_exit:
+            return
         for account in list(self._accounts.values()):
             account.held_at_exit = account.held
+            if not self._turned:
+                account.held_at_turn = account.held
         self.held_at_exit = self._held
 
     def _book_gone(self) -> None:

@@ -23,16 +23,24 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
     max_noise : variance that payloads may add to the gradients; 0 leaves out all lossy options
     """
     layers = tuple(
-        Layer(unit.name, keep.forward, keep.backward, tuple(_options(unit, figures, keep, profile, max_noise)))
+        Layer(
+            unit.name,
+            keep.forward,
+            keep.backward,
+            tuple(_options(unit, figures, keep, profile, max_noise)),
+            max(1, unit.waiting),
+        )
         for unit in profile.units
         for figures in [profile.figures[unit.kind]]
-        for keep in [kept(figures)]
+        for keep in [kept(figures, unit.share)]
     )
     return LayerChain(layers, profile.links, profile.rest)
 
 
-def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
+def kept(figures: dict[str, UnitFigures], share: float = 1.0) -> UnitFigures:
     """Return the figures of a unit that keeps everything, derived from other decisions if `keep` was never measured.
+
+    `share` of its calls wait for backward at once.
 
     The time of a recompute bounds that of the forward: the first forward includes bookkeeping, which small units feel.
     """
@@ -41,7 +49,7 @@ def kept(figures: dict[str, UnitFigures]) -> UnitFigures:
         return found
     other = next(iter(figures.values()))
     again = other.work_backward if recomputes(other.decision) else 0.0
-    parts = {name: replace(part, held=part.saved, host=0, disk=0) for name, part in other.parts.items()}
+    parts = {name: replace(part, held=int(share * part.saved), host=0, disk=0) for name, part in other.parts.items()}
     return replace(
         other,
         decision=KEEP,
@@ -83,7 +91,7 @@ def _options(
     yield LayerOption(KEEP, whole, forward_peak=whole, backward_peak=whole)
     if not unit.name:
         return
-    if unit.calls > 1 and unit.recomputable:
+    if unit.calls > 1 and unit.recomputable and not unit.waiting:
         yield from recurrent_options(unit, figures, keep)
         return
     of_parts: dict[str, list[_Change]] = {}
@@ -157,16 +165,17 @@ class _Change:
     def option(self, unit: Unit, keep: UnitFigures, profile: Profile) -> LayerOption:
         held = max(0, keep.total("held") + self.held)
         moved = self.host + self.disk
+        here = moved / unit.calls if unit.waiting else moved  # before it leaves, or when it has come back
         return LayerOption(
             self.decision,
             held,
             link=0 if profile.links.on_host else moved,
-            host=self.host,
-            disk=self.disk,
+            host=unit.share * self.host,
+            disk=unit.share * self.disk,
             forward=self.forward,
             backward=self.backward,
-            forward_peak=held + moved + self.staged,
-            backward_peak=held + moved + self.transient,
+            forward_peak=held + here + self.staged,
+            backward_peak=held + here + self.transient,
             error=self.error,
         )
 

@@ -8,6 +8,7 @@ from actstore.plan.build import kept, policy_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import KEEP, Profile
 from actstore.plan.solver.chain import LayerChain, Limits
+from actstore.plan.solver.microbatches import beside_others
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
 from actstore.plan.solver.timeline import evaluate
@@ -24,7 +25,7 @@ def plan_of(
     rows = []
     for i, (unit, layer) in enumerate(zip(profile.units, chain.layers, strict=True)):
         option = layer.options[solution.choice[i]]
-        saved = kept(profile.figures[unit.kind]).total("saved")
+        saved = unit.share * kept(profile.figures[unit.kind]).total("saved")
         stall = sum(stalls[i] for stalls in solution.evaluation.stalls)
         added = option.forward + option.backward
         rows.append(UnitPlan(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
@@ -81,7 +82,7 @@ def or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, s
     if any(index is None for index in indices):
         return solution
     choice = tuple(index for index in indices if index is not None)
-    found = evaluate(chain, choice, limits)
+    found = beside_others(chain, evaluate(chain, choice, limits), limits)
     if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
         return solution
     return replace(solution, choice=choice, evaluation=found, how="as before")

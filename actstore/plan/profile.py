@@ -122,6 +122,8 @@ class Unit:
     calls : number of calls in one step
     parts : children that a rule of their own can name
     recomputable : whether its forward can be run again
+    waiting : calls that wait for backward at once, where each has a backward of its own, as micro-batches in a pipeline
+        have; 0 where one backward is for all calls
     noise : by child, "" for the unit itself: the variance that errors in its payloads add to the gradients of the
         weights, for each unit of squared relative error, as a fraction of the variance from batch to batch; absent
         where it was not measured
@@ -133,6 +135,12 @@ class Unit:
     parts: tuple[str, ...]
     recomputable: bool
     noise: dict[str, float] = field(default_factory=dict)
+    waiting: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of its calls that wait for backward at once."""
+        return self.waiting / self.calls if self.waiting else 1.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class Profile:
     @property
     def saved(self) -> int:
         """Bytes of activations that plain autograd holds in a step."""
-        return sum(next(iter(self.figures[unit.kind].values())).total("saved") for unit in self.units)
+        return sum(int(unit.share * next(iter(self.figures[unit.kind].values())).total("saved")) for unit in self.units)
 
     def write(self, path: str | Path) -> None:
         """Write JSON.
@@ -228,6 +236,11 @@ class Profile:
             if not 1 <= unit.calls <= MAX_CALLS:
                 raise ConfigError(
                     f"units[{i}].calls is {unit.calls}, not from 1 to {MAX_CALLS:,}.", field=f"units[{i}].calls"
+                )
+            if not 0 <= unit.waiting <= unit.calls:
+                raise ConfigError(
+                    f"units[{i}].waiting is {unit.waiting}, not from 0 to its calls, {unit.calls:,}.",
+                    field=f"units[{i}].waiting",
                 )
         return self
 

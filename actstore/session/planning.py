@@ -15,7 +15,7 @@ from actstore.plan.build import chain_of, limits_of
 from actstore.plan.outcome import plan_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
-from actstore.plan.solver.solve import solve
+from actstore.plan.solver.microbatches import solve_step
 from actstore.policy import Auto, parse_chooser
 from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
@@ -97,7 +97,7 @@ def replan(profile: Profile, policy: Auto, tiers: Iterable[Group | Host | Disk |
     wish = wish_of(policy, read_tiers(tiers)[0])
     chain = chain_of(profile, wish.max_noise)
     limits = limits_of(wish.device, wish.host, wish.disk, wish.max_noise)
-    return plan_of(profile, chain, solve(chain, limits), wish, 0.0, ())
+    return plan_of(profile, chain, solve_step(chain, limits), wish, 0.0, ())
 
 
 def _read_auto(budget: Any) -> Auto:

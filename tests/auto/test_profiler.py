@@ -184,6 +184,59 @@ def test_calls_of_one_module_add_up():
     assert (whole.forward, whole.backward, sample.calls["cell"]) == (10, 15, 5)
 
 
+def one_forward_one_backward(model, waiting, count):
+    """Run micro-batches as a stage of a pipeline: `waiting` forwards, then a backward after each forward."""
+    losses = []
+    for number in range(count):
+        losses.append(model(torch.ones(3) * number))
+        if number >= waiting - 1:
+            losses.pop(0).backward()
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.parametrize("waiting", [1, 3, 5])
+def test_calls_of_micro_batches_wait_for_backwards_of_their_own(waiting):
+    model = Net(Clock())
+    store = ActivationStore(model, "keep", min_bytes=0)
+    profiler = Profiler(model, store._store.ledger)
+    with store:
+        profiler.begin(model.head.clock, {})
+        one_forward_one_backward(model, waiting, 5)
+        profiler.end_forward()
+    sample = profiler.finish()
+    assert set(sample.waiting.values()) == {waiting}
+    assert set(sample.waiting) == set(sample.figures)
+    assert set(sample.calls.values()) == {5}
+    for [figures] in sample.figures.values():
+        assert figures.total("held") * 5 == figures.total("saved") * waiting
+
+
+def test_more_may_wait_after_the_first_turn():
+    """As in a schedule without bubbles, where the gradients of weights come later."""
+    model = Net(Clock())
+    store = ActivationStore(model, "keep", min_bytes=0)
+    profiler = Profiler(model, store._store.ledger)
+    with store:
+        profiler.begin(model.head.clock, {})
+        first = model(torch.ones(3))
+        first.backward(retain_graph=True)
+        other = model(torch.ones(3))
+        other.backward()
+        del first
+        profiler.end_forward()
+    sample = profiler.finish()
+    assert {sample.waiting[name] for name in ("stem", "blocks.0", "blocks.1", "head")} == {2}
+
+
+def test_calls_before_one_backward_wait_together():
+    clock = Clock()
+    model = nn.ModuleDict({"cell": Slow(clock, 2, 3)})
+    assert measure(model, lambda: model["cell"](model["cell"](torch.ones(3))).sum()).waiting == {}
+    net = Net(clock)
+    assert measure(net, lambda: net(torch.ones(3))).waiting == {}
+
+
 def test_calls_that_are_decided_differently_are_told_apart():
     clock = Clock()
     model = nn.ModuleDict({"cell": Slow(clock, 2, 3)})

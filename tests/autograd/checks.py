@@ -112,7 +112,8 @@ def check_drained(store: ActivationStore) -> None:
     """Nothing is held any more: the graphs are gone, and so are the bytes and the slots."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what copies still read is held until they end
-    assert dict(pools(store)) == dict.fromkeys(dict(pools(store)), 0)
+    used = dict(pools(store))
+    assert used == dict.fromkeys(used, 0), used
     report = store.report()
     assert report.live_bytes == 0
     assert [site.live_bytes for site in report.sites] == [0] * len(report.sites)

@@ -22,6 +22,16 @@ class Naive:
         self.stored = dict.fromkeys(SITES, 0)
         self.peaks = dict.fromkeys([*SITES, None], 0)
         self.at_exit = dict.fromkeys([*SITES, None], 0)
+        self.at_turn = dict.fromkeys(SITES, 0)
+        self.turned = False
+
+    def mark(self, *, turned):
+        """A turn to backward, or the exit: the first one counts, and each later one with more bytes."""
+        if not self.turned:
+            self.at_turn = {key: self.held(key) for key in SITES}
+        if not self.turned or self.held() > self.at_exit[None]:
+            self.at_exit = {key: self.held(key) for key in self.at_exit}
+        self.turned = turned
 
     def held(self, site=None, column=1):
         return sum(item[column] for item in self.items if site in (None, item[0]))
@@ -43,7 +53,7 @@ def check(ledger, naive):
         assert account.away == naive.held(site, 2)
         assert (account.saved, account.stored) == (naive.saved[site], naive.stored[site])
         assert account.peak == naive.peaks[site]
-        assert account.held_at_exit == naive.at_exit[site]
+        assert (account.held_at_exit, account.held_at_turn) == (naive.at_exit[site], naive.at_turn[site])
     assert ledger._held == naive.held()
     assert ledger.peak == naive.peaks[None]
     assert ledger.held_at_exit == naive.at_exit[None]
@@ -63,7 +73,7 @@ commands = st.lists(
 
 @given(commands)
 def test_random_orders(commands):
-    ledger, naive, turned = Ledger(), Naive(), False
+    ledger, naive = Ledger(), Naive()
     for what, *args in commands:
         if what == "add":
             site, held, away = args
@@ -88,13 +98,10 @@ def test_random_orders(commands):
             naive.start()
         elif what == "exit":
             ledger.mark_exit()
-            if not turned or naive.held() > naive.at_exit[None]:
-                naive.at_exit = {key: naive.held(key) for key in naive.at_exit}
-            turned = False
+            naive.mark(turned=False)
         elif what == "turn":
             ledger.mark_turn()
-            naive.at_exit = {key: naive.held(key) for key in naive.at_exit}
-            turned = True
+            naive.mark(turned=True)
         elif what == "check":
             check(ledger, naive)
     check(ledger, naive)

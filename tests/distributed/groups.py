@@ -7,6 +7,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from actstore import ActivationStore, Group, Window
 from actstore.errors import ReplicaError, TransferError
 from actstore.tiers import GroupTier
+from actstore.tiers.peers import Peers
 from tests.autograd.checks import check_drained, same_bits
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import Model, batch, check_equal, local, loss_of
@@ -199,7 +201,10 @@ def tier_of(store: ActivationStore) -> GroupTier:
 
 
 def loses_a_rank(rank: int, folder: str, wait_s: float) -> None:
-    """Rank 1 of two is killed or stopped between forward and backward; rank 0 writes what it raises, and has left."""
+    """Rank 1 of two is lost between forward and backward, or once rank 0 asks it for a slice.
+
+    Rank 0 writes what it raises, and what it has left.
+    """
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/rendezvous", 2), rank=rank, world_size=2)
@@ -211,7 +216,13 @@ def loses_a_rank(rank: int, folder: str, wait_s: float) -> None:
     Path(folder, f"landed.{rank}").touch()
     while rank == 1 or not Path(folder, "lost").exists():
         sleep(0.01)
-    with pytest.raises(TransferError) as raised:
+    get = Peers.get
+
+    def ask(peers: Peers, rank: int, name: str) -> bytes:
+        Path(folder, "asked").touch()
+        return get(peers, rank, name)
+
+    with mock.patch.object(Peers, "get", ask), pytest.raises(TransferError) as raised:
         loss.backward()
     del loss
     tier = tier_of(store)

@@ -16,6 +16,7 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,6 +26,7 @@ import torch.multiprocessing as mp
 
 SHARED = ["tests.distributed.jobs"]  # with what all jobs import: seconds of each rank that imports it by itself
 TRACE_AFTER_S = 50.0  # before ranks that wait for this one give up
+TRACING = threading.Lock()  # while a thread reads sources and writes where all threads are: it has files open
 
 
 class Outcome(NamedTuple):
@@ -69,6 +71,16 @@ def launch(world: int, names: list[str], folder: Path, timeout_s: float, method:
     return Outcome(failures, end)
 
 
+def check_jobs(
+    world: int, names: list[str], folder: Path, timeout_s: float, method: str = "forkserver", end: str = ""
+) -> None:
+    """Run jobs as `launch` does. None may fail, and the processes must end in this way."""
+    outcome = launch(world, names, folder, timeout_s, method)
+    failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
+    assert not failures, "\n\n".join(failures)
+    assert outcome.end == end
+
+
 def start(function: Callable[..., None], args: tuple[Any, ...], world: int, method: str = "forkserver") -> Any:
     """Start ``function(rank, *args)`` on `world` processes.
 
@@ -85,23 +97,35 @@ def start(function: Callable[..., None], args: tuple[Any, ...], world: int, meth
 def traces() -> str:
     """Return where each thread of this process is.
 
-    All frames are listed before a source file is read, which lets other threads run.
+    All frames are listed and let go before a source file is read, which lets other threads run: a frame that ends
+    meanwhile would keep its tensors.
     `faulthandler.dump_traceback_later` reads frames without the interpreter's lock, and crashes where they end.
     """
-    stacks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: _places(frame) for ident, frame in sys._current_frames().items()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
-        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.StackSummary.extract(reversed(stack)).format())}"
+        f"{names.get(ident, 'a thread')}:\n{''.join(traceback.format_list(stack))}"
         for ident, stack in stacks.items()
         if ident != threading.get_ident()
     ]
     return "\n".join(parts)
 
 
+def _places(frame: FrameType | None) -> list[tuple[str, int, str, None]]:
+    """The lines of a stack, the innermost last."""
+    found = [(each.f_code.co_filename, line, each.f_code.co_name, None) for each, line in traceback.walk_stack(frame)]
+    return found[::-1]
+
+
 @contextmanager
 def traced(path: Path, after_s: float = TRACE_AFTER_S) -> Iterator[None]:
     """Write to a file where all threads are, if what runs inside takes long."""
-    timer = threading.Timer(after_s, lambda: path.write_text(traces()))
+
+    def write() -> None:
+        with TRACING:
+            path.write_text(traces())
+
+    timer = threading.Timer(after_s, write)
     timer.daemon = True
     timer.start()
     try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from actstore import ActivationStore
-from tests.distributed.launch import launch
+from tests.distributed.launch import check_jobs
 from tests.distributed.training import local
 
 STEPS = 20
@@ -19,10 +19,7 @@ STEPS = 20
 def test_two_processes(tmp_path):
     if not (find_spec("accelerate") and find_spec("transformers")):
         pytest.skip("needs accelerate and transformers")
-    name = f"{__name__}:fsdp2"
-    outcome = launch(2, [name], tmp_path, 200)
-    assert outcome.failures == {name: []}, "\n".join(*outcome.failures.values())
-    assert not outcome.end
+    check_jobs(2, [f"{__name__}:fsdp2"], tmp_path, 200)
 
 
 def train(policy, order):

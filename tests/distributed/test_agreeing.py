@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.distributed import launch
 from tests.distributed.agreeing import is_killed
-from tests.distributed.launch import launch, start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -40,10 +40,7 @@ SLOW_JOBS = [
 
 def check(world: int, names: list[str], folder: Path) -> None:
     names = [f"tests.distributed.{name if ':' in name else f'agreeing:{name}'}" for name in names]
-    outcome = launch(world, names, folder, 240)
-    failures = [f"{name}\n{text}" for name in names for text in outcome.failures[name]]
-    assert not failures, "\n\n".join(failures)
-    assert outcome.end == ""
+    launch.check_jobs(world, names, folder, 240)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -65,7 +62,7 @@ def test_a_hundred_seeds(first: int, world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    ranks = start(is_killed, (str(tmp_path),), 2)
+    ranks = launch.start(is_killed, (str(tmp_path),), 2)
     for process in ranks.processes:
         process.join(120)
     assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import check_jobs
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -51,22 +51,16 @@ SLOW = [
 ]  # fmt: skip
 
 
-def check(world: int, jobs: list[str], folder: Path, timeout_s: float) -> None:
-    outcome = launch(world, jobs, folder, timeout_s)
-    failures = [f"{name}\n{text}" for name in jobs for text in outcome.failures[name]]
-    assert not failures, "\n\n".join(failures)
-
-
 def test_two_ranks(tmp_path: Path) -> None:
-    check(2, [*EXPERTS, *RULED, *MESSAGES, CONTEXT[-1]], tmp_path, 270)
+    check_jobs(2, [*EXPERTS, *RULED, *MESSAGES, CONTEXT[-1]], tmp_path, 270)
 
 
 @pytest.mark.slow
 def test_two_ranks_by_all_rules(tmp_path: Path) -> None:
-    check(2, [*CONTEXT, *SLOW], tmp_path, 270)
+    check_jobs(2, [*CONTEXT, *SLOW], tmp_path, 270)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks(tmp_path: Path) -> None:
-    check(4, [*EXPERTS, *RULED, *MESSAGES, *CONTEXT, *SLOW], tmp_path, 540)
+    check_jobs(4, [*EXPERTS, *RULED, *MESSAGES, *CONTEXT, *SLOW], tmp_path, 540)

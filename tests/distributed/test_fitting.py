@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from actstore.devices import cpu_memory
-from tests.distributed.launch import launch
+from tests.distributed.launch import check_jobs
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package"),
@@ -17,6 +17,4 @@ JOBS = ["tests.distributed.fitting:fsdp", "tests.distributed.fitting:tensor_para
 
 
 def test_two_ranks_have_the_bytes_of_a_fit(tmp_path: Path) -> None:
-    outcome = launch(2, JOBS, tmp_path, 120)
-    assert not any(outcome.failures.values()), outcome.failures
-    assert not outcome.end
+    check_jobs(2, JOBS, tmp_path, 120)

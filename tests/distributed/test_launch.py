@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing
 import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import launch as launcher
+from tests.distributed import training
 from tests.distributed.launch import launch, traced, traces
+from tests.distributed.training import open_files
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -105,6 +112,59 @@ def test_what_ends_in_time_is_not_traced(tmp_path: Path) -> None:
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
     assert not (tmp_path / "traces").exists()
+
+
+def test_files_of_a_trace_are_not_left_by_a_job(tmp_path: Path) -> None:
+    """Where a job took long, the files that a trace reads and writes were taken for some that the job had left."""
+    begun, listed = threading.Event(), threading.Event()
+
+    def trace() -> str:
+        assert launcher.TRACING.locked()
+        begun.set()
+        return ""
+
+    class Lock:
+        def __enter__(self) -> None:
+            listed.set()
+
+        def __exit__(self, *error: object) -> None:
+            assert listed.is_set()
+
+    with mock.patch.object(launcher, "traces", trace), traced(tmp_path / "traces", 0.0):
+        begun.wait()
+    assert (tmp_path / "traces").exists()
+    with mock.patch.object(training, "TRACING", Lock()):
+        open_files()
+    assert listed.is_set()
+
+
+def test_a_trace_keeps_nothing_alive() -> None:
+    """A job was said to leave payloads: a trace held the frames of a step that had ended, while it read sources."""
+    begun, end = threading.Event(), threading.Event()
+    locals_: list[ref[torch.Tensor]] = []
+
+    def run() -> None:
+        local = torch.ones(1)
+        locals_.append(ref(local))
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    alive: list[bool] = []
+    read = linecache.getline
+
+    def getline(*args: Any) -> str:
+        end.set()
+        thread.join()
+        alive.append(locals_[0]() is not None)
+        return read(*args)
+
+    with mock.patch.object(linecache, "getline", getline):
+        traces()
+    end.set()
+    assert set(alive) == {False}
 
 
 def test_traces_of_threads_that_run_are_safe() -> None:

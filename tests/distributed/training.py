@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from actstore import ActivationStore, Report
 from actstore.base.storage import hold_weak
 from tests.autograd.checks import check_drained, same_bits
+from tests.distributed.launch import TRACING
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 4
 LOSSLESS = (
@@ -246,9 +247,10 @@ def nothing_left() -> Iterator[None]:
 
 def open_files() -> set[str]:
     found = set()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # the one that lists the folder
-            continue
+    with TRACING:
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                found.add(os.readlink(f"/proc/self/fd/{number}"))
+            except FileNotFoundError:  # the one that lists the folder
+                continue
     return {path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/"))}

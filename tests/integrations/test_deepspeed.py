@@ -14,7 +14,7 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.base.storage import expired, free_weak, hold_weak
-from tests.distributed.launch import launch
+from tests.distributed.launch import check_jobs
 
 STEPS, WIDTH = 20, 32
 
@@ -22,12 +22,7 @@ STEPS, WIDTH = 20, 32
 def test_on_two_processes(tmp_path):
     if find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
-    outcome = launch(
-        2, [f"{__name__}:{job}" for job in ("begin", "zero1", "zero2", "zero3", "checkpoints")], tmp_path, 280
-    )
-    failures = [f"{name}\n{text}" for name, texts in outcome.failures.items() for text in texts]
-    assert not failures, "\n\n".join(failures)
-    assert not outcome.end
+    check_jobs(2, [f"{__name__}:{job}" for job in ("begin", "zero1", "zero2", "zero3", "checkpoints")], tmp_path, 280)
 
 
 # -- what ranks run ---------------------------------------------------------------------------------------------------

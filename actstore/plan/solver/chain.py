@@ -39,12 +39,18 @@ class LayerOption:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A part of the model that runs once in a step, with its compute times and its options."""
+    """A part of the model that runs once in a step, with its compute times and its options.
+
+    Attributes
+    ----------
+    waiting : micro-batches whose bytes an option's `held` has, where the layer runs once for each of several
+    """
 
     name: str
     forward: float
     backward: float
     options: tuple[LayerOption, ...]
+    waiting: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
 from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.dominance import useful
-from actstore.plan.solver.least import check_totals, least
+from actstore.plan.solver.least import Least, check_totals, least
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.program import Answer
 from actstore.plan.solver.search import Search, fastest, starts
@@ -37,7 +37,8 @@ class Solution:
     evaluation : the step under this choice
     bound : lower bound on the ms of any choice; None where unknown
     prices : ms that one more MiB saves, by limit: "device", "host", "disk"; for "error", one more unit of it
-    how : the method that found the choice: "everything fits", "local search", "mixed-integer program"
+    how : the method that found the choice: "everything fits", "local search", "mixed-integer program",
+        "least memory", "as before"
     """
 
     choice: tuple[int, ...]
@@ -199,27 +200,28 @@ class _Ladder:
         return Solution(self.best[1], evaluation, self.bound, self.prices, self.how)
 
     def _refusal(self) -> CapacityError:
-        """Return the error of limits that no choice keeps."""
         limits = self.tables.limits
-        needs = least(self.tables.chain, limits)
-        if needs.device <= limits.device:
-            return CapacityError(
-                f"no plan within {format_nbytes(limits.device)} of device memory was found in the time limit, and "
-                f"{format_nbytes(needs.device)} are enough. Give more time.",
-                least=needs.device,
-            )
-        where = needs.layer or "the model itself and the loss"
-        advice = (
-            f"or give {needs.layer} an option that needs less there" if needs.layer else "or compute the loss in parts"
-        )
-        words = "at least" if needs.device <= needs.bound * (1 + 1e-6) else "about"
-        missing = needs.device - limits.device
+        return refusal(least(self.tables.chain, limits), limits)
+
+
+def refusal(needs: Least, limits: Limits) -> CapacityError:
+    """Return the error of limits that no choice keeps, given the least that is possible."""
+    if needs.device <= limits.device:
         return CapacityError(
-            f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
-            f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed. Raise the limit by "
-            f"{format_nbytes(missing)}, use a smaller batch, {advice}.",
+            f"no plan within {format_nbytes(limits.device)} of device memory was found in the time limit, and "
+            f"{format_nbytes(needs.device)} are enough. Give more time.",
             least=needs.device,
-            limit=limits.device,
-            direction=needs.direction,
-            layer=needs.layer,
         )
+    where = needs.layer or "the model itself and the loss"
+    advice = f"or give {needs.layer} an option that needs less there" if needs.layer else "or compute the loss in parts"
+    words = "at least" if needs.device <= needs.bound * (1 + 1e-6) else "about"
+    missing = needs.device - limits.device
+    return CapacityError(
+        f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
+        f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed. Raise the limit by "
+        f"{format_nbytes(missing)}, use a smaller batch, {advice}.",
+        least=needs.device,
+        limit=limits.device,
+        direction=needs.direction,
+        layer=needs.layer,
+    )
