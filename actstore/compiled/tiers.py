@@ -36,7 +36,7 @@ def put(payload: Tensor, decision: str, name: str, number: int, readers: int) ->
 
 @put.register_fake
 def _(payload: Tensor, decision: str, name: str, number: int, readers: int) -> Tensor:
-    return torch.empty((0, *payload.shape), dtype=payload.dtype, device="cpu")
+    return torch.empty(tokens.token_shape(payload), dtype=payload.dtype, device="cpu")
 
 
 @torch.library.custom_op("actstore::ahead", mutates_args=(), schema="(Tensor token) -> Tensor", tags=_AS_IT_IS)
@@ -61,7 +61,7 @@ def read(token: Tensor, after: Tensor, device: torch.device) -> Tensor:
 
 @read.register_fake
 def _(token: Tensor, after: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(token.shape[1:], dtype=token.dtype, device=device)
+    return torch.empty(tokens.shape_behind(token), dtype=token.dtype, device=device)
 
 
 _PUT, _AHEAD, _READ = (getattr(torch.ops.actstore, name).default for name in ("put", "ahead", "read"))

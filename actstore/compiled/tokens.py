@@ -30,6 +30,7 @@ from actstore.store.payload import Payload
 from actstore.transfer import Berth
 
 _MEMORY_NBYTES = 16  # an element of the widest dtype
+_ZEROS = 5  # dimensions of a token in front of its shape: of four in all Inductor would copy one, as an image
 _thread = local()  # .puts: of the region that runs now
 
 
@@ -87,13 +88,23 @@ class _TokenMemory(bytearray):
 _memories = WeakValueDictionary[int, _TokenMemory]()  # by address
 
 
+def token_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of the token of a tensor, which has no elements."""
+    return *(0,) * _ZEROS, *tensor.shape
+
+
+def shape_behind(token: Tensor) -> torch.Size:
+    """Return the shape of the tensor that a token stands for."""
+    return token.shape[_ZEROS:]
+
+
 def token_of(payload: TieredPayload | KeptPayload, tensor: Tensor) -> Tensor:
     """Return a token, which owns a payload that `tensor` became."""
     memory = _TokenMemory(_MEMORY_NBYTES)
     memory.payload = payload
     base = torch.frombuffer(memory, dtype=tensor.dtype, count=1)
     _memories[base.data_ptr()] = memory
-    return base[:0].view(0, *tensor.shape)
+    return base[:0].view(token_shape(tensor))
 
 
 def payload_of(token: Tensor) -> TieredPayload | KeptPayload:
@@ -176,12 +187,12 @@ def put(tensor: Tensor, decision: str, name: str, number: int, readers: int) -> 
 
 def nbytes_of_token(token: Tensor) -> int:
     """Return the bytes of the tensor that became the payload of a token."""
-    return prod(token.shape[1:]) * token.itemsize
+    return prod(shape_behind(token)) * token.itemsize
 
 
 def read(token: Tensor, device: torch.device) -> Tensor:
     """Return what a token stands for, as a new tensor."""
-    return payload_of(token).read(token.shape[1:], token.dtype, device)
+    return payload_of(token).read(shape_behind(token), token.dtype, device)
 
 
 def fetch_ahead(token: Tensor) -> None:

@@ -56,7 +56,7 @@ def test_images_are_encoded_in_the_order_of_memory(monkeypatch: pytest.MonkeyPat
         return found[-1]
 
     monkeypatch.setattr(partition, "channels_last_nodes", watched)
-    for policy in ("int8", "raw @ disk"):
+    for policy in ("int8", "raw @ disk", "int8 @ disk"):
         torch._dynamo.reset()
         wanted = plain(Convolutions, backend="inductor")
         torch._dynamo.reset()

@@ -221,7 +221,7 @@ def test_a_payload_without_a_store_is_a_copy_and_so_is_each_read() -> None:
     x = torch.randn(4, 8)
     wanted = x.clone()
     token = tokens.put(x, "raw @ disk", "", 0, 1)
-    assert (token.numel(), token.shape, token.dtype) == (0, (0, 4, 8), x.dtype)
+    assert (token.numel(), token.shape, token.dtype) == (0, (0, 0, 0, 0, 0, 4, 8), x.dtype)
     x.zero_()
     for _ in range(2):
         found = tokens.read(token.detach(), x.device)
