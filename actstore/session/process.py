@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +87,8 @@ class Optimizers:
     """The optimizers of a model, found among all objects of the process.
 
     The search takes some 50 ms. It runs where parameters have changed and no optimizer is known. After a search without
-    result, the next one runs only when they have changed twice as often. `gc.freeze` hides objects from it: where some
-    are hidden, an optimizer is found by its next step, too.
+    result, the next one runs only when they have changed twice as often. `gc.freeze` hides objects from it, and to ask
+    whether it did takes as long as a search. So from `watch` on an optimizer is known by its next step, too.
     """
 
     def __init__(self, model: Module) -> None:
@@ -119,8 +118,8 @@ class Optimizers:
         return found
 
     def watch(self) -> None:
-        """Let steps of optimizers tell about them from now on, where none is known and `gc.freeze` hides objects."""
-        if not self._known and self._unwatch is None and gc.get_freeze_count():
+        """Let steps of optimizers tell about them from now on, where none is known."""
+        if not self._known and self._unwatch is None:
             hook = register_optimizer_step_post_hook(_telling(ref(self)))
             self._unwatch = finalize(self, hook.remove)
 
@@ -130,7 +129,8 @@ class Optimizers:
 
     def meet(self, optimizer: Optimizer) -> None:
         """Note an optimizer that has stepped, if it has parameters of the model."""
-        self._known.update(self._serving([optimizer]))
+        if optimizer not in self._known:
+            self._known.update(self._serving([optimizer]))
 
     def _serving(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         own = {id(parameter) for parameter in self._model.parameters()}
