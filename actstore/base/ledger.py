@@ -264,8 +264,7 @@ class Ledger:
                 return
             if not self.gone:
                 with self._lock:
-                    if (now := account.held + transient) > account.peak:
-                        account.peak = now
+                    account.peak = max(account.peak, account.held + transient)
                 return
         if not self.fits(transient):
             self.budget.make_room(transient)
