@@ -11,7 +11,6 @@ With `--rivals` the budgets are the peaks of PyTorch's `activation_memory_budget
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,11 +26,11 @@ from rich.table import Table
 from actstore import ActivationStore, Auto
 from actstore.base.units import format_nbytes
 from actstore.bench import workloads
-from actstore.bench.environment import environment
 from actstore.bench.workloads.job import Job
 from actstore.bench.workloads.workload import Workload
 from actstore.devices import cpu_memory
 from actstore.errors import CapacityError
+from benchmarks.planner.rows import write_rows
 
 SHARES = (0.6, 0.4, 0.25)
 
@@ -167,10 +166,7 @@ def main() -> None:
     else:
         rows = run(work, given.backend, given.rounds, list(given.shares))
     if given.json is not None:
-        keys = [(row["model"], row["backend"], row.get("rival"), row["share"]) for row in rows]
-        old = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
-        others = [row for row in old if (row["model"], row["backend"], row.get("rival"), row["share"]) not in keys]
-        given.json.write_text(json.dumps({"environment": environment(), "rows": [*others, *rows]}, indent=1) + "\n")
+        write_rows(given.json, rows, ("model", "backend", "rival", "share"))
 
 
 if __name__ == "__main__":

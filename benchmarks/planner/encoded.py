@@ -9,7 +9,6 @@ turns with plain steps: "times plain" is the median of the ratios. Gradient erro
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,11 +24,11 @@ from torch import Tensor
 
 from actstore import ActivationStore
 from actstore.bench import workloads
-from actstore.bench.environment import environment
 from actstore.bench.trainer import relative_error
 from actstore.bench.workloads.job import Job
 from actstore.bench.workloads.workload import Workload
 from actstore.devices import cpu_memory
+from benchmarks.planner.rows import write_rows
 
 MODELS = ("gpt", "llama", "vit", "resnet")
 DTYPES = ("float32", "bfloat16")
@@ -138,10 +137,7 @@ def main() -> None:
             show(found)
             rows += found
     if given.json is not None:
-        keys = [(row["model"], row["dtype"], row["policy"]) for row in rows]
-        old = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
-        others = [row for row in old if (row["model"], row["dtype"], row["policy"]) not in keys]
-        given.json.write_text(json.dumps({"environment": environment(), "rows": [*others, *rows]}, indent=1) + "\n")
+        write_rows(given.json, rows, ("model", "dtype", "policy"))
 
 
 if __name__ == "__main__":
