@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._autograd import _get_sequence_nr
+from torch._C._dynamo import guards
 
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Kept, Stored
@@ -151,22 +152,25 @@ class Encoder:
         return has_stored
 
 
+_guards: Any = guards
 _ANY_CODE = calls_one_operator.__code__  # it saves nothing: each call is looked at
 
 
 def set_precedent(
-    handle: Stored, target: Target, producer: str, nbytes: int, empty: Tensor, route: Route | tuple[Codec, Note]
+    handle: Stored, saved: SavedTensor, target: Target, producer: str, empty: Tensor, route: Route | tuple[Codec, Note]
 ) -> None:
     """Let the next tensor of a site follow the tensor that was just encoded.
 
+    empty : of its dtype and device
     route : that it took. For a tensor without a gradient, which is encoded when its node has ended, codec and note
     """
+    tensor, _, _, _, _, nbytes, _ = saved
     codec, _, protected, _ = target
     if isinstance(route, tuple):
-        alike = codec.lossless or protected or not codec.accepts(empty.dtype)  # whatever operator saves it
+        alike = codec.lossless or protected or not codec.accepts(tensor.dtype)  # whatever operator saves it
     else:
         alike = producer != "" and producer not in TRANSPARENT and route.codec in (codec, codec.keeping_signs)
-    if not alike or empty.is_complex():
+    if not alike or tensor.is_complex():
         return
     code, at = None, 0
     if producer and not codec.lossless:
@@ -174,9 +178,9 @@ def set_precedent(
         if "Norm" in producer or frame is None or is_reader(frame):
             return
         code, at = (frame.f_code, frame.f_lasti) if calls_one_operator(frame) else (_ANY_CODE, 0)
-    handle.account.precedent = Precedent(
-        target, producer, handle.shape, handle.stride, empty.dtype, empty.device, nbytes, empty, route, code, at
-    )
+    shape, stride = handle.shape, handle.stride
+    check = _guards.TensorGuards(tensor, dynamic_dims_sizes=[[*shape]], dynamic_dims_strides=[[*stride]]).check
+    handle.account.precedent = Precedent(target, producer, shape, stride, check, nbytes, empty, route, code, at)
 
 
 def name_in(error: ActstoreError, account: Account, tensor: Tensor) -> None:

@@ -145,7 +145,7 @@ class Scope:
             account.count += 1
             precedent = account.precedent
             try:
-                if precedent is not None and precedent.target is frame.follows and kind is Tensor and outer is None:
+                if precedent is not None and precedent.target is frame.follows and outer is None:
                     handle = follow(precedent, tensor, account, key, storage, nbytes)
                     if handle is not None:
                         return handle
@@ -264,10 +264,10 @@ class Scope:
             if self._sharing.over:
                 self._go_on()
             if alike:
-                set_precedent(handle, target, facts.producer, nbytes, empty, route)
+                set_precedent(handle, saved, target, facts.producer, empty, route)
             return handle
         if alike and reason is not COMPILED:
-            set_precedent(handle, target, "", nbytes, empty, (codec, account.note))
+            set_precedent(handle, saved, target, "", empty, (codec, account.note))
         self._encoder.defer(handle, self._keep(tensor, account, key, storage), codec, tiers, allow=allow)
         return handle
 
@@ -275,17 +275,12 @@ class Scope:
         self, precedent: Precedent, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, nbytes: int
     ) -> Kept | Stored | None:
         """Return the handle as `_place` would, for a tensor like the last of its site; None if `_place` must decide."""
-        target, producer, shape, stride, dtype, device, known_nbytes, empty, route, code, at = precedent
+        target, producer, shape, stride, is_like, known_nbytes, empty, route, code, at = precedent
         storages = self.storages
         if (
             tensor.is_nested
             or nbytes != known_nbytes
-            or tensor.shape != shape
-            or tensor.stride() != stride
-            or tensor.dtype is not dtype
-            or tensor.device != device
-            or tensor.is_neg()
-            or tensor._is_zerotensor()
+            or not is_like(tensor)
             or key in storages.stored
             or key in storages.kept
             or key in storages.computed
@@ -297,7 +292,7 @@ class Scope:
         ):
             return None
         node: Any = tensor.grad_fn
-        if ("" if node is None else node.name()) != producer or (not producer and tensor.requires_grad):
+        if ("" if node is None else node.name()) != producer:
             return None
         account.decision = target[3]
         allow = self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled

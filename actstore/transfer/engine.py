@@ -20,7 +20,7 @@ import torch
 
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Reaper
-from actstore.base.ticket import Ticket
+from actstore.base.ticket import DONE, Ticket
 from actstore.base.units import round_up
 from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError
@@ -233,7 +233,7 @@ class Engine:
         with self._lock:
             self._tidy()
             parcel = berth.parcel
-            if parcel.gone():
+            if parcel.state is ParcelState.DROPPED:
                 raise StateError("this payload was given back. Close the store after the last backward.")
             if parcel.loan is not None and parcel.loan.is_changed():
                 self._traffic.renounce(parcel.loan)
@@ -254,6 +254,10 @@ class Engine:
             except BaseException:
                 self._traffic.release(parcel, 1)
                 raise
+            here = arrival is None or (parcel.state is ParcelState.READY and self._device.on_host)
+            if here and not self._traffic.troubles:  # nothing to wait for
+                self._traffic.count_in_time(account)
+                return berth.memory
         try:
             self._traffic.tell()
             stall = None if arrival is None else self._device.wait(stream, arrival)  # 5
@@ -273,8 +277,7 @@ class Engine:
             if stall is not None:
                 self._traffic.times.expect("stall", stall, parcel.tier.name, [(account, berth.nbytes)], judged=begun)
             elif not missed:
-                self._traffic.ledger.judge(account, late=False)
-                self._traffic.quota.lookahead.in_time()
+                self._traffic.count_in_time(account)
             if parcel.state is ParcelState.FETCHING and parcel.motion is arrival:
                 self._traffic.turn_ready(parcel)
             return berth.memory
@@ -282,10 +285,8 @@ class Engine:
     def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None:
         """Fetch like `arrive`, but make the bytes the memory of a 1-d tensor, without a copy and without `leave`.
 
-        Returns
-        -------
-        Tensor : None where the bytes must be copied: on an accelerator, for small payloads, and where the tier does
-            not have them, because a change of the tensor would then lose the payload
+        Returns None where the bytes must be copied: on an accelerator, for small payloads, and where the tier does not
+        have them, because a change of the tensor would then lose the payload.
         """
         if torch.is_inference_mode_enabled():
             return None
@@ -307,8 +308,8 @@ class Engine:
         read = self._device.record(self._device.current())
         with self._lock:
             parcel = berth.parcel
-            parcel.reads = [ticket for ticket in parcel.reads if not ticket.ready()]
-            parcel.reads.append(read)
+            if read is not DONE:
+                parcel.reads = [*(ticket for ticket in parcel.reads if not ticket.ready()), read]
             berth.count_read()
             if self._traffic.release(parcel, 1):
                 self._traffic.look_ahead(parcel.run)

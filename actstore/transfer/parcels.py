@@ -59,14 +59,16 @@ class Parcels:
 
     def release(self, parcel: Parcel, users: int) -> bool:
         """Remove `users`. Returns whether the parcel left the device because it has no users and no readers left."""
-        self.use(parcel, -users)
+        parcel.users -= users
         if parcel.users:
             return False
-        if parcel.gone():
+        if parcel.state is ParcelState.DROPPED:
             self.unload(parcel)
-        elif parcel in self.ready and not parcel.unread:
+        elif not parcel.unread and parcel in self.ready:
             self.evict(parcel)
             return True
+        elif users:
+            self.quota.weigh(parcel)
         return False
 
     def turn_ready(self, parcel: Parcel) -> None:

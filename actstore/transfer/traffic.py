@@ -202,6 +202,11 @@ class Traffic(Parcels):
         parcel.buffer = None
         self.evict(parcel)
 
+    def count_in_time(self, account: Account) -> None:
+        """Count bytes that were on the device before backward asked for them."""
+        self.ledger.judge(account, late=False)
+        self.quota.lookahead.in_time()
+
     def look_ahead(self, run: TransferRun[Berth]) -> None:
         """Fetch the payloads that backward is expected to read next, within the bounds."""
         while (berth := run.upcoming()) is not None:

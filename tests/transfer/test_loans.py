@@ -308,11 +308,11 @@ def test_who_waits_while_another_thread_spoils_the_bytes_gets_those_of_the_tier(
         return found
 
     monkeypatch.setattr(Cpu, "wait", held_back)
-    lent = world.borrow(3)
     found = torch.empty(NUMEL)
     reader = threading.Thread(target=lambda: world.store.get(world.entries[3], found), name="reader")
     reader.start()
     assert waits.wait(20)
+    lent = world.borrow(3)
     lent.zero_()
     del lent
     world.engine.poll()  # the bytes are given up
