@@ -102,7 +102,7 @@ class GroupTier(Tier):
 
     Raises
     ------
-    ConfigError : another rank has made no tier within `wait_s`
+    ConfigError : another rank has made no tier within `wait_s`, and the time to look up names
     """
 
     name: ClassVar[str] = "group"
@@ -116,6 +116,7 @@ class GroupTier(Tier):
             CallThread(f"actstore-group-{word}") for word in ("post", "check", "read", "free")
         )
         self._checking, self._reading, self._freeing = peers.again(), peers.again(), peers.again()
+        peers.meet()
         self._step = self._serial = 0
         self._replicas: dict[str, Replica] = {}  # those of which this rank may serve a slice
         self._closed = False

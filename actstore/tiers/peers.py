@@ -18,6 +18,7 @@ CHUNK_NBYTES = 4 * 2**20  # a value of a TCPStore is below 8 MiB
 
 _THREAD = "actstore-group-call"
 _MARGIN_S = 1.0  # a TCPStore ends a call after `wait_s`, but waits for its answer to that
+_LOOKUP_S = 20.0  # PyTorch looks up the name of each address for its messages: 5 s and more where DNS does not answer
 
 _made = Counter[str]()  # times that this process has met the ranks of a group, by the ranks
 
@@ -32,7 +33,7 @@ class Peers:
     Parameters
     ----------
     group : the process group; all of its ranks meet, equally often
-    wait_s : the most seconds that a call waits for another rank
+    wait_s : the most seconds that a call waits for another rank; the first one takes longer where names are looked up
 
     Attributes
     ----------
@@ -51,25 +52,43 @@ class Peers:
         self.lost: dict[int, str] = {}
         self._most = timedelta(seconds=wait_s)
         self._calls = TimedCalls(_THREAD)
-        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._most)
+        most = timedelta(seconds=wait_s + _LOOKUP_S)
+        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=most)
+        own.set_timeout(self._most)
         name = "-".join(map(str, self.ranks))
-        board = PrefixStore(f"actstore/group/{name}/{_made[name]}", _get_default_store())
+        self._board = PrefixStore(f"actstore/group/{name}/{_made[name]}", _get_default_store())
         _made[name] += 1
-        board.set(str(self.rank), f"{gethostname()} {own.port}")
         self._addresses: dict[int, tuple[str, int]] = {}
         self._stores = {self.rank: own}
-        for rank in self.ranks:
-            try:
-                board.wait([str(rank)], self._most)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"Group(wait_s={wait_s}): rank {rank} has made no store in this time. Make the store on all ranks "
-                    "of the group.",
-                    rank=rank,
-                ) from error
-            host, port = board.get(str(rank)).decode().split()
+        for rank, address in self._swap("address", f"{gethostname()} {own.port}").items():
+            host, port = address.split()
             self._addresses[rank] = ("localhost" if host == gethostname() else host, int(port))
         self._connect()
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here: on some of them, connecting has taken longer.
+
+        Raises
+        ------
+        ConfigError : a rank has not come
+        """
+        self._swap("met", "")
+
+    def _swap(self, name: str, value: str) -> dict[int, str]:
+        """Return the value of each rank, once all have given theirs."""
+        self._board.set(f"{name}/{self.rank}", value)
+        wait_s, found = self.wait_s + _LOOKUP_S, {}
+        for rank in self.ranks:
+            try:
+                self._board.wait([f"{name}/{rank}"], timedelta(seconds=wait_s))
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"Group(wait_s={self.wait_s}): rank {rank} has made no store in {wait_s} s. Make the store on all "
+                    "ranks of the group.",
+                    rank=rank,
+                ) from error
+            found[rank] = self._board.get(f"{name}/{rank}").decode()
+        return found
 
     def again(self) -> Peers:
         """Return the same ranks for another thread."""
@@ -81,7 +100,9 @@ class Peers:
     def _connect(self) -> None:
         for rank, address in self._addresses.items():
             if rank not in self._stores:
-                self._stores[rank] = self._within(rank, partial(_connect, address, self._most))
+                connect = partial(_connect, address, self.wait_s + _LOOKUP_S)
+                self._stores[rank] = store = self._within(rank, connect, self.wait_s + _LOOKUP_S)
+                store.set_timeout(self._most)
 
     def put(self, name: str, value: bytes) -> None:
         """Put a value where this rank serves it."""
@@ -116,32 +137,32 @@ class Peers:
         self._stores.clear()
 
     def _ask(self, rank: int, call: str, *args: Any) -> Any:
-        return self._within(rank, lambda: getattr(self._stores[rank], call)(*args))
+        return self._within(rank, lambda: getattr(self._stores[rank], call)(*args), self.wait_s)
 
-    def _within(self, rank: int, call: Callable[[], Any]) -> Any:
+    def _within(self, rank: int, call: Callable[[], Any], wait_s: float) -> Any:
         """Return what a call to a rank returns, within `wait_s`."""
         if rank in self.lost:
             raise TransferError(self.lost[rank], rank=rank)
         try:
-            return call() if rank == self.rank else self._calls.make(call, wait_s=self.wait_s + _MARGIN_S)
+            return call() if rank == self.rank else self._calls.make(call, wait_s=wait_s + _MARGIN_S)
         except (RuntimeError, KeyError, TimeoutError) as error:  # a KeyError: closed meanwhile
-            raise self._gone(rank, error) from error
+            raise self._gone(rank, error, wait_s) from error
 
-    def _gone(self, rank: int, error: Exception) -> TransferError:
+    def _gone(self, rank: int, error: Exception, wait_s: float) -> TransferError:
         if isinstance(error, TimeoutError):
             text = (
-                f"rank {rank} has not answered in {self.wait_s} s: its process is stopped, or its machine is out of "
+                f"rank {rank} has not answered in {wait_s} s: its process is stopped, or its machine is out of "
                 f"reach. Look at rank {rank}, and start all ranks again, or raise Group(wait_s)."
             )
         else:
             late = isinstance(error, dist.DistStoreError)
-            why = f"has served no slice in {self.wait_s} s" if late else "no longer answers"
+            why = f"has served no slice in {wait_s} s" if late else "no longer answers"
             text = f"rank {rank} {why}, and its slices are gone. Look for the error of rank {rank}: it has ended first."
         self.lost.setdefault(rank, text)
         return TransferError(self.lost[rank], rank=rank)
 
 
-def _connect(address: tuple[str, int], most: timedelta) -> Any:
+def _connect(address: tuple[str, int], wait_s: float) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=most)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))

@@ -1,14 +1,19 @@
 """Values that say where tiers lie: what they open, with which limits and arguments."""
 
+from collections import Counter
+from socket import gethostname
+from time import sleep
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from actstore import Disk, Group, Host, PluginTier, Window
 from actstore.base import extensions
-from actstore.errors import ConfigError
-from actstore.tiers import Cpu, DiskTier, GroupTier, HostMemoryTier, Limited
+from actstore.errors import ConfigError, TransferError
+from actstore.tiers import Cpu, DiskTier, GroupTier, HostMemoryTier, Limited, peers
 from actstore.tiers.options import open_tier, read_tiers
 
 CPU = Cpu(torch.device("cpu"))
@@ -96,7 +101,34 @@ def test_a_group_whose_other_rank_makes_no_store_is_an_error(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-        with pytest.raises(ConfigError, match="rank 1 has made no store in this time"):
+        monkeypatch.setattr(peers, "_LOOKUP_S", 0.2)
+        with pytest.raises(ConfigError, match=r"rank 1 has made no store in 0\.25 s"):
             opened("group", Group(dist.group.WORLD, wait_s=0.05))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_slow_look_up_of_names_is_not_a_rank_that_does_not_answer(monkeypatch):
+    """PyTorch looks up the name of an address while it connects, which takes 5 s where a name server is silent."""
+
+    def slowly(address, wait_s):
+        sleep(0.3)
+        return connect(address, wait_s)
+
+    rendezvous, connect = dist.HashStore(), peers._connect
+    dist.init_process_group("gloo", store=rendezvous, rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+        monkeypatch.setattr(peers, "_MARGIN_S", 0.05)
+        monkeypatch.setattr(peers, "_made", Counter())
+        monkeypatch.setattr(peers, "_connect", slowly)
+        other = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        dist.PrefixStore("actstore/group/0-1/0", _get_default_store()).set("address/1", f"{gethostname()} {other.port}")
+        both = peers.Peers(dist.group.WORLD, 0.1)
+        other.set("slice", "bytes")
+        assert both.get(1, "slice") == b"bytes"
+        with pytest.raises(TransferError, match=r"rank 1 has (not answered|served no slice) in 0\.1 s"):
+            both.get(1, "another slice")
+        both.close()
     finally:
         dist.destroy_process_group()
