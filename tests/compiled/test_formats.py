@@ -12,7 +12,7 @@ from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.groups import group_tensor
 from tests.autograd.checks import check_same
 
-SHAPES = [(128,), (4, 128), (3, 5, 64), (101, 97), (2, 3, 7, 64), (1, 1), (256, 3)]
+SHAPES = [(128,), (4, 128), (3, 5, 64), (3, 6, 64), (5, 4, 32), (101, 97), (2, 3, 7, 64), (1, 1), (256, 3)]
 CODECS = [Int8(), Int8(signs="keep"), Int8(group=32), Int8(affine=True), Int8(affine=True, signs="keep"), Int6()]
 CODECS += [Int5(), Int4(), Int4(signs="keep"), Int4(group=128), Int3()]
 
