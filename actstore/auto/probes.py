@@ -9,9 +9,11 @@ from hashlib import sha256
 from math import inf
 from statistics import median
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
@@ -21,7 +23,6 @@ from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
 from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample, scaled
-from actstore.auto.stepped import SteppedOptimizers
 from actstore.base.spec import Site
 from actstore.model.units import Shape, digest_of, has_forward
 from actstore.plan.build import MIN_PART_SHARE
@@ -30,6 +31,7 @@ from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians, rec
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
+from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
 SAMPLES_PER_DECISION = 3  # on each kind of unit
@@ -70,7 +72,8 @@ class Probes:
         self._rest: list[float] = []
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._links: Links | None = None if before is None else before._links
-        self._optimizers: SteppedOptimizers = SteppedOptimizers(model, None if before is None else before._optimizers)
+        met: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers.found
+        self._optimizers: SteppedOptimizers = SteppedOptimizers(model, met)
 
     @property
     def has_met(self) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet, finalize, ref
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from actstore.rerun.leaves import Value
@@ -26,6 +29,43 @@ def leaves_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def serving(model: Module, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that have a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [optimizer for optimizer in optimizers if any(id(leaf) in own for leaf in leaves_of(optimizer))]
+
+
+class SteppedOptimizers:
+    """Optimizers of a model, each found by a hook when it steps, until `close`.
+
+    Parameters
+    ----------
+    found : those that are known; new ones join them
+    """
+
+    def __init__(self, model: Module, found: WeakSet[Optimizer]) -> None:
+        self.found = found
+        self._model = model
+        hook = register_optimizer_step_post_hook(_telling(ref(self)))
+        self.close: Callable[[], object] = finalize(self, hook.remove)  # also where no one calls it
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that has stepped, if it has parameters of the model."""
+        if optimizer not in self.found:
+            self.found.update(serving(self._model, [optimizer]))
+
+
+def _telling(weak: ref[SteppedOptimizers]) -> Callable[..., None]:
+    """Return a hook for all optimizers, which does not keep its owner alive."""
+
+    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        optimizers = weak()
+        if optimizers is not None:
+            optimizers.meet(optimizer)
+
+    return met
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.layout import nbytes_of
 from actstore.base.units import format_nbytes
 from actstore.devices import cpu_memory
-from actstore.rerun.optimizers import leaves_of, live_optimizers
+from actstore.rerun.optimizers import SteppedOptimizers, live_optimizers, serving
 
 STATUS = Path("/proc/self/status")
 
@@ -96,14 +95,14 @@ class Optimizers:
         self._known = WeakSet[Optimizer]()
         self._version = self._versions()
         self._changes, self._search_at = 0, 1
-        self._unwatch: Callable[[], object] | None = None
+        self._stepped: SteppedOptimizers | None = None
 
     def find(self) -> list[Optimizer]:
         """Return the optimizers that have a parameter of the model."""
-        found = self._serving(self._known)
-        if found and self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        found = self.known()
+        if found and self._stepped is not None:
+            self._stepped.close()
+            self._stepped = None
         version = self._versions()
         if found or version == self._version:
             return found
@@ -112,29 +111,19 @@ class Optimizers:
         if self._changes < self._search_at:
             return []
         self._search_at *= 2
-        found = self._serving(live_optimizers())
+        found = serving(self._model, live_optimizers())
         self._known.update(found)
         self.watch()
         return found
 
     def watch(self) -> None:
         """Let steps of optimizers tell about them from now on, where none is known."""
-        if not self._known and self._unwatch is None:
-            hook = register_optimizer_step_post_hook(_telling(ref(self)))
-            self._unwatch = finalize(self, hook.remove)
+        if not self._known and self._stepped is None:
+            self._stepped = SteppedOptimizers(self._model, self._known)
 
     def known(self) -> list[Optimizer]:
         """Return those that are known without a search."""
-        return self._serving(self._known)
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that has stepped, if it has parameters of the model."""
-        if optimizer not in self._known:
-            self._known.update(self._serving([optimizer]))
-
-    def _serving(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        return [optimizer for optimizer in optimizers if any(id(leaf) in own for leaf in leaves_of(optimizer))]
+        return serving(self._model, self._known)
 
     def _versions(self) -> int:
         return sum(
@@ -142,17 +131,6 @@ class Optimizers:
             for p in self._model.parameters()
             if not isinstance(p, UninitializedParameter) and not p.is_inference()
         )
-
-
-def _telling(weak: ref[Optimizers]) -> Callable[..., None]:
-    """Return a hook for all optimizers, which does not keep its owner alive."""
-
-    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        optimizers = weak()
-        if optimizers is not None:
-            optimizers.meet(optimizer)
-
-    return met
 
 
 def status_bytes() -> dict[str, int]:
