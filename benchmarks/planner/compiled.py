@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -50,7 +51,9 @@ def step(job: Job, store: ActivationStore | None) -> tuple[float, int]:
     return ms, peak
 
 
-def compiled(work: Workload, backend: str, budget: int | None) -> tuple[Job, ActivationStore | None, int]:
+def compiled(
+    work: Workload, backend: str | Callable[..., Any], budget: int | None
+) -> tuple[Job, ActivationStore | None, int]:
     """Return a compiled model, its store, and the peak of its second step."""
     torch._dynamo.reset()
     job = workloads.make(work)
@@ -72,17 +75,25 @@ def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float]) -
     plain, _, plain_peak = compiled(work, backend, None)
     rows = []
     for share in shares:
-        with rival(share):
-            theirs, _, peak = compiled(work, backend, None)
-        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, theirs, share)
+        theirs, _, peak = compiled(work, rival(share, backend), None)
+        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, theirs)
         rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
 
 
-def rival(share: float) -> AbstractContextManager[None]:
-    """PyTorch's budget: a share of the bytes that backward may get from forward."""
-    found: AbstractContextManager[None] = torch._functorch.config.patch(activation_memory_budget=share)
-    return found
+def rival(share: float, backend: str) -> Callable[..., Any]:
+    """Return a backend with PyTorch's budget: a share of the bytes that backward may get from forward.
+
+    A model of the same class runs no code that Dynamo has compiled for another backend: under the name of one backend,
+    with the budget as a setting, it would run plain's.
+    """
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def compiled_within(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            return compile_graph(*args, **kwargs)
+
+    return compiled_within
 
 
 def row_of(
@@ -94,7 +105,6 @@ def row_of(
     plain_peak: int,
     budget: int,
     theirs: Job | None = None,
-    rival_share: float = 1.0,
 ) -> dict[str, Any]:
     refused = False
     try:
@@ -105,14 +115,16 @@ def row_of(
     assert store is not None
     plan: Any = store.plan
     ratios, rivals = [], []
+    for other in (plain, theirs):
+        if other is not None:
+            step(other, None)  # compiles again, since the compiler was reset for the plan
     for _ in range(rounds):
         ms = step(plain, None)[0]
         mine, now = step(job, store)
         ratios.append(mine / ms)
         peak = max(peak, now)
         if theirs is not None:
-            with rival(rival_share):  # it compiles again, since that of the plan has reset the compiler
-                rivals.append(step(theirs, None)[0] / ms)
+            rivals.append(step(theirs, None)[0] / ms)
     row = {
         "model": work.model, "layers": work.layers, "batch": work.batch, "backend": backend, "share": share,
         "allocator": str(cpu_memory.status()), "budget": budget, "refused": refused, "peak": peak,
