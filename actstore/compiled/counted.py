@@ -82,13 +82,13 @@ class _Count:
             number = owners.setdefault(owner, len(owners))
             self._nbytes[number] = whole
             self._memory[name] = {number}
-        self._shapes: dict[str, tuple[int, ...]] = {}  # what checks tell of results
+        self._shapes: dict[str, tuple[int, ...] | None] = {}  # what checks tell of results; None: the run alone knows
         self._parts: dict[str, list[str]] = {}  # results of one operator
         self._others: dict[str, str] = {}  # later names
         for statement in statements:
             if isinstance(statement, ast.Expr) and _name_of(statement.value) == _CHECK:
                 assert isinstance(statement.value, ast.Call)
-                self._shapes[_name(statement.value.args[0])] = _numbers(statement.value.args[1])
+                self._shapes[_name(statement.value.args[0])] = _numbers_or_none(statement.value.args[1])
             elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript):
                 self._parts.setdefault(_name(statement.value.value), []).append(_name(statement.targets[0]))
             elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
@@ -128,8 +128,13 @@ class _Count:
             self._memory[name] = set[int]().union(*(self._memory[part] for part in parts))
 
     def _size(self, name: str) -> int:
-        shape = self._shapes.get(name) or self._shapes.get(self._others.get(name, ""))
-        return 0 if shape is None else prod(shape) * self._around.itemsizes.get(shape, 8)
+        name = name if name in self._shapes else self._others.get(name, "")
+        if name not in self._shapes:
+            return 0
+        shape = self._shapes[name]
+        if shape is None:
+            raise _OtherForm
+        return prod(shape) * self._around.itemsizes.get(shape, 8)
 
     def _new(self, nbytes: int) -> int:
         number = len(self._nbytes)
@@ -158,10 +163,17 @@ def _name_of(value: ast.expr) -> str:
 
 
 def _numbers(node: ast.expr) -> tuple[int, ...]:
+    found = _numbers_or_none(node)
+    if found is None:
+        raise _OtherForm
+    return found
+
+
+def _numbers_or_none(node: ast.expr) -> tuple[int, ...] | None:
     try:
         found: tuple[int, ...] = ast.literal_eval(node)
     except ValueError:
-        raise _OtherForm from None
+        return None
     return found
 
 

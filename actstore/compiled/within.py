@@ -173,7 +173,7 @@ class BudgetPartition:
         own = {name: around.nbytes_of(nbytes) for name, nbytes in inputs.items() if not name.startswith("primals")}
         counted = peak_of(source, own, around if backward else around.of_forward())
         if counted is None:
-            counted = ceil(self._predicted * (1 + FUSED_MARGIN))
+            counted = ceil(self._predicted * max(1 + FUSED_MARGIN, attempts.ratio))
         self._counted = max(self._counted, counted)
         if not backward and attempts.only_least:
             return  # what a refusal names holds for both graphs

@@ -41,6 +41,20 @@ def test_tensors_exist_until_their_last_name_goes() -> None:
     assert peak(body, ALONE._replace(nbytes_of=lambda nbytes: -(-nbytes // 64) * 64)) == 256
 
 
+def test_a_size_that_the_run_alone_knows_is_asked_for_results_alone() -> None:
+    """The state of a generator is such an input, where attention runs again."""
+    body = """
+        assert_size_stride(a, (s14, ), (1, ), 'input')
+        buf0 = torch.ops.aten.one.default(a)
+        assert_size_stride(buf0, (5, ), (1, ), 'torch.ops.aten.one.default')
+        del a
+        buf1 = empty_strided_cpu((10, ), (1, ), torch.float32)
+    """
+    assert peak(body, a=70) == 70 + 5 * 8
+    assert peak(body.replace("(5, )", "(s14, )"), a=70) is None
+    assert peak(body.replace("(10, )", "(s14, )"), a=70) is None
+
+
 def test_memory_that_is_used_again_counts_once() -> None:
     body = """
         buf0 = empty_strided_cpu((10, ), (1, ), torch.float32)
