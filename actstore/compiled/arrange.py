@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
+from torch import Tensor
 from torch.fx import Graph, Node
+
+from actstore.compiled.formats.sizes import hinted_nbytes
+
+IMAGE_DIM = 4
+_WRITTEN = "inductor_realize_to_strides"  # in torch/_inductor/graph.py
 
 
 def arrange(graph: Graph, names: Sequence[str]) -> None:
@@ -34,3 +40,15 @@ def arrange(graph: Graph, names: Sequence[str]) -> None:
 
     for node in sorted(nodes, key=lambda node: ranks[node.name]):
         place(node)
+
+
+def write_in_place(graph: Graph, names: Collection[str], nbytes: int) -> None:
+    """Let Inductor write the named results at their places, where they have `nbytes` or more.
+
+    It would write a result of a loop where an operator outside of loops reads it first. It lays out images anew, and so
+    they stay as they are.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.name in names and isinstance(value, Tensor) and value.dim() != IMAGE_DIM:
+            node.meta[_WRITTEN] = hinted_nbytes(value) >= nbytes

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
-from actstore.compiled.arrange import arrange
+from actstore.compiled.arrange import arrange, write_in_place
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit
@@ -150,6 +150,7 @@ class BudgetPartition:
         if self._fuses:
             self.apart = int(APART_SHARE * self._budget)
             copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
+            write_in_place(graphs[1].graph, {reader.nodes[index].name for index in step.loops_of(found)}, self.apart)
         graphs[1].recompile()
         return graphs
 

@@ -97,6 +97,11 @@ class RegionStep:
             (first[1], second[1]),
         )
 
+    def loops_of(self, found: RegionEvaluation) -> list[int]:
+        """Return the operators of backward that write a result in a loop."""
+        unwritten = self._readers(found.backward, set(self.gradients))[1]
+        return [index for index in found.backward if self.operators[index].inlined and index not in unwritten]
+
     def sources(self, targets: Iterable[int], stop: Set[int]) -> tuple[int, ...]:
         """Return the operators that `targets` need, in their order, where nodes in `stop` are known."""
         todo, found = [index for index in targets if index not in stop], set[int]()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from actstore.compiled.arrange import arrange
+from actstore.compiled.arrange import arrange, write_in_place
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionStep
 
@@ -209,3 +211,32 @@ def test_nodes_are_arranged_behind_what_they_read() -> None:
     module.graph.lint()
     names = [node.name for node in module.graph.nodes if node.op == "call_function"]
     assert names == ["cos", "mul", "neg", "sin", "exp"]
+
+
+def gated(gradient: Tensor, gate: Tensor, up: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    of_gate, of_up = gradient * up, gradient * gate
+    return of_up @ one, of_gate @ two
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which Inductor imports
+@pytest.mark.parametrize("in_place", [False, True])
+def test_inductor_writes_a_result_of_a_loop_at_its_place(in_place: bool) -> None:
+    """If it does not, a product comes before the second loop, whose inputs exist so long."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    tensors = [torch.randn(64, 64) for _ in range(5)]
+    graph = make_fx(gated)(*tensors)
+    names = [node.name for node in graph.graph.nodes if node.name.startswith("mul")]
+    if in_place:
+        write_in_place(graph.graph, names, 64 * 64 * 4)
+    codes: list[str] = []
+    written = mock.patch.object(GraphLowering, "save_output_code", staticmethod(codes.append))
+    with written, config.patch(reorder_for_peak_memory=False, fx_graph_cache=False):
+        found = compile_fx_inner(graph, tensors)
+    products = re.findall(r"extern_kernels.mm\(.*, out=buf(\d)\)", codes[0])
+    assert products == (["2", "3"] if in_place else ["1", "3"])  # numbers of all results, in their order
+    for result, wanted in zip(found(list(tensors)), gated(*tensors), strict=True):
+        assert torch.equal(result, wanted)
