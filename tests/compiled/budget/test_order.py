@@ -218,7 +218,6 @@ def gated(gradient: Tensor, gate: Tensor, up: Tensor, one: Tensor, two: Tensor) 
     return of_up @ one, of_gate @ two
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which Inductor imports
 @pytest.mark.parametrize("in_place", [False, True])
 def test_inductor_writes_a_result_of_a_loop_at_its_place(in_place: bool) -> None:
