@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ LOSSLESS = (
     "blocks.* : recompute", "blocks.* : recompute(raw @ disk)",
 )  # fmt: skip
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+COLLECTIVE_S = 20.0
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -131,9 +133,17 @@ def train(
         return trace, None
     report = store.report()
     del loss
+    wait_for_collectives(store)
     check_drained(store)
     store.close()
     return trace, report
+
+
+def wait_for_collectives(store: ActivationStore) -> None:
+    """Wait for the tensors of collectives that have ended: Gloo's thread lets them go some milliseconds later."""
+    end = monotonic() + COLLECTIVE_S
+    while store.report().live_bytes and monotonic() < end:
+        sleep(0.001)
 
 
 def check_equal(
