@@ -50,9 +50,7 @@ class Precedent(NamedTuple):
     producer: str  # the autograd node that returned it; empty for one without a gradient, such as a mask
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    is_like: Callable[
-        [torch.Tensor], bool
-    ]  # whether a tensor has this class, layout, dtype, device and `requires_grad`
+    is_like: Callable[[torch.Tensor], bool]  # in class, layout, dtype, device and `requires_grad`
     nbytes: int
     empty: torch.Tensor  # of this dtype and device
     route: Any  # a Route; of a tensor without a gradient, which is encoded when its node has ended, codec and note
