@@ -54,12 +54,12 @@ class AffineGraph(GraphCodec):
             codes = part if codes is None else codes | part
             shift += width
         assert codes is not None
-        codes = self._grouping.cells(codes).to(torch.float32)  # Inductor's loops compare float32 faster than int8
-        low, step = (self._grouping.per_cell(each).to(torch.float32) for each in (minima, scales))
+        codes = self._grouping.split(codes).to(torch.float32)  # Inductor's loops compare float32 faster than int8
+        low, step = (each.unsqueeze(-1).to(torch.float32) for each in (minima, scales))
         lost, steps = ~low.isfinite(), codes
         if self._bits == 8:
             lost, steps = lost | (codes == LOST), torch.where(codes < LOST, codes + 127, codes - 129)
         quarters = low * 0.25 + steps * (step * 0.25)
         largest = torch.finfo(self._dtype).max
         values = (quarters * 4).clamp(-largest, largest).to(self._dtype)
-        return self._grouping.restore_cells(torch.where(lost, nan, values))
+        return self._grouping.restore(self._grouping.join(torch.where(lost, nan, values)))

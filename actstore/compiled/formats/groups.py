@@ -59,41 +59,11 @@ class Grouping:
         rows = groups.flatten(-2)
         return rows[..., : -self.fill] if self.fill else rows
 
-    def cells(self, rows: Tensor) -> Tensor:
-        """Return (lead ..., groups, elements ...): the elements of a group in two dimensions if it is whole rows.
-
-        So that no loop over the last dimension of the tensor divides to find the group of an element.
-        """
-        if not self._rows_per_group:
-            return self.split(rows)
-        cells: Tensor = rows.unflatten(-1, (-1, self._rows_per_group, self.tail[-1]))
-        return cells
-
-    def per_cell(self, values: Tensor) -> Tensor:
-        """Return a value of each group, (lead ..., groups), so that it broadcasts over `cells`."""
-        return values[..., None, None] if self._rows_per_group else values[..., None]
-
-    def restore_cells(self, cells: Tensor) -> Tensor:
-        """Return the tensor from its `cells`."""
-        if not self._rows_per_group:
-            return self.restore(self.join(cells))
-        return torch.permute(cells.flatten(-3, -2), self._places)
-
-    @property
-    def _rows_per_group(self) -> int:
-        """Number of rows in a group; 0 where the tail is not two dimensions of groups of whole rows."""
-        whole = len(self.tail) == 2 and not self.fill and self.group % self.tail[-1] == 0
-        return self.group // self.tail[-1] if whole else 0
-
-    @property
-    def _places(self) -> list[int]:
-        return [self.dims.index(dim) for dim in range(len(self.dims))]
-
     def restore(self, rows: Tensor) -> Tensor:
         """Return the tensor from its elements in storage order: the inverse of `rows`."""
         if len(self.tail) != 1:
             rows = rows.unflatten(-1, self.tail)
-        return torch.permute(rows, self._places)
+        return torch.permute(rows, [self.dims.index(dim) for dim in range(len(self.dims))])
 
 
 def storage_order(tensor: Tensor) -> tuple[tuple[int, ...] | None, str]:

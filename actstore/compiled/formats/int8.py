@@ -49,9 +49,9 @@ class Int8Graph(GraphCodec):
 
     def decode(self, payload: Sequence[Tensor]) -> Tensor:
         rows, scales = payload
-        steps = self._grouping.cells(rows).to(torch.float32)  # Inductor's loops compare float32 faster than int8
-        values = steps * self._grouping.per_cell(scales.to(torch.float32))
+        steps = self._grouping.split(rows).to(torch.float32)  # Inductor's loops compare float32 faster than int8
+        values = steps * scales.to(torch.float32).unsqueeze(-1)
         if self._dtype != torch.float32:  # whose payloads never decode beyond its largest number
             largest = torch.finfo(self._dtype).max
             values = values.clamp(-largest, largest).to(self._dtype)
-        return self._grouping.restore_cells(torch.where(steps == LOST, nan, values))
+        return self._grouping.restore(self._grouping.join(torch.where(steps == LOST, nan, values)))
