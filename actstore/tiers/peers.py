@@ -52,8 +52,9 @@ class Peers:
         self.lost: dict[int, str] = {}
         self._most = timedelta(seconds=wait_s)
         self._calls = TimedCalls(_THREAD)
-        most = timedelta(seconds=wait_s + _LOOKUP_S)
-        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=most)
+        self._meet_s = wait_s + _LOOKUP_S
+        meet = timedelta(seconds=self._meet_s)
+        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=meet)
         own.set_timeout(self._most)
         name = "-".join(map(str, self.ranks))
         self._board = PrefixStore(f"actstore/group/{name}/{_made[name]}", _get_default_store())
@@ -77,14 +78,14 @@ class Peers:
     def _swap(self, name: str, value: str) -> dict[int, str]:
         """Return the value of each rank, once all have given theirs."""
         self._board.set(f"{name}/{self.rank}", value)
-        wait_s, found = self.wait_s + _LOOKUP_S, {}
+        found = {}
         for rank in self.ranks:
             try:
-                self._board.wait([f"{name}/{rank}"], timedelta(seconds=wait_s))
+                self._board.wait([f"{name}/{rank}"], timedelta(seconds=self._meet_s))
             except RuntimeError as error:
                 raise ConfigError(
-                    f"Group(wait_s={self.wait_s}): rank {rank} has made no store in {wait_s} s. Make the store on all "
-                    "ranks of the group.",
+                    f"Group(wait_s={self.wait_s}): rank {rank} has made no store in {self._meet_s} s. Make the store "
+                    "on all ranks of the group.",
                     rank=rank,
                 ) from error
             found[rank] = self._board.get(f"{name}/{rank}").decode()
@@ -100,8 +101,8 @@ class Peers:
     def _connect(self) -> None:
         for rank, address in self._addresses.items():
             if rank not in self._stores:
-                connect = partial(_connect, address, self.wait_s + _LOOKUP_S)
-                self._stores[rank] = store = self._within(rank, connect, self.wait_s + _LOOKUP_S)
+                connect = partial(_connect, address, self._meet_s)
+                self._stores[rank] = store = self._within(rank, connect, self._meet_s)
                 store.set_timeout(self._most)
 
     def put(self, name: str, value: bytes) -> None:
