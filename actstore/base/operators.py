@@ -23,17 +23,22 @@ PASSING = VIEWS | {
     "unsafe_split_with_sizes", "view_as_complex", "view_as_real",
 }  # fmt: skip
 
+_DEVICES = "CPU", "CUDA", "MPS", "XPU"  # keys of the dispatcher, for kernels
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
 
 @cache
 def aten_names() -> dict[str, bool]:
-    """Return the names of PyTorch's operators, each with whether other operators make its result."""
+    """Return the names of PyTorch's operators, each with whether other operators make its result, on any device."""
     found: dict[str, bool] = {}
     for full in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = full.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten" or overload.endswith("out"):
             continue
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+        composite = _has_kernel(full, "CompositeImplicitAutograd") and not any(
+            _has_kernel(full, key) for key in _DEVICES
+        )
         found[name] = found.get(name, True) and composite
     return found
 

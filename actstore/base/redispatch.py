@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
     _push_mode,
 )
+from torch.utils._pytree import tree_leaves
 
 from actstore.base.called import operator_name
 
@@ -41,6 +42,7 @@ _VIEWS = DispatchKey.ADInplaceOrView
 _COMPOSITION = DispatchKey.CompositeImplicitAutograd
 _COMPOSITE = "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"
 _ALL = torch._C._dispatch_keyset_full()
+_BACKENDS = torch._C._dispatch_keyset_full_after(DispatchKey.Python)
 # Operators of PyTorch whose kernels call some that autocast casts for, and the operator that calls them.
 _CALLERS = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv": "aten::pinverse"}
 _PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
@@ -63,7 +65,7 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_composition(operator):
+        if not _is_composition(operator, args, kwargs or {}):
             return self.call(operator, args, kwargs or {})
         _push_mode(self)
         try:
@@ -78,7 +80,7 @@ class OperatorMode(TorchDispatchMode):
 
 def redispatch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator from the handler of a mode; what its kernel calls runs as without the mode."""
-    if _is_composition(operator):
+    if _is_composition(operator, args, kwargs):
         with _keys_added(_left(operator)), _as_outermost():
             return operator._op_dk(_COMPOSITION, *args, **kwargs)
     caller = "aten::linalg_pinv" if operator is _PINV and _called() == "pinv" else ""
@@ -121,9 +123,20 @@ def _as_outermost() -> Iterator[None]:
         _thread.excluded = before
 
 
+def _is_composition(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator only calls operators. Some do, but have a kernel for tensors of a few backends."""
+    if not _has_composition(operator):
+        return False
+    backends = {
+        (torch._C._dispatch_keys(leaf) & _BACKENDS).highestPriorityTypeId()
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
+    }
+    return not any(_has_kernel(operator.name(), backend) for backend in backends)
+
+
 @cache
-def _is_composition(operator: Any) -> bool:
-    """Return whether an operator only calls operators."""
+def _has_composition(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and _has_kernel(operator.name(), _COMPOSITION.name)
 
 

@@ -20,6 +20,7 @@ from actstore.errors import CapacityError, ConfigError
 Compiler = Callable[..., Any]
 INDUCTOR, EAGER = "inductor", "aot_eager"
 _BOTH = "force_non_lazy_backward_lowering"  # compiles backward with forward
+_OWN_GENERATORS = "graphsafe_rng_functionalization"  # on CUDA, what runs twice draws from generators of the graph's own
 ATTEMPTS = 4  # of plans under a budget: the last one has the least memory
 
 
@@ -58,6 +59,10 @@ class GraphBackend:
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph)
         counts = self.has_budget and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
+        # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
+        settings = {"donated_buffer": False, _OWN_GENERATORS: self._replays(mode, options)}
+        if counts:
+            settings[_BOTH] = True
         attempts = Attempts() if counts else None
         again = None if attempts is None else GraphModule(graph, deepcopy(graph.graph))
         for number in range(ATTEMPTS):
@@ -66,9 +71,8 @@ class GraphBackend:
             fuses = self._inner != EAGER
             partitioner = Partitioner(self._rules, names, self._decompositions, fuses=fuses, attempts=attempts)
             within = partitioner.within
-            # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
             try:
-                with torch._functorch.config.patch({"donated_buffer": False} | ({_BOTH: True} if counts else {})):
+                with torch._functorch.config.patch(settings):
                     compiled = self._compile(graph, inputs, mode, options, partitioner, f"{digest}{number or ''}")
                 break
             except Exception as error:
@@ -88,6 +92,15 @@ class GraphBackend:
         """Forget what Inductor keeps of CUDA graphs, when the compiler is reset."""
         if self._inner == INDUCTOR:
             torch._TorchCompileInductorWrapper(None, None, None).reset()
+
+    def _replays(self, mode: str | None, options: Any) -> bool:
+        """Return whether Inductor is to replay CUDA graphs: they cannot read the state of the device's generator."""
+        if self._inner != INDUCTOR:
+            return False
+        from torch._inductor import config
+
+        chosen = torch._TorchCompileInductorWrapper(mode, dict(options or {}), None).config
+        return bool(chosen.get("triton.cudagraphs", config.triton.cudagraphs))
 
     def _compile(
         self, graph: GraphModule, inputs: Any, mode: str | None, options: Any, partitioner: Any, digest: str

@@ -1,7 +1,7 @@
 """Largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
 
 The blocks of `benchmarks.gpu.llama` with one sequence, under a limit of device memory, by default that of a card of
-24 GiB: on all of an H200 host memory would be full first, and attention over so many tokens takes minutes. Two sizes
+12 GiB: with more, host memory would be full first, and attention over so many tokens takes minutes. Two sizes
 are measured; a line through their peaks predicts the size that fits, which is then tried: running out of memory is
 rare. The size that is called the largest did run.
 """
@@ -28,7 +28,7 @@ from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
 from benchmarks.gpu.place import Place
 
 GIB = 2**30
-LIMIT_GIB = 24.0
+LIMIT_GIB = 12.0
 MAX_ATTEMPTS = 5  # after the first two
 LENGTH_TOLERANCE = 0.03  # a context is the largest when one longer by this fraction does not fit
 STEPS_PER_ATTEMPT = 2  # of each attempt: the second reuses the memory of the first

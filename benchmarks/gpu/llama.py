@@ -63,6 +63,7 @@ class Bench:
             self.job.step(nullcontext())
         self._expected = [g.clone() for g in self.job.gradients()]
         self._plain: list[Found] = []
+        gc.freeze()  # each sample collects what steps have left
 
     def run(self, row: Row) -> Found:
         """Return the figures of a row; `failed` is the reason where it has none."""

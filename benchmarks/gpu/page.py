@@ -161,6 +161,7 @@ def _hotpath(figures: dict[str, Any]) -> list[str]:
 
 _TITLES = {
     "llama": "Llama blocks",
+    "graphs": "Compiled Llama blocks",
     "context": "The largest context that fits",
     "transfer": "The transfer engine",
     "kernels": "Codecs",
@@ -181,6 +182,7 @@ _PICTURES = {
 }
 _PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "llama": gpu_page_llama.lines,
+    "graphs": gpu_page_llama.graphs,
     "context": gpu_page_llama.context,
     "transfer": lambda figures: [*_ceilings(figures.get("ceilings")), *gpu_page_transfer.lines(figures)],
     "kernels": _kernels,

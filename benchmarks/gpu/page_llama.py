@@ -1,4 +1,4 @@
-"""Figures of the Llama blocks and of the largest context, as Markdown."""
+"""Figures of the Llama blocks, compiled too, and of the largest context, as Markdown."""
 
 from __future__ import annotations
 
@@ -78,6 +78,33 @@ def _plans(rows: list[dict[str, Any]]) -> list[str]:
     header = ["plan", "budget", "peak of it", "step ms", "predicted", "bound", "steps to settle"]
     texts = [line for row in plans for line in (f"{row['name']}:", "", "```", row["policy"].strip(), "```", "")]
     return [*table(header, cells), "", *texts] if plans else []
+
+
+def graphs(figures: dict[str, Any]) -> list[str]:
+    """Return the rows of compiled blocks."""
+    plain, sizes = figures["plain"], figures["sizes"]
+    rows = [{"ratio": 1.0, "equal": True, **plain}, *[row for row in figures["rows"] if "ratio" in row]]
+    cells = [
+        [
+            row["name"],
+            f"{row['step_ms']:.1f}",
+            f"{row['ratio']:.2f}",
+            *(
+                f"{format_nbytes(int(row[key]))} ({row[key] / (plain[key] or 1):.2f})"
+                for key in ("held_bytes", "backward_peak_bytes", "peak_bytes")
+            ),
+            "0 (exact)" if row["equal"] else f"{row['grad_error']:.2%}",
+        ]
+        for row in rows
+    ]
+    about = (
+        f"{sizes['layers']} layers as above, {sizes['tokens']} tokens, compiled as a whole by Inductor. *held* is at"
+        " the end of forward, peaks are of backward and of the step: all above what was there before, in brackets over"
+        " plain compilation's."
+    )
+    header = ["row", "step ms", "times plain", "held", "backward's peak", "peak", "gradient error"]
+    notes = [f"- {row['name']} **failed**: {cell(row['failed'])}" for row in figures["rows"] if "failed" in row]
+    return [about, "", *table(header, cells), *([""] if notes else []), *notes]
 
 
 def context(figures: dict[str, Any]) -> list[str]:

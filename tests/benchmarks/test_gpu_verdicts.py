@@ -35,9 +35,20 @@ TRANSFER: dict[str, Any] = {
     "exposed": {"equal": True, "stall_over_theory": 1.02},
     "steady": {"allocated": {"engine buffers": 0}},
 }  # fmt: skip
-EXACT = {"rows": [{"bit_equal": True, "loss_hex": "0x1"}] * 3}
+EXACT = {"rows": [{"kind": kind, "bit_equal": True, "loss_hex": "0x1"} for kind in ("plain", "ours", "ours")]}
+GRAPH = {
+    "step_ms": 50.0, "held_bytes": GIB, "backward_peak_bytes": 2 * GIB, "peak_bytes": 2 * GIB, "ratio": 1.02,
+    "equal": True, "grad_error": 0.0,
+}  # fmt: skip
+RIVAL, DUEL = GRAPH | {"name": "PyTorch's budget 0.5"}, GRAPH | {"name": "plan at its peak, 0.5"}
+GRAPHS = {
+    "sizes": {"layers": 2, "tokens": 8192}, "plain": GRAPH | {"name": "plain", "held_bytes": 2 * GIB},
+    "rows": [GRAPH | {"name": "keep"}, GRAPH | {"name": "int8", "equal": False}, RIVAL, DUEL,
+             {"name": "recompute", "failed": "no"}],
+}  # fmt: skip
 FIGURES = {
     "codecs": TESTS, "tests": TESTS, "compiled": TESTS, "exact": EXACT, "transfer": TRANSFER, "llama": LLAMA,
+    "graphs": GRAPHS,
     "kernels": {"rows": [{"correct": True}, {"left_out": "no"}]},
     "random": {"examples": 10, "counts": {"equal": 8, "refused": 2, "no model": 5}},
     "lossy": {"examples": 10, "counts": {"equal": 10}},
@@ -62,7 +73,11 @@ def test_everything_that_is_good_passes() -> None:
         ("codecs", {"finished": False}, "every codec writes"),
         ("tests", {"failed": {f"c::{SANITIZER_TEST}[int8]": "race"}}, "torch.cuda._sanitizer"),
         ("compiled", {"failed": {"x": "no"}}, "tests of compiled"),
-        ("exact", {"rows": [*EXACT["rows"], {"bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
+        ("exact", {"rows": [*EXACT["rows"], {"kind": "ours", "bit_equal": True, "loss_hex": "0x2"}]}, "lossless rows"),
+        ("graphs", {"rows": [GRAPH | {"name": "keep", "equal": False}]}, "compiled: keep"),
+        ("graphs", {"rows": [GRAPH | {"name": "int8", "ratio": 1.04}]}, "compiled: int8"),
+        ("graphs", {"rows": [RIVAL, DUEL | {"ratio": 1.03}]}, "compiled: a plan"),
+        ("graphs", {"rows": [RIVAL, DUEL | {"peak_bytes": 2 * GIB + 1}]}, "compiled: a plan"),
         ("sanitizer", {"tools": ["memcheck", "racecheck"]}, "compute-sanitizer"),
         ("random", {"counts": {"equal": 9, "no model": 5}}, "random models under exact"),
         ("lossy", {"counts": {}}, "random models under lossy"),
@@ -104,6 +119,12 @@ def test_the_page_of_the_blocks() -> None:
         assert words in page
     lossy = ROW | {"name": "recompute", "equal": False, "grad_error": 0.004}
     assert "**0.40%**" in "\n".join(gpu_page_llama.lines(LLAMA | {"rows": [lossy]}))
+
+
+def test_the_page_of_the_graphs() -> None:
+    page = "\n".join(gpu_page_llama.graphs(GRAPHS))
+    assert "| keep | 50.0 | 1.02 | 1.0 GiB (0.50) | 2.0 GiB (1.00) | 2.0 GiB (1.00) | 0 (exact) |" in page
+    assert "- recompute **failed**: no" in page
 
 
 def test_the_page_of_the_contexts() -> None:

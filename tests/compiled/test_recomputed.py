@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 from actstore import ActivationStore
+from actstore.compiled.backend import GraphBackend
 from actstore.errors import ConfigError, StateError
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import WIDTH, AttentionNet, DeepConvolutions, Mlp, compiled, error, gradients, make, plain
@@ -82,6 +84,20 @@ def test_dropout_draws_the_same_numbers_again() -> None:
     wanted = nn.Sequential(wanted)
     wanted.compile(backend="aot_eager")
     check_same(found, gradients(wanted, x))
+
+
+@pytest.mark.parametrize(("mode", "own"), [(None, False), ("reduce-overhead", True)])
+def test_generators_of_their_own_are_for_cuda_graphs_alone(mode, own, monkeypatch) -> None:
+    """On CUDA, PyTorch's partitioner follows this setting: such generators draw other numbers than plain training."""
+    found = []
+
+    def watch(self, graph, *arguments):
+        found.append(functorch.graphsafe_rng_functionalization)
+        return graph
+
+    monkeypatch.setattr(GraphBackend, "_compile", watch)
+    gradients(*compiled(Mlp, "recompute", backend="inductor", mode=mode))
+    assert found == [own]
 
 
 def test_inputs_of_regions_may_be_payloads() -> None:

@@ -246,7 +246,7 @@ def test_dropout() -> None:
 @pytest.mark.parametrize("policy", ["int8", "unprotected int8"])
 def test_autocast_holds_and_errs_as_eager_does(policy: str) -> None:
     """Casts of weights are kept."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         wanted = plain(WideMlp)
         model, x, store = compiled(WideMlp, policy)
         found = gradients(model, x, store)

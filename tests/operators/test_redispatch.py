@@ -84,6 +84,17 @@ def test_operators_that_call_others(dtype, context):
     check(calls_of(dtype, context, 4, only=QUICK), AUTOCAST[context], least=8)
 
 
+@pytest.mark.parametrize("mode", [Below, Seeing])
+@pytest.mark.parametrize("name", ["silu_backward", "mish_backward"])
+def test_a_backend_with_a_kernel_runs_that(name, mode):
+    """Other backends have compositions for these, whose bits are different; on CUDA, `_fused_rms_norm` is one."""
+    operator, grad, x = getattr(torch.ops.aten, name).default, torch.randn(1000), torch.randn(1000)
+    with mode() as seen:
+        found = operator(grad, x)
+    assert same_bits(found, operator(grad, x))
+    assert getattr(seen, "seen", [operator]) == [operator]
+
+
 def check_inference(calls, context, *, least):
     """In inference mode PyTorch shows a mode whole compositions; below it all outputs are the same."""
     count, findings = 0, []

@@ -160,6 +160,7 @@ def test_errors_say_what_is_known(text, words):
         ("LeakyReluBackward1", "leaky_relu"),
         ("UnsafeViewBackward0", "_unsafe_view"),
         ("TBackward0", "t"),
+        ("SiluBackwardBackward0", "silu_backward"),
         ("CopySlices", ""),
         ("torch::autograd::AccumulateGrad", ""),
         ("CubedBackward", ""),

@@ -89,6 +89,15 @@ class Inverse(nn.Module):
         return torch.linalg.pinv(x.mH @ x + self.weight).abs()
 
 
+class Slope(nn.Module):
+    """The slope of SiLU: its kernel has other bits than the composition that some devices have in its place."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            slope = torch.ops.aten.silu_backward(x.cos(), x)
+        return x * slope
+
+
 class Twice(nn.Module):
     def __init__(self, make):
         super().__init__()
@@ -152,6 +161,12 @@ def test_forwards_of_lossy_regions_have_the_bits_of_plain_training(name, policy,
 def test_conjugated_views_in_a_kernel(policy):
     torch.manual_seed(0)
     compare(Twice(Inverse), policy, nullcontext, exact=policy in EXACT)
+
+
+@pytest.mark.parametrize("policy", [*EXACT, *LOSSY])
+def test_kernels_are_those_of_the_device(policy):
+    torch.manual_seed(0)
+    compare(Twice(Slope), policy, nullcontext, exact=policy in EXACT)
 
 
 class Attends(nn.Module):
