@@ -26,7 +26,7 @@ from actstore.bench.trainer import relative_error
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
 from benchmarks.gpu.place import Place
-from benchmarks.planner.compiled import rival
+from benchmarks.planner.rival import rival
 
 LAYERS = 2  # the compiler's time grows with them
 WARMUP, REPEATS = 2, 5  # steps; the first compiles

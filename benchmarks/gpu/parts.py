@@ -75,10 +75,10 @@ class Part:
 # llama     12 TFLOP a layer and 8 layers: 0.2 s a step, 0.3 to 0.6 s in rows that move 11 GB; 13 rows of 13 steps are
 #           70 s, two plans of some 40 steps 40 s; 11 GB are pinned twice, 4 s each time
 # transfer  moves 1 GiB about 100 times each way (4 s), steps of 0.2 s, pins 6 GB
-# graphs    the compiler takes 10 s a row
-# context   steps of 1 s at 20,000 tokens, 14 of a row: 60 s; 30 GB are pinned, 6 s
 # kernels   80 rows of 100 calls of 0.3 ms; the error of 128 million elements in float64 takes longer: 0.5 s a row
 # hotpath   200 rounds took more than 60 s on an H100
+# graphs    the compiler takes 15 s a row, and more for a plan
+# context   what is left: steps of 1 s at 20,000 tokens, 14 of a row: 60 s; 30 GB are pinned, 6 s
 PARTS = (
     Part(
         "codecs",
@@ -124,9 +124,7 @@ PARTS = (
     ),
     Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), 130, alone=False),
     Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), 170),
-    Part("graphs", ("-m", "benchmarks.gpu.graphs", *PLACED, *JSON), 90),
     Part("transfer", ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"), 80),
-    Part("context", ("-m", "benchmarks.gpu.context", *PLACED, *JSON, "--plot", "{plot}"), 120),
     Part("kernels", ("-m", "benchmarks.gpu.device", *PLACED, *JSON), 120),
     Part(
         "hotpath",
@@ -134,4 +132,6 @@ PARTS = (
         60,
         small=("--rounds", "3", "--length", "20"),
     ),
+    Part("graphs", ("-m", "benchmarks.gpu.graphs", *PLACED, *JSON), 120),
+    Part("context", ("-m", "benchmarks.gpu.context", *PLACED, *JSON, "--plot", "{plot}"), 120),
 )

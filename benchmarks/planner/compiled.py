@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch._functorch.config
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +30,7 @@ from actstore.bench.workloads.job import Job
 from actstore.bench.workloads.workload import Workload
 from actstore.devices import cpu_memory
 from actstore.errors import CapacityError
+from benchmarks.planner.rival import rival
 from benchmarks.planner.rows import write_rows
 
 SHARES = (0.6, 0.4, 0.25)
@@ -79,21 +79,6 @@ def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float]) -
         row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, theirs)
         rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
-
-
-def rival(share: float, backend: str) -> Callable[..., Any]:
-    """Return a backend with PyTorch's budget: a share of the bytes that backward may get from forward.
-
-    A model of the same class runs no code that Dynamo has compiled for another backend: under the name of one backend,
-    with the budget as a setting, it would run plain's.
-    """
-    compile_graph = torch._dynamo.lookup_backend(backend)
-
-    def compiled_within(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            return compile_graph(*args, **kwargs)
-
-    return compiled_within
 
 
 def row_of(
