@@ -53,14 +53,13 @@ class GraphBackend:
         if reason:
             warnings.warn(f"compiled without the store's policy: {reason}.", RuntimeWarning, stacklevel=2)
             return self._compile(graph, inputs, mode, options, None, "")
-        from actstore.compiled.partition import Partitioner
+        from actstore.compiled.partition import DONATES, Partitioner
         from actstore.compiled.within import Attempts, OverBudgetError
 
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph)
         counts = self.has_budget and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
-        # Backward overwrites a donated buffer, and so could not run twice; nearly every payload would be one.
-        settings = {"donated_buffer": False, _OWN_GENERATORS: self._replays(mode, options)}
+        settings = {DONATES: getattr(torch._functorch.config, DONATES), _OWN_GENERATORS: self._replays(mode, options)}
         if counts:
             settings[_BOTH] = True
         attempts = Attempts() if counts else None

@@ -32,7 +32,7 @@ from actstore.compiled.graph import (
     views_between,
 )  # fmt: skip
 from actstore.compiled.rules import GraphRules
-from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, splice, trace
+from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, TOKEN, SavedRow, Table
 from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
 from actstore.compiled.treatment import BITS, Treatment, Treatments
@@ -101,7 +101,7 @@ class Editor:
         for payload in self._payloads.values():
             count_readers(zip(payload.sections, payload.reads, strict=True))
         fetch_early(self._backward)
-        self._set_outputs([*returned, *(row.node for row in rows), *rest])
+        set_outputs(self._forward, [*returned, *(row.node for row in rows), *rest], self._num_outputs)
         for module in self._modules:
             module.graph.eliminate_dead_code()
             module.graph.lint()
@@ -158,8 +158,8 @@ class Editor:
         form, encoding, decoding = self._trace(codec, tiers, value)
         sections = splice(self._forward, encoding, [source], self._after_uses(source))
         reads = [
-            add_placeholder(self._backward, f"{source.name}_payload_{number}", section, before)
-            for number, section in enumerate(sections)
+            add_placeholder(self._backward, f"{source.name}_payload_{section.name}", section, before)
+            for section in sections
         ]
         return GraphPayload(form, sections, reads, decoding)
 
@@ -226,25 +226,6 @@ class Editor:
                 known[each] = self._forward.node_copy(each, known.__getitem__)
             self._originals.add(known[each])
         return known[node]
-
-    def _set_outputs(self, outputs: list[Any]) -> None:
-        output = self._forward.output_node()
-        if "desc" in output.meta:
-            from torch._functorch._aot_autograd import descriptors
-
-            checked: Any = descriptors.SavedForBackwardsAOTOutput
-            unchecked: Any = getattr(descriptors, "SavedForBackwardsNoVcCheckAOTOutput", checked)
-            saved = outputs[self._num_outputs :]
-            output.meta["desc"] = [
-                *output.meta["desc"][: self._num_outputs],
-                *((unchecked if _is_unchecked(node) else checked)(number) for number, node in enumerate(saved)),
-            ]
-        output.args = (tuple(outputs),)
-        output.meta.pop("output_stack_traces", None)  # one for each output
-
-
-def _is_unchecked(node: Any) -> bool:
-    return isinstance(node, Node) and bool(node.meta.get(NO_CHECK))
 
 
 def _table(rows: list[NodeRow], rules: GraphRules) -> Table:

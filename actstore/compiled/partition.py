@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
@@ -15,13 +16,15 @@ from actstore.compiled.channels import channels_last_nodes
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
 from actstore.compiled.names import NodeNames
-from actstore.compiled.recomputed import mark_recomputed
+from actstore.compiled.recomputed import leave_statistics_out, mark_recomputed
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import Decompositions
-from actstore.compiled.table import Table, attach, attach_plan, metadata_of_partition, running_plan
+from actstore.compiled.table import PAYLOAD, TOKEN, Table, attach, attach_plan, metadata_of_partition, running_plan
 from actstore.compiled.treatment import treat
 from actstore.compiled.within import Attempts, BudgetPartition
 from actstore.errors import StateError
+
+DONATES = "donated_buffer"  # whether backward may write over what forward has saved: then it cannot run twice
 
 
 class Partitioner:
@@ -67,6 +70,7 @@ class Partitioner:
         partition = self.within or min_cut_rematerialization_partition
         forward, backward = partition(joint, inputs, **options)
         num_outputs: int = options["num_fwd_outputs"]
+        leave_statistics_out(forward, backward, num_outputs)
         try:
             boundary = boundary_of(forward, backward, num_outputs)
         except StateError as error:
@@ -89,6 +93,8 @@ class Partitioner:
         last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
         editor = Editor(forward, backward, boundary, num_outputs, self._decompositions(), last_channels)
         self.table = editor.apply(treatments, self._rules)
+        if any(row.kind in (PAYLOAD, TOKEN) for row in self.table):
+            setattr(config, DONATES, False)  # until the backend puts it back; nearly every payload would be one
         if metadata is not None:
             attach(metadata, self.table)
             if self.within is not None and self.within.plan is not None:

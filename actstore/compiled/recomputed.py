@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.graph import GETITEM, VIEWS, name_of
+from actstore.compiled.graph import GETITEM, VIEWS, name_of, outputs_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
+from actstore.compiled.splice import set_outputs
 
+_NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
 # The write itself, and norms: what backward reads of these in training does not depend on running statistics.
-_APART = frozenset({"copy_", "_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"})
+_APART = frozenset({"copy_", _NORM, "_batch_norm_with_update_functional"})
+_LAST_OF_BATCH = 2  # of a norm's results: the normalized batch, its mean and its deviation; running statistics follow
 
 
 def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> None:
@@ -33,6 +38,38 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
             again = node not in overwritten
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = regions.setdefault(call, len(regions) + 1)
+
+
+def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Let norms of training that run again read the batch alone: other forwards may have written to the statistics.
+
+    Kernels ignore running statistics in training, but for their update, which was that of forward.
+    """
+    norms = [node for node in backward.graph.nodes if name_of(node) == _NORM and node.args[5] is True]
+    if not norms:
+        return
+    for node in backward.graph.nodes:
+        if name_of(node) == _NORM_BACKWARD and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    backward.graph.eliminate_dead_code()
+    for node in norms:
+        if any(user.args[1] > _LAST_OF_BATCH for user in node.users):
+            continue
+        x, weight, bias, _, _, training, momentum, eps = node.args
+        with backward.graph.inserting_before(node):
+            arguments = (x, weight, bias, training, momentum, eps)
+            again = backward.graph.call_function(torch.ops.aten._native_batch_norm_legit.no_stats, arguments)
+        again.meta = {**node.meta, "val": node.meta["val"][: _LAST_OF_BATCH + 1]}
+        node.replace_all_uses_with(again)
+        backward.graph.erase_node(node)
+    returned, saved = outputs_of(forward)[:num_outputs], outputs_of(forward)[num_outputs:]
+    unread = {node.name: node for node in backward.graph.find_nodes(op="placeholder") if not node.users}
+    dropped = [node for node in saved if node.name in unread and isinstance(node.meta.get("val"), Tensor)]
+    set_outputs(forward.graph, [*returned, *(node for node in saved if node not in dropped)], num_outputs)
+    for node in dropped:
+        backward.graph.erase_node(unread[node.name])
+    for module in (forward, backward):
+        module.recompile()
 
 
 def _readers_of_overwritten(nodes: list[Node]) -> set[Node]:

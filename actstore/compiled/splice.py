@@ -47,6 +47,25 @@ def add_placeholder(graph: Graph, name: str, section: Node, before: Node) -> Nod
     return node
 
 
+def set_outputs(forward: Graph, outputs: list[Any], num_outputs: int) -> None:
+    """Set what a forward graph returns: `num_outputs` outputs of the region, then what it saves."""
+    output = forward.output_node()
+    if "desc" in output.meta:
+        from torch._functorch._aot_autograd import descriptors
+
+        checked: Any = descriptors.SavedForBackwardsAOTOutput
+        unchecked: Any = getattr(descriptors, "SavedForBackwardsNoVcCheckAOTOutput", checked)
+        output.meta["desc"] = [
+            *output.meta["desc"][:num_outputs],
+            *(
+                (unchecked if isinstance(node, Node) and node.meta.get(NO_CHECK) else checked)(number)
+                for number, node in enumerate(outputs[num_outputs:])
+            ),
+        ]
+    output.args = (tuple(outputs),)
+    output.meta.pop("output_stack_traces", None)  # one for each output
+
+
 def behind(node: Node) -> Node:
     """Return the first node behind `node` where an operator may stand: parts of one result stay close to it."""
     following = node.next

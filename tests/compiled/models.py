@@ -116,6 +116,19 @@ class Heads(Mlp):
         self.blocks = nn.ModuleList(HeadBlock() for _ in range(4))
 
 
+class ReadTwice(nn.Module):
+    """Attention as one operator, whose result its own backward reads, and a view of it a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.proj(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads.cos(), heads.sin())
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
 class DeepConvolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +150,7 @@ BATCHES = {
     WideMlp: lambda: torch.randn(1024, WIDTH),
     Heads: lambda: torch.randn(8, 128, WIDTH),
     GatedMlp: lambda: torch.randn(2048, WIDTH),
+    ReadTwice: lambda: torch.randn(8, 32, WIDTH),
     ReluNet: lambda: torch.randn(64, WIDTH),
     AttentionNet: lambda: torch.randn(2, 32, WIDTH),
     Convolutions: lambda: torch.randn(8, 3, 16, 16),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 from actstore import ActivationStore
 from tests.autograd.random_modules import Call
@@ -167,6 +168,11 @@ def policy(draw: Random, decisions: tuple[str, ...], *, recompute: bool = False)
 
 def train(model: nn.Module, way: str, autocast: bool, store: ActivationStore | None) -> dict[str, Any]:
     """Two steps in one way. Returns the losses and the gradients of both by name."""
+    with functorch.patch(donated_buffer=way != "retained"):
+        return _train(model, way, autocast, store)
+
+
+def _train(model: nn.Module, way: str, autocast: bool, store: ActivationStore | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def forward(x: Tensor, fail: bool = False) -> Tensor:

@@ -1,6 +1,7 @@
 """Recomputation by rule inside of compiled graphs."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def test_buffers_that_forward_overwrites_are_not_read_again(norm) -> None:
         check_same(gradients(model, x, store), gradients(wanted, x))
         check_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
         check_drained(store)
+
+
+def test_forwards_before_a_backward_change_no_statistics_of_it() -> None:
+    """A norm that runs again in backward reads the batch alone, as its backward does."""
+    model, x, store = compiled(DeepConvolutions, "layers.* : recompute")
+    wanted, _ = make(DeepConvolutions)
+    wanted.compile(backend="aot_eager")
+    for net, context in ((model, store), (wanted, nullcontext())):
+        with context:
+            first, second = (net(batch).square().mean() for batch in (x, 2 * x))
+        second.backward()
+        first.backward()
+        del first, second
+    check_same(
+        {name: p.grad for name, p in model.named_parameters()}, {n: p.grad for n, p in wanted.named_parameters()}
+    )
+    check_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
+    check_drained(store)
 
 
 def test_running_statistics_do_not_keep_a_norm_from_running_again() -> None:

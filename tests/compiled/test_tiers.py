@@ -13,7 +13,18 @@ from actstore.compiled import tokens
 from actstore.errors import CapacityError, StateError, TransferError
 from actstore.transfer.parcel import ParcelState
 from tests.autograd.checks import check_drained, check_same, gc_off, settle
-from tests.compiled.models import AttentionNet, Convolutions, Mlp, ReluNet, compiled, error, gradients, make, plain
+from tests.compiled.models import (
+    AttentionNet,
+    Convolutions,
+    Mlp,
+    ReadTwice,
+    ReluNet,
+    compiled,
+    error,
+    gradients,
+    make,
+    plain,
+)
 from tests.tiers.wrappers import Faulty
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
@@ -199,6 +210,14 @@ def saved_tokens(model: nn.Module, x: Tensor, store: ActivationStore) -> tuple[T
     finally:
         tokens.token_of = made
     return loss, found
+
+
+def test_modules_that_read_one_result_have_payloads_of_their_own() -> None:
+    wanted = plain(ReadTwice)
+    model, x, store = compiled(ReadTwice, "proj : int8; * : int8 @ disk")
+    assert 0 < error(gradients(model, x, store), wanted) < 0.02
+    assert {site.decision for site in store.report().sites if site.stored_bytes} == {"int8 @ disk", "int8"}
+    check_drained(store)
 
 
 def test_a_write_without_a_trace_to_what_was_read_changes_no_later_read() -> None:

@@ -1,11 +1,13 @@
 """Training of compiled models under policies: gradients, figures, and what surrounds a compiled region."""
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.autograd.graph import saved_tensors_hooks
 
 from actstore import ActivationStore
@@ -223,6 +225,24 @@ def test_backward_runs_twice_and_two_forwards_before_one_backward() -> None:
     second.backward()
     check_same({name: p.grad.clone() for name, p in model.named_parameters()}, wanted)
     del first, second
+    check_drained(store)
+
+
+@pytest.mark.parametrize("donates", [True, False])
+@pytest.mark.parametrize("policy", ["keep", "blocks.* : recompute; * : keep"])
+def test_without_payloads_backward_donates_as_in_plain_compilation(policy: str, donates: bool) -> None:
+    """It may write over what forward has saved, and then does not run twice."""
+    with functorch.patch(donated_buffer=donates):
+        model, x, store = compiled(Mlp, policy)
+        gradients(model, x, store)
+        with store:
+            loss = model(x).square().mean()
+        with pytest.raises(RuntimeError, match="donated_buffer=False") if donates else nullcontext():
+            loss.backward(retain_graph=True)
+        if not donates:
+            loss.backward()
+        assert functorch.donated_buffer == donates
+    del loss
     check_drained(store)
 
 
