@@ -23,8 +23,10 @@ from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
+    SPLITS,
     VIEWS,
     Boundary,
+    SavedNode,
     name_of,
     outputs_of,
     positions,
@@ -49,12 +51,19 @@ class NodeRow:
 
 
 class GraphPayload(NamedTuple):
-    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it."""
+    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it.
+
+    `decoded` is the node of the tensor in backward that several reads share.
+    """
 
     codec: GraphCodec
     sections: list[Node]
     reads: list[Node]
     decoding: GraphModule
+    decoded: list[Node]
+
+
+Key = tuple[Node, Codec, tuple[str, ...]]  # of a payload: its tensor, its codec and its tiers
 
 
 class Editor:
@@ -84,7 +93,7 @@ class Editor:
         self._num_outputs = num_outputs
         self._decompositions = decompositions
         self._originals = set(forward.graph.nodes)
-        self._payloads: dict[tuple[Node, Codec, tuple[str, ...]], GraphPayload] = {}
+        self._payloads: dict[Key, GraphPayload] = {}
         self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
 
     def apply(self, treatments: Treatments, rules: GraphRules) -> Table:
@@ -96,8 +105,9 @@ class Editor:
         for node, owner, mask in masks:
             rows += self._save_mask(node, owner, mask)
         self._backward.eliminate_dead_code()  # of what the masks are computed from
+        whole = self._whole(treatments)
         for treatment in treatments.of:
-            rows += self._save(treatment, rows)
+            rows += self._save(treatment, rows, whole)
         for payload in self._payloads.values():
             count_readers(zip(payload.sections, payload.reads, strict=True))
         fetch_early(self._backward)
@@ -113,7 +123,27 @@ class Editor:
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
-    def _save(self, treatment: Treatment, rows: list[NodeRow]) -> list[NodeRow]:
+    def _whole(self, treatments: Treatments) -> set[Key]:
+        """Return the results that are one payload, because backward reads all of their parts at one place.
+
+        Such are queries, keys and values of one product: its rows lie side by side, theirs do not.
+        """
+        parts: dict[Key, list[Treatment]] = {}
+        for each in treatments.of:
+            root = root_of(each.saved.node)
+            if each.codec is not None and each.saved.read.users and root.op == "call_function":
+                parts.setdefault((root, each.codec, each.tiers), []).append(each)
+        found = set[Key]()
+        for key, some in parts.items():
+            root, codec, _ = key
+            saved = [each.saved for each in some]
+            if len({self._first_use(each.read) for each in saved}) == 1 < len(saved):
+                known = all(views_between(root, each.node, parts=True) is not None for each in saved)
+                if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root):
+                    found.add(key)
+        return found
+
+    def _save(self, treatment: Treatment, rows: list[NodeRow], whole: Set[Key]) -> list[NodeRow]:
         """Return the nodes that forward saves for one tensor."""
         node, read = treatment.saved
         if treatment.codec is None:
@@ -124,10 +154,11 @@ class Editor:
             (own or rows)[0].saved += hinted_nbytes(treatment.saved.value)
             return []
         root = root_of(node)
-        views = views_between(root, node) if root.op == "call_function" else None
+        key = root, treatment.codec, treatment.tiers
+        views = views_between(root, node, parts=key in whole) if root.op == "call_function" else None
         if views is None or graph_codec(treatment.codec, root.meta["val"])[0] is None:
             root, views = node, []
-        key = root, treatment.codec, treatment.tiers
+            key = root, treatment.codec, treatment.tiers
         found = self._payloads.get(key)
         made: list[NodeRow] = []
         if found is None:
@@ -136,7 +167,7 @@ class Editor:
             static = all(isinstance(size, int) for size in root.meta["val"].shape)
             made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
             made[0].per_byte = found.codec.per_byte
-        self._decode(found, read, views)
+        self._decode(found, read, views, once=key in whole)
         return made
 
     def _save_mask(self, node: Node, owner: Treatment, mask: Node) -> list[NodeRow]:
@@ -147,7 +178,7 @@ class Editor:
             self._backward.erase_node(node)
             return [NodeRow(mask, owner)]
         found = self._encode(mask, BITS, owner.tiers, first)
-        self._decode(found, node, [])
+        self._decode(found, node, [], once=False)
         return [NodeRow(section, owner) for section in found.sections]
 
     def _encode(self, source: Node, codec: Codec, tiers: tuple[str, ...], before: Node) -> GraphPayload:
@@ -161,7 +192,7 @@ class Editor:
             add_placeholder(self._backward, f"{source.name}_payload_{section.name}", section, before)
             for section in sections
         ]
-        return GraphPayload(form, sections, reads, decoding)
+        return GraphPayload(form, sections, reads, decoding, [])
 
     def _trace(
         self, codec: Codec, tiers: tuple[str, ...], value: Tensor
@@ -182,15 +213,20 @@ class Editor:
             self._traces[key] = found
         return found
 
-    def _decode(self, found: GraphPayload, read: Node, views: list[Node]) -> None:
-        """Put the decoded tensor in place of `read`, right before its first use."""
-        first = min(read.users, key=positions(self._backward.nodes).__getitem__)
-        (decoded,) = splice(self._backward, found.decoding, found.reads, first)
+    def _decode(self, found: GraphPayload, read: Node, views: list[Node], *, once: bool) -> None:
+        """Put the decoded tensor in place of `read`, right before its first use; `once` for all reads of a payload."""
+        first = self._first_use(read)
+        (decoded,) = found.decoded or splice(self._backward, found.decoding, found.reads, first)
+        if once:
+            found.decoded[:] = [decoded]
         with self._backward.inserting_before(first):
             for view in views:
                 decoded = self._backward.node_copy(view, {view.all_input_nodes[0]: decoded}.__getitem__)
         read.replace_all_uses_with(decoded)
         self._backward.erase_node(read)
+
+    def _first_use(self, read: Node) -> Node:
+        return min(read.users, key=positions(self._backward.nodes).__getitem__)
 
     # -- the graphs ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +237,7 @@ class Editor:
             for user in todo.pop().users:
                 if user in self._originals and user.op != "output" and user not in users:
                     users.add(user)
-                    if name_of(user) in VIEWS or name_of(user) == GETITEM:
+                    if name_of(user) in VIEWS | SPLITS or name_of(user) == GETITEM:
                         todo.append(user)
         return behind(max(users, key=positions(self._forward.nodes).__getitem__))
 
@@ -226,6 +262,13 @@ class Editor:
                 known[each] = self._forward.node_copy(each, known.__getitem__)
             self._originals.add(known[each])
         return known[node]
+
+
+def _are_all(parts: list[SavedNode], root: Node) -> bool:
+    """Return whether parts have as many bytes as a result of fixed sizes."""
+    value = root.meta["val"]
+    fixed = all(isinstance(size, int) for size in value.shape)
+    return fixed and sum(hinted_nbytes(part.value) for part in parts) == hinted_nbytes(value)
 
 
 def _table(rows: list[NodeRow], rules: GraphRules) -> Table:

@@ -128,16 +128,25 @@ def operator_of(node: Node) -> str:
     return f"aten.{name}" if name else ""
 
 
-def views_between(root: Node, node: Node) -> list[Node] | None:
-    """Return the views that lead from a root to a node, where each keeps all elements and needs nothing else."""
+def views_between(root: Node, node: Node, *, parts: bool = False) -> list[Node] | None:
+    """Return the views that lead from a root to a node, where each keeps all elements and needs nothing else.
+
+    parts : whether they may leave elements out
+    """
     views: list[Node] = []
+    last = node
     while node is not root:
-        if len(node.all_input_nodes) != 1 or name_of(node) not in VIEWS or name_of(node) == "as_strided":
+        name = name_of(node)
+        leaves_out = parts and (name in SPLITS or name == GETITEM)
+        if len(node.all_input_nodes) != 1 or name == "as_strided" or not (name in VIEWS or leaves_out):
             return None
         views.append(node)
         node = node.all_input_nodes[0]
-        if not _same_elements(node, views[-1]):
+        if name_of(node) in SPLITS:
+            continue
+        if not _same_elements(node, last, parts=parts):
             return None
+        last = node
     return views[::-1]
 
 
@@ -146,13 +155,14 @@ def positions(nodes: Iterable[Node]) -> dict[Node, int]:
     return {node: index for index, node in enumerate(nodes)}
 
 
-def _same_elements(first: Node, second: Node) -> bool:
+def _same_elements(first: Node, second: Node, *, parts: bool) -> bool:
+    """Return whether a tensor has as many elements as another one; with `parts`, or more."""
     a, b = _value(first), _value(second)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(a.numel() == b.numel()))
+    return bool(statically_known_true(a.numel() >= b.numel() if parts else a.numel() == b.numel()))
 
 
 def _value(node: Any) -> Any:
