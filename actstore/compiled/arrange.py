@@ -50,5 +50,11 @@ def write_in_place(graph: Graph, names: Collection[str], nbytes: int) -> None:
     """
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.name in names and isinstance(value, Tensor) and value.dim() != IMAGE_DIM:
-            node.meta[_WRITTEN] = hinted_nbytes(value) >= nbytes
+        if node.name in names and isinstance(value, Tensor) and hinted_nbytes(value) >= nbytes:
+            write(node)
+
+
+def write(node: Node) -> None:
+    """Let Inductor write the result of a loop, unless it is an image: loops that read it do not compute it again."""
+    if node.meta["val"].dim() != IMAGE_DIM:
+        node.meta[_WRITTEN] = True

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.base.note import SMALL
 from actstore.codecs import Codec
+from actstore.compiled.arrange import write
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hinted_nbytes
@@ -187,6 +188,8 @@ class Editor:
         if source in self._last_channels:  # groups in the order of memory, or each loop would transpose
             value = value.contiguous(memory_format=torch.channels_last)
         form, encoding, decoding = self._trace(codec, tiers, value)
+        if form.crosses_rows:
+            write(source)
         sections = splice(self._forward, encoding, [source], self._after_uses(source))
         reads = [
             add_placeholder(self._backward, f"{source.name}_payload_{section.name}", section, before)
@@ -217,6 +220,8 @@ class Editor:
         """Put the decoded tensor in place of `read`, right before its first use; `once` for all reads of a payload."""
         first = self._first_use(read)
         (decoded,) = found.decoded or splice(self._backward, found.decoding, found.reads, first)
+        if found.codec.crosses_rows:
+            write(decoded)
         if once:
             found.decoded[:] = [decoded]
         with self._backward.inserting_before(first):

@@ -73,6 +73,7 @@ class TierGraph(GraphCodec):
     def __init__(self, inner: GraphCodec, tiers: tuple[str, ...], device: torch.device) -> None:
         self.text = inner.text
         self.per_byte = inner.per_byte
+        self.crosses_rows = inner.crosses_rows
         self._inner = inner
         self._decision = str(Offload(Raw(), tiers))
         self._device = device

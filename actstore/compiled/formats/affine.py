@@ -31,6 +31,7 @@ class AffineGraph(GraphCodec):
         self._dtype = dtype
         self.text = codec_text(codec)
         self.per_byte = dtype.itemsize * 8 // self._widths[0]
+        self.crosses_rows = grouping.crosses_rows
 
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:
         grouping = self._grouping

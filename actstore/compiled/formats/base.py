@@ -15,10 +15,12 @@ class GraphCodec(ABC):
     ----------
     text : the codec as policy text
     per_byte : bytes of the tensor for each byte of the first payload, for sizes that change from run to run
+    crosses_rows : whether groups begin and end inside of rows, so that a loop over rows divides to find an element's
     """
 
     text: str
     per_byte: int
+    crosses_rows: bool = False
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:

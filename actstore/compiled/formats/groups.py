@@ -38,6 +38,11 @@ class Grouping:
         return prod(self.tail)
 
     @property
+    def crosses_rows(self) -> bool:
+        """True where groups begin and end inside of rows."""
+        return len(self.tail) > 1
+
+    @property
     def fill(self) -> int:
         """Number of elements that the last group lacks."""
         return -self.numel % self.group

@@ -25,6 +25,7 @@ class Int8Graph(GraphCodec):
     def __init__(self, codec: Int8, grouping: Grouping, dtype: torch.dtype) -> None:
         self.text = codec_text(codec)
         self.per_byte = dtype.itemsize
+        self.crosses_rows = grouping.crosses_rows
         self._keep = codec.signs == "keep"
         self._grouping = grouping
         self._dtype = dtype
