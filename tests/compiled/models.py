@@ -116,6 +116,20 @@ class Heads(Mlp):
         self.blocks = nn.ModuleList(HeadBlock() for _ in range(4))
 
 
+class FusedAttention(nn.Module):
+    """Queries, keys and values are one product; rows of a width that is no multiple of a group, in odd numbers."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(96), nn.Linear(96, 3 * 96), nn.Linear(96, 96)
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 24)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v.tanh() if self.apart else v)
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
 class ReadTwice(nn.Module):
     """Attention as one operator, whose result its own backward reads, and a view of it a linear layer."""
 
@@ -148,6 +162,7 @@ class DeepConvolutions(nn.Module):
 BATCHES = {
     Mlp: lambda: torch.randn(32, WIDTH),
     WideMlp: lambda: torch.randn(1024, WIDTH),
+    FusedAttention: lambda: torch.randn(6, 33, 96),
     Heads: lambda: torch.randn(8, 128, WIDTH),
     GatedMlp: lambda: torch.randn(2048, WIDTH),
     ReadTwice: lambda: torch.randn(8, 32, WIDTH),

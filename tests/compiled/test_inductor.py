@@ -12,12 +12,24 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 from actstore import ActivationStore
 from actstore.compiled import partition
 from actstore.compiled.channels import channels_last_nodes
 from tests.autograd.checks import check_drained, check_same
-from tests.compiled.models import AttentionNet, Convolutions, Mlp, ReluNet, compiled, error, gradients, make, plain
+from tests.compiled.models import (
+    AttentionNet,
+    Convolutions,
+    FusedAttention,
+    Mlp,
+    ReluNet,
+    compiled,
+    error,
+    gradients,
+    make,
+    plain,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler about itself
 
@@ -45,6 +57,15 @@ def test_int8_and_keep(kind: type[nn.Module]) -> None:
     report = store.report()
     assert report.stored_bytes > 0
     assert report.held_bytes < 0.55 * report.saved_bytes
+
+
+def test_no_loop_divides_to_find_the_group_of_an_element() -> None:
+    for kind in (FusedAttention, Mlp):
+        torch._dynamo.reset()
+        model, x, store = compiled(kind, "int8", backend="inductor")
+        _, codes = run_and_get_code(gradients, model, x, store)
+        assert len(codes) == 2
+        assert all("int8_t*" in code and "div_floor_integer" not in code for code in codes)
 
 
 def test_images_are_encoded_in_the_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

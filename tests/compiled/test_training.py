@@ -16,6 +16,7 @@ from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import (
     AttentionNet,
     Convolutions,
+    FusedAttention,
     GeluBlock,
     Mlp,
     ReluNet,
@@ -225,6 +226,21 @@ def test_backward_runs_twice_and_two_forwards_before_one_backward() -> None:
     second.backward()
     check_same({name: p.grad.clone() for name, p in model.named_parameters()}, wanted)
     del first, second
+    check_drained(store)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_parts_of_one_result_are_one_payload_where_backward_reads_all(apart: bool) -> None:
+    """With values that another operator reads, too, queries and keys have a payload each."""
+    wanted = plain(FusedAttention, apart)
+    model, x, store = compiled(FusedAttention, "int8", apart)
+    found = gradients(model, x, store)
+    eager, x = make(FusedAttention, apart)
+    eager_error = error(gradients(eager, x, ActivationStore(eager, "int8", min_bytes=0)), wanted)
+    assert 0 < error(found, wanted) < 1.1 * eager_error < 0.03
+    sizes = [site.saved_bytes for site in store.report().sites if site.stored_bytes]
+    assert (3 * x.nbytes in sizes) is not apart
+    assert sum(sizes) >= 5 * x.nbytes
     check_drained(store)
 
 
