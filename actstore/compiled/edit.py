@@ -220,7 +220,7 @@ class Editor:
         """Put the decoded tensor in place of `read`, right before its first use; `once` for all reads of a payload."""
         first = self._first_use(read)
         (decoded,) = found.decoded or splice(self._backward, found.decoding, found.reads, first)
-        if found.codec.crosses_rows:
+        if once or found.codec.crosses_rows:
             write(decoded)
         if once:
             found.decoded[:] = [decoded]
