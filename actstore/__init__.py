@@ -17,10 +17,10 @@ from actstore.policy import Auto, Bits, Derive, Encode, Keep, Offload, Recompute
 from actstore.policy.encoded import encode
 from actstore.session import former as _former
 from actstore.session.activation_store import ActivationStore
-from actstore.session.entries import tag
 from actstore.session.observers import SampleErrors, Verify
 from actstore.session.planning import make_plan
 from actstore.session.report import Report
+from actstore.session.tagging import tag
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.trace import Trace
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from actstore.base import extensions
@@ -16,12 +17,11 @@ _PACKAGES = [
     "kernels",
     "model",
     "recompute",
-    "session",
     "store",
     "tiers",
     "transfer",
 ]
-# Without `tracker`, whose hooks are compiled with a model: they do nothing then.
+# Without `tracker`, whose hooks are compiled with a model (they do nothing then), and `tagging`, which models call.
 _AUTOGRAD = [
     "called",
     "census",
@@ -40,7 +40,8 @@ _AUTOGRAD = [
     "verdict",
 ]
 _KERNEL_COMPILER = ["numba", "llvmlite"]  # torch.compile recurses without end in llvmlite's constants
-_OURS = [*_PACKAGES, *(f"autograd.{name}" for name in _AUTOGRAD)]
+_SESSION = [file.stem for file in Path(__file__).parents[1].glob("session/[!_]*.py") if file.stem != "tagging"]
+_OURS = [*_PACKAGES, *(f"autograd.{name}" for name in _AUTOGRAD), *(f"session.{name}" for name in _SESSION)]
 _told = set[str]()
 
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from actstore.compiled.names import NodeNames
 from actstore.compiled.region import accounted
 from actstore.compiled.rules import GraphRules
+from actstore.compiled.tags import take_marks
 from actstore.errors import CapacityError, ConfigError
 
 Compiler = Callable[..., Any]
@@ -56,8 +57,10 @@ class GraphBackend:
         from actstore.compiled.partition import DONATES, Partitioner
         from actstore.compiled.within import Attempts, OverBudgetError
 
+        tags = take_marks(graph.graph)
+        graph.recompile()
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
-        digest = self._rules.digest(names, graph.graph)
+        digest = self._rules.digest(names, graph.graph, tags)
         counts = self.has_budget and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
         settings = {DONATES: getattr(torch._functorch.config, DONATES), _OWN_GENERATORS: self._replays(mode, options)}
         if counts:

@@ -296,6 +296,7 @@ def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
             counts[treatment.name] += 1
         kind = KEPT if row.node is treatment.saved.node else TOKEN if is_token(row.node) else PAYLOAD
         name, where = rules.relative(treatment.name), treatment.where
+        name = f"{name}/{treatment.tag}" if treatment.tag else name
         table.append(
             SavedRow(kind, name, index, where, treatment.note, treatment.exact, row.saved, row.per_byte)
         )  # fmt: skip

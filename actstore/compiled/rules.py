@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -51,17 +51,19 @@ class GraphRules:
         """Return a module's name relative to the compiled module."""
         return name.removeprefix(self.target).removeprefix(".") if self.target else name
 
-    def decide(self, names: NodeNames, name: str, index: int, spec: Spec, operator: str = "") -> tuple[Decision, str]:
+    def decide(
+        self, names: NodeNames, name: str, index: int, spec: Spec, operator: str = "", tag: str = ""
+    ) -> tuple[Decision, str]:
         """Return the decision on a tensor of the module `name`, and the reason where rules contradict each other."""
         same = [name]
         if name == names.base or name.startswith(f"{names.base}."):
             same = [twin + name.removeprefix(names.base) for twin in names.twins()]
-        decisions = [self.policy(Site(each, index, operator=operator), spec) for each in same]
+        decisions = [self.policy(Site(each, index, tag, operator), spec) for each in same]
         if any(decision != decisions[0] for decision in decisions):
             return Keep(), AMBIGUOUS
         return decisions[0], ""
 
-    def digest(self, names: NodeNames, graph: Graph) -> str:
+    def digest(self, names: NodeNames, graph: Graph, tags: Sequence[tuple[int, str]]) -> str:
         """Return the digest of all that decides about a region: regions of one digest may share compiled code."""
         if not isinstance(self.policy, Rules):
             return uuid4().hex  # other processes do not know the function
@@ -75,7 +77,7 @@ class GraphRules:
         regions = [[order[call] for call in each] for each in calls]
         parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
         parts += [] if self.budget is None else [self.budget.nbytes]
-        parts += [str(self.policy)] if self.policy.names_operators else []
+        parts += [str(self.policy), tags] if self.policy.names_operators or tags else []
         return sha256(json.dumps(parts).encode()).hexdigest()
 
 

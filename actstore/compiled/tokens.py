@@ -174,8 +174,12 @@ class Puts:
 
 
 def site_of(prefix: str, name: str, number: int) -> Site:
-    """Return the site of a tensor in a region, from the name of the compiled module and the name relative to it."""
-    return Site(".".join(filter(None, (prefix, name))), number)
+    """Return the site of a tensor in a region, from the name of the compiled module and the name relative to it.
+
+    name : of a module; of a tagged tensor with ``/`` and its tag
+    """
+    module, _, tag = name.partition("/")
+    return Site(".".join(filter(None, (prefix, module))), number, tag)
 
 
 def put(tensor: Tensor, decision: str, name: str, number: int, readers: int) -> Tensor:

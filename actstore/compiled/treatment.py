@@ -34,6 +34,7 @@ from actstore.compiled.graph import (
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
+from actstore.compiled.tags import tagged
 from actstore.policy import Encode, Keep, Offload, may_be_lossy
 from actstore.policy.decision import waits_as
 
@@ -51,6 +52,7 @@ class Treatment:
     ----------
     kind : an input of the region, kept, or a payload
     name : module of the site, with its name in the store's model
+    tag : name that the model has given to the tensor; empty for none
     where : the decision, as policy text
     note, exact : why the decision is not followed, as in a report
     codec : of a payload
@@ -61,6 +63,7 @@ class Treatment:
     saved: SavedNode
     kind: str
     name: str = ""
+    tag: str = ""
     where: str = ""
     note: str = ""
     exact: bool = False
@@ -117,10 +120,12 @@ def treat(
     differentiated = None if active is None else differentiable(inner, active)
     returned = {root_of(node) for node in outputs_of(forward)[:num_outputs] if isinstance(node, Node)}
     indices = Counter[str]()
+    tags = tagged(inner)
     found = []
     for saved in boundary.tensors:
         operator = operator_of(saved.node) if differentiated is None or saved.node in differentiated else ""
-        treatment = _first(saved, operator, returned, rules, names, indices)
+        tag = tags.get(root_of(saved.node), "")
+        treatment = _first(saved, operator, tag, returned, rules, names, indices)
         if treatment.codec is not None:
             _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
@@ -139,14 +144,20 @@ def _begins(node: Node) -> bool:
 
 
 def _first(
-    saved: SavedNode, operator: str, returned: Set[Node], rules: GraphRules, names: NodeNames, indices: Counter[str]
+    saved: SavedNode,
+    operator: str,
+    tag: str,
+    returned: Set[Node],
+    rules: GraphRules,
+    names: NodeNames,
+    indices: Counter[str],
 ) -> Treatment:
     """Return the treatment by the policy, by size and by owner."""
     root = root_of(saved.node)
     if root.op == "placeholder":
         return Treatment(saved, INPUT, names.base)
     name = _module_of(saved, names)
-    treatment = Treatment(saved, KEPT, name or "")
+    treatment = Treatment(saved, KEPT, name or "", tag)
     value = saved.value
     try:
         nbytes = hinted_nbytes(value)
@@ -154,7 +165,7 @@ def _first(
     except ValueError:
         treatment.keep("a size that only the run knows")
         return treatment
-    decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator)
+    decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator, tag)
     treatment.where = str(decision)
     waits = waits_as(decision)
     if ambiguous:

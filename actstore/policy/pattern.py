@@ -7,12 +7,23 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from actstore.errors import PolicyError
+from actstore.errors import ConfigError, PolicyError
 from actstore.policy import operators
 from actstore.policy.globs import includes, matcher
 from actstore.policy.slices import check_ranges, read_slice, split_slice, without_ranges
 
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
+
+
+def check_tag(name: str) -> None:
+    """Check the name of a tagged tensor.
+
+    Raises
+    ------
+    ConfigError : it is not one word
+    """
+    if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
+        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'.")
 
 
 class Pattern(NamedTuple):

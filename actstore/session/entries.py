@@ -17,7 +17,8 @@ from actstore.autograd import tracker as modules
 from actstore.autograd.hooks import Scope
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
-from actstore.errors import ConfigError, StateError
+from actstore.errors import StateError
+from actstore.policy.pattern import check_tag
 from actstore.recompute import counting, running
 from actstore.recompute.checkpoints import end_left
 from actstore.recompute.replay import Calls
@@ -134,22 +135,9 @@ def is_active() -> bool:
     return bool(entries())
 
 
-def tag(tensor: Tensor, name: str) -> Tensor:
-    """Name a tensor, so that a rule can address it: ``"blocks.*/qkv : int8 @ host"``. Returns the tensor itself.
-
-    The name holds for all views of the tensor's storage that operators save afterwards, in the innermost active store;
-    without one, `tag` does nothing. An operator that saves its own output (exp, relu, softmax, attention) has saved it
-    before the caller can name it.
-
-    In a recomputed module the tensor waits by the rule, and the second run goes on from it: it returns that one, so use
-    what `tag` returns. The operator that made the tensor does not run again.
-
-    Raises
-    ------
-    ConfigError : the name is not one word
-    """
-    if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
-        raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'.")
+def tag_now(tensor: Tensor, name: str) -> Tensor:
+    """Name a tensor in the innermost entry of this thread, as `actstore.tag` does outside of compiled code."""
+    check_tag(name)
     run = running.current()
     if run is not None and run.tag is not None:
         tensor = run.tag(tensor, name)
