@@ -138,10 +138,11 @@ class Editor:
         for key, some in parts.items():
             root, codec, _ = key
             saved = [each.saved for each in some]
-            if len({self._first_use(each.read) for each in saved}) == 1 < len(saved):
-                known = all(views_between(root, each.node, parts=True) is not None for each in saved)
-                if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root):
-                    found.add(key)
+            if len(saved) == 1 or len({self._first_use(each.read) for each in saved}) > 1:
+                continue
+            known = all(views_between(root, each.node, parts=True) is not None for each in saved)
+            if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root):
+                found.add(key)
         return found
 
     def _save(self, treatment: Treatment, rows: list[NodeRow], whole: Set[Key]) -> list[NodeRow]:
@@ -188,7 +189,7 @@ class Editor:
         if source in self._last_channels:  # groups in the order of memory, or each loop would transpose
             value = value.contiguous(memory_format=torch.channels_last)
         form, encoding, decoding = self._trace(codec, tiers, value)
-        if form.crosses_rows:
+        if _divides(form, value):
             write(source)
         sections = splice(self._forward, encoding, [source], self._after_uses(source))
         reads = [
@@ -220,7 +221,7 @@ class Editor:
         """Put the decoded tensor in place of `read`, right before its first use; `once` for all reads of a payload."""
         first = self._first_use(read)
         (decoded,) = found.decoded or splice(self._backward, found.decoding, found.reads, first)
-        if once or found.codec.crosses_rows:
+        if once or _divides(found.codec, decoded.meta["val"]):
             write(decoded)
         if once:
             found.decoded[:] = [decoded]
@@ -267,6 +268,11 @@ class Editor:
                 known[each] = self._forward.node_copy(each, known.__getitem__)
             self._originals.add(known[each])
         return known[node]
+
+
+def _divides(codec: GraphCodec, value: Tensor) -> bool:
+    """Return whether a loop over rows would find groups by division, which takes longer on a CPU than a loop more."""
+    return codec.crosses_rows and value.device.type == "cpu"
 
 
 def _are_all(parts: list[SavedNode], root: Node) -> bool:

@@ -16,7 +16,7 @@ from actstore.compiled.splice import set_outputs
 _NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
 # The write itself, and norms: what backward reads of these in training does not depend on running statistics.
 _APART = frozenset({"copy_", _NORM, "_batch_norm_with_update_functional"})
-_LAST_OF_BATCH = 2  # of a norm's results: the normalized batch, its mean and its deviation; running statistics follow
+_OF_BATCH = 0, 1, 2  # of a norm's results: the normalized batch, its mean and its deviation; running statistics follow
 
 
 def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> None:
@@ -45,21 +45,20 @@ def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_output
 
     Kernels ignore running statistics in training, but for their update, which was that of forward.
     """
-    norms = [node for node in backward.graph.nodes if name_of(node) == _NORM and node.args[5] is True]
-    if not norms:
+    if not _norms(backward):
         return
     for node in backward.graph.nodes:
         if name_of(node) == _NORM_BACKWARD and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
     backward.graph.eliminate_dead_code()
-    for node in norms:
-        if any(user.args[1] > _LAST_OF_BATCH for user in node.users):
+    for node in _norms(backward):
+        if any(user.args[1] not in _OF_BATCH for user in node.users):
             continue
         x, weight, bias, _, _, training, momentum, eps = node.args
         with backward.graph.inserting_before(node):
             arguments = (x, weight, bias, training, momentum, eps)
             again = backward.graph.call_function(torch.ops.aten._native_batch_norm_legit.no_stats, arguments)
-        again.meta = {**node.meta, "val": node.meta["val"][: _LAST_OF_BATCH + 1]}
+        again.meta = {**node.meta, "val": node.meta["val"][: len(_OF_BATCH)]}
         node.replace_all_uses_with(again)
         backward.graph.erase_node(node)
     returned, saved = outputs_of(forward)[:num_outputs], outputs_of(forward)[num_outputs:]
@@ -70,6 +69,10 @@ def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_output
         backward.graph.erase_node(unread[node.name])
     for module in (forward, backward):
         module.recompile()
+
+
+def _norms(backward: GraphModule) -> list[Node]:
+    return [node for node in backward.graph.nodes if name_of(node) == _NORM and node.args[5] is True]
 
 
 def _readers_of_overwritten(nodes: list[Node]) -> set[Node]:

@@ -161,7 +161,11 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
     deterministic()
     warnings.simplefilter("ignore")  # of the compiler about itself
-    found = run_all(place, lambda found: options.json.write_text(json.dumps(found, indent=1) + "\n") and None)
+
+    def save(found: Found) -> None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = run_all(place, save)
     said = wrong(found)
     for line in said:
         print(line, file=sys.stderr)
