@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
@@ -51,7 +52,8 @@ class StoreGraphs(StoreFigures):
             raise ConfigError(
                 "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
             )
-        part.compile(backend=backend, **options)
+        with _wrapped(part):
+            part.compile(backend=backend, **options)
 
     def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
         """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
@@ -91,3 +93,13 @@ class StoreGraphs(StoreFigures):
             self._controller.close()
         self._controller = GraphController(budget)
         self._ledger.budget.set(inf)
+
+
+def _wrapped(part: Module) -> AbstractContextManager[Any]:
+    """Let PyTorch compile a module of its own, such as `nn.Sequential`: it skips those that no code of a user calls."""
+    if not type(part).forward.__module__.startswith("torch."):
+        return nullcontext()
+    from torch._dynamo import config
+
+    found: AbstractContextManager[Any] = config.patch(wrap_top_frame=True)
+    return found

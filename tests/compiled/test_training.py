@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.autograd.graph import saved_tensors_hooks
 
-from actstore import ActivationStore
+from actstore import ActivationStore, SampleErrors
 from actstore.errors import ConfigError
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import (
@@ -260,6 +260,25 @@ def test_without_payloads_backward_donates_as_in_plain_compilation(policy: str, 
         assert functorch.donated_buffer == donates
     del loss
     check_drained(store)
+
+
+@pytest.mark.parametrize(
+    ("build", "inside"),
+    [
+        (lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), {"1", "2"}),
+        (lambda: nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), {"linear2", "norm1"}),
+    ],
+)
+def test_modules_of_pytorch_alone_are_compiled(build: Any, inside: set[str]) -> None:
+    """PyTorch compiles nothing of them by itself: no code of a user calls them."""
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(4, 32, 64)
+    wanted = gradients(model, x)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=0)])
+    store.compile(backend="aot_eager", fullgraph=True)
+    assert 0 < error(gradients(model, x, store), wanted) < 0.02
+    check_drained(store)
+    assert inside <= {site.site.partition("[")[0] for site in store.report().sites if site.stored_bytes}
 
 
 def test_outside_of_the_store_the_graphs_are_the_same() -> None:
