@@ -31,7 +31,7 @@ from actstore.recompute.attributes import Effects, PartAttributes
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
-from actstore.recompute.running import FirstRun, LaterRun, current
+from actstore.recompute.running import FirstRun, LaterRun, current, first_runs
 
 
 class ExceptedPart(ForwardWrapper):
@@ -56,6 +56,9 @@ class ExceptedPart(ForwardWrapper):
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = current()
+        if run is None and innermost_pack() is None:  # a thread of the model's own, as in later runs
+            for outer in first_runs(self._once):
+                outer.parts.weights.run_again(self.modules)
         if run is None or run.parts.once is not self._once:
             return forward(*args, **kwargs)
         if (pack := innermost_pack()) is not run.hook:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from actstore.recompute.inner_rules import InnerRules
 
 _thread = local()  # .run: the innermost run of a region
+_first_runs = set["FirstRun"]()  # that have begun and not ended, on all threads
 
 
 class PartCall(Protocol):
@@ -160,6 +161,13 @@ class FirstRun(RegionRun):
         self.pack = pack
         self.count = count
 
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _first_runs.add(self)
+        try:
+            return super().run(forward, *args, **kwargs)
+        finally:
+            _first_runs.discard(self)
+
 
 class LaterRun(RegionRun):
     """A run of a region in backward. Its excepted parts do not run.
@@ -214,6 +222,11 @@ class LaterRun(RegionRun):
             "Give that to the module as an argument, or do not recompute it: write keep in place of recompute.",
             module=module,
         )
+
+
+def first_runs(once: frozenset[Module]) -> list[FirstRun]:
+    """Return the first runs, on all threads, of regions of a policy with these excepted modules."""
+    return [run for run in tuple(_first_runs) if run.parts.once is once]
 
 
 def current() -> RegionRun | None:

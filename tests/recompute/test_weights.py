@@ -1,5 +1,6 @@
 """Recomputed modules see the weights and buffers of their first run."""
 
+import copy
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from torch.func import functional_call
 
 from actstore import ActivationStore
 from actstore.model.weights import Weights
-from tests.autograd.checks import check_same
+from tests.autograd.checks import check_same, train_step
 from tests.autograd.models import WIDTH
 
 RECOMPUTE = ["recompute", "recompute(raw)", "recompute(raw @ disk)"]
@@ -183,3 +184,36 @@ def test_the_limit_of_rows_outlives_two_threads():
     first.resume()
     second.resume()
     assert rows.max_norm == 0.5
+
+
+class OnThread(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(self.inner(x)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "excepted"),
+    [
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), "0.1.inner.parametrizations.weight"),
+        (lambda: nn.BatchNorm1d(WIDTH), "0.1.inner"),
+        (Scaled, "0.1.inner.norm"),
+    ],
+)
+def test_excepted_parts_that_a_model_runs_on_a_thread_run_again_as_before(inner, excepted):
+    """A store's hooks are not on that thread: so the part runs again, from the buffers that it found."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), OnThread(inner()), nn.Softmax(-1)), nn.Tanh())
+    plain = copy.deepcopy(model)
+    store = ActivationStore(model, f"{excepted} : raw; 0 : recompute", min_bytes=0)
+    for step in range(3):
+        batch = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)),)
+        check_same(train_step(model, batch, store), train_step(plain, batch))
+        check_same(dict(model.named_buffers()), dict(plain.named_buffers()))
