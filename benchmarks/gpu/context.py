@@ -8,10 +8,7 @@ rare. The size that is called the largest did run.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -160,27 +157,17 @@ def picture(found: Found, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
+    parser = gpu_place.parser_of(__doc__)
     parser.add_argument("--plot", type=Path, help="draw the largest contexts into this file")
     parser.add_argument("--limit", type=float, help=f"GiB of device memory, {LIMIT_GIB:.0f} by default")
     options = parser.parse_args()
     place = gpu_place.place_of(options)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
     deterministic()
     limit = int((options.limit or place.sized(LIMIT_GIB, 1 / 128)) * GIB)
-
-    def save(found: Found) -> None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-
-    found = run_all(place, limit, save)
+    found = run_all(place, limit, gpu_place.writer(options.json))
     if options.plot is not None:
         picture(found, options.plot)
-    failed = [row for row in found["rows"] if "failed" in row]
-    for row in failed:
-        print(f"{row['name']} failed: {row['failed']}", file=sys.stderr)
-    return 1 if failed else 0
+    return gpu_place.reported(gpu_place.wrong(found["rows"], "plain"))
 
 
 if __name__ == "__main__":

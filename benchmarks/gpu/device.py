@@ -6,12 +6,9 @@ buffers than the one before, far larger together than the cache. GB/s is 10^9 by
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,16 +137,9 @@ def kernel_row(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file")
-    options = parser.parse_args()
+    options = gpu_place.parser_of(__doc__).parse_args()
     place = gpu_place.place_of(options)
-
-    def save(found: dict[str, Any]) -> None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-
-    found = kernels(place, save)
+    found = kernels(place, gpu_place.writer(options.json))
     wrong = [f"{row['codec']} {row['dtype']}" for row in found["rows"] if not row.get("correct", True)]
     print(f"{len(found['rows'])} rows{', wrong: ' if wrong else ''}{', '.join(wrong)}")
     return 1 if wrong else 0

@@ -6,9 +6,7 @@ those of plain training, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 from actstore.bench.peers.rows import ROWS, Row
 from actstore.bench.result import Result
@@ -46,10 +44,7 @@ def inexact(result: Result) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the result to this file, row by row")
-    options = parser.parse_args()
+    options = gpu_place.parser_of(__doc__).parse_args()
     work, rows = job(gpu_place.place_of(options))
     result = run(work, rows, row_done=lambda so_far: so_far.write(options.json))
     result.write(options.json)

@@ -7,15 +7,11 @@ after it, in turn; figures are medians, written after each row.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +21,7 @@ from actstore import ActivationStore, Auto
 from actstore.bench.trainer import relative_error
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import Place, medians
 from benchmarks.planner.rival import rival
 
 LAYERS = 2  # the compiler's time grows with them
@@ -112,7 +108,7 @@ def run_all(place: Place, save: Callable[[Found], None]) -> Found:
     sizes = Sizes.at(place, layers=LAYERS)
     found: Found = {"dry_run": not place.on_gpu, "sizes": asdict(sizes), "rows": []}
     plain = Compiled(place, sizes, PLAIN, 0)
-    found["plain"] = {"name": PLAIN.name, **_medians([plain.step() for _ in range(REPEATS)])}
+    found["plain"] = {"name": PLAIN.name, **medians([plain.step() for _ in range(REPEATS)])}
     expected = [grad.clone() for grad in plain.gradients()]
     for row in ROWS:
         figures: Found = {"name": row.name, "exact": row.exact}
@@ -126,7 +122,7 @@ def run_all(place: Place, save: Callable[[Found], None]) -> Found:
                 ratios.append(pair[mine]["step_ms"] / pair[plain]["step_ms"])
             equal = all(map(torch.equal, mine.gradients(), expected))
             error = relative_error(mine.gradients(), expected)
-            figures |= {**_medians(samples), "ratio": median(ratios), "equal": equal, "grad_error": error}
+            figures |= {**medians(samples), "ratio": median(ratios), "equal": equal, "grad_error": error}
             said = f"{figures['ratio']:.2f} times plain"
             del mine
         except Exception as error:  # the remaining rows run
@@ -138,38 +134,13 @@ def run_all(place: Place, save: Callable[[Found], None]) -> Found:
     return found
 
 
-def _medians(samples: list[Found]) -> Found:
-    return {name: median(sample[name] for sample in samples) for name in samples[0]}
-
-
-def wrong(found: Found) -> list[str]:
-    """Return the failures, and the exact rows whose gradients differ from those of plain compilation."""
-    said = [f"{row['name']} failed: {row['failed']}" for row in found["rows"] if "failed" in row]
-    return said + [
-        f"{row['name']}: other gradients than plain compilation's"
-        for row in found["rows"]
-        if row["exact"] and not row.get("equal", True)
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
-    options = parser.parse_args()
+    options = gpu_place.parser_of(__doc__).parse_args()
     place = gpu_place.place_of(options)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
     deterministic()
     warnings.simplefilter("ignore")  # of the compiler about itself
-
-    def save(found: Found) -> None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-
-    found = run_all(place, save)
-    said = wrong(found)
-    for line in said:
-        print(line, file=sys.stderr)
-    return 1 if said else 0
+    found = run_all(place, gpu_place.writer(options.json))
+    return gpu_place.reported(gpu_place.wrong(found["rows"], "plain compilation's"))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,12 @@ process on one model; figures are medians. The results so far are written after 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -29,7 +25,7 @@ from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.device import ceilings
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
 from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import Place, medians
 
 WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
 SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
@@ -80,7 +76,7 @@ class Bench:
     def plain(self) -> Found:
         """Return the row of the plain steps that ran beside the other rows."""
         figures: Found = {"name": PLAIN.name, "kind": PLAIN.kind, "exact": True, "grad_error": 0.0, "equal": True}
-        figures |= _medians(self._plain) | {"ratio": 1.0} if self._plain else {"failed": "no step ran"}
+        figures |= medians(self._plain) | {"ratio": 1.0} if self._plain else {"failed": "no step ran"}
         figures["saved_bytes"] = self._kept().get("saved_bytes")
         if not self.place.on_gpu:
             figures["held_bytes"] = figures["saved_bytes"]
@@ -129,7 +125,7 @@ class Bench:
                 pair[name] = self._sample(nullcontext if name == "plain" else enter, store if name == "row" else None)
             self._plain.append(pair["plain"])
             samples.append(pair["row"] | {"ratio": pair["row"]["step_ms"] / pair["plain"]["step_ms"]})
-        figures: Found = {"grad_error": error, "equal": equal, **_medians(samples), "samples": samples}
+        figures: Found = {"grad_error": error, "equal": equal, **medians(samples), "samples": samples}
         if store is not None and (plan := store.plan) is not None:
             figures |= {"predicted_ms": plan.predicted.step, "predicted_bytes": int(plan.predicted.peak)}
             figures |= {"bound_ms": plan.bound, "policy": plan.text}
@@ -163,10 +159,6 @@ class Bench:
         return figures
 
 
-def _medians(samples: list[Found]) -> Found:
-    return {name: median(sample[name] for sample in samples) for name in samples[0]}
-
-
 def run_all(bench: Bench, rows: tuple[Row, ...], save: Callable[[Found], None]) -> Found:
     """Run each row and save after each."""
     found = bench.found
@@ -186,30 +178,13 @@ def _said(figures: Found) -> str:
     return str(figures.get("left_out") or figures["failed"])
 
 
-def wrong(found: Found) -> list[str]:
-    """Return the failures, and the exact rows whose gradients differ from plain's."""
-    rows = found["rows"]
-    said = [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
-    return said + [
-        f"{row['name']}: other gradients than plain"
-        for row in rows
-        if row.get("exact") and "equal" in row and not row["equal"]
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
+    parser = gpu_place.parser_of(__doc__)
     parser.add_argument("--plot", type=Path, help="draw memory against time here, and <name>-timeline beside it")
     options = parser.parse_args()
     place = gpu_place.place_of(options)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
     deterministic()
-
-    def save(found: Found) -> None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-
+    save = gpu_place.writer(options.json)
     bench = Bench(place, Sizes.at(place))
     found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN)), save)
     if options.plot is not None:
@@ -221,10 +196,7 @@ def main() -> int:
         except ImportError as error:
             found["picture"] = f"no picture: {error}"
             save(found)
-    said = wrong(found)
-    for line in said:
-        print(line, file=sys.stderr)
-    return 1 if said else 0
+    return gpu_place.reported(gpu_place.wrong(found["rows"], "plain"))
 
 
 if __name__ == "__main__":

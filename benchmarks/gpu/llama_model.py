@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -153,6 +154,7 @@ class Job:
 
 def deterministic() -> None:
     """Make two runs of a step bit-identical."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
     torch.use_deterministic_algorithms(True)
     # otherwise PyTorch fills each fresh buffer, and the store writes it again
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

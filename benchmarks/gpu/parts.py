@@ -21,7 +21,7 @@ TESTS = (
     "tests/system/test_cuda_transfer.py",
 )
 COMPILED = tuple(
-    f"tests/compiled/{name}.py" for name in ("test_tiers", "test_recomputed", "test_training", "test_formats")
+    f"tests/compiled/test_{name}.py" for name in ("tiers", "recomputed", "training", "payloads", "tags", "formats")
 )
 # Files kept beside the figures, by the part's name for them.
 PICTURES = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, TypeVar
@@ -94,6 +96,45 @@ def rate(times_ms: list[float], nbytes: int) -> dict[str, float]:
     low, _, high = quantiles(times_ms, n=4)
     middle = median(times_ms)
     return {"ms": middle, "low_ms": low, "high_ms": high, "gbps": nbytes / middle / 1e6}
+
+
+def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure."""
+    return {name: median(sample[name] for sample in samples) for name in samples[0]}
+
+
+def wrong(rows: list[dict[str, Any]], reference: str) -> list[str]:
+    """Return the failures, and the exact rows whose gradients differ from those of the reference."""
+    said = [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
+    return said + [
+        f"{row['name']}: other gradients than {reference}"
+        for row in rows
+        if row.get("exact") and "equal" in row and not row["equal"]
+    ]
+
+
+def reported(said: list[str]) -> int:
+    """Print what is wrong, and return the exit code."""
+    for line in said:
+        print(line, file=sys.stderr)
+    return 1 if said else 0
+
+
+def writer(path: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes figures to a file."""
+
+    def save(found: dict[str, Any]) -> None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+    return save
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a part's program, with the options that all have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file, row by row")
+    return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

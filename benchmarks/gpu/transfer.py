@@ -13,7 +13,6 @@ byte counts once. The file is written after each measurement; it names one that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -208,9 +207,7 @@ def run_all(measurements: dict[str, Measurement], path: Path, place: Place) -> F
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_place.add_options(parser)
-    parser.add_argument("--json", type=Path, required=True, help="write the figures to this file")
+    parser = gpu_place.parser_of(__doc__)
     parser.add_argument("--trace", type=Path, help="write the trace of one step here, and beside it for Perfetto")
     parser.add_argument("--plot", type=Path, help="draw that step into this file")
     options = parser.parse_args()
