@@ -52,16 +52,12 @@ class NodeRow:
 
 
 class GraphPayload(NamedTuple):
-    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it.
-
-    `decoded` is the node of the tensor in backward that several reads share.
-    """
+    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it."""
 
     codec: GraphCodec
     sections: list[Node]
     reads: list[Node]
     decoding: GraphModule
-    decoded: list[Node]
 
 
 Key = tuple[Node, Codec, tuple[str, ...]]  # of a payload: its tensor, its codec and its tiers
@@ -95,6 +91,8 @@ class Editor:
         self._decompositions = decompositions
         self._originals = set(forward.graph.nodes)
         self._payloads: dict[Key, GraphPayload] = {}
+        self._whole: set[Key] = set()  # payloads that backward decodes once, for reads of all of their parts
+        self._decoded: dict[Key, Node] = {}  # of these
         self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
 
     def apply(self, treatments: Treatments, rules: GraphRules) -> Table:
@@ -106,9 +104,9 @@ class Editor:
         for node, owner, mask in masks:
             rows += self._save_mask(node, owner, mask)
         self._backward.eliminate_dead_code()  # of what the masks are computed from
-        whole = self._whole(treatments)
+        self._whole = self._find_whole(treatments)
         for treatment in treatments.of:
-            rows += self._save(treatment, rows, whole)
+            rows += self._save(treatment, rows)
         for payload in self._payloads.values():
             count_readers(zip(payload.sections, payload.reads, strict=True))
         fetch_early(self._backward)
@@ -124,7 +122,7 @@ class Editor:
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
-    def _whole(self, treatments: Treatments) -> set[Key]:
+    def _find_whole(self, treatments: Treatments) -> set[Key]:
         """Return the results that are one payload, because backward reads all of their parts at one place.
 
         Such are queries, keys and values of one product: its rows lie side by side, theirs do not.
@@ -145,7 +143,7 @@ class Editor:
                 found.add(key)
         return found
 
-    def _save(self, treatment: Treatment, rows: list[NodeRow], whole: Set[Key]) -> list[NodeRow]:
+    def _save(self, treatment: Treatment, rows: list[NodeRow]) -> list[NodeRow]:
         """Return the nodes that forward saves for one tensor."""
         node, read = treatment.saved
         if treatment.codec is None:
@@ -157,7 +155,7 @@ class Editor:
             return []
         root = root_of(node)
         key = root, treatment.codec, treatment.tiers
-        views = views_between(root, node, parts=key in whole) if root.op == "call_function" else None
+        views = views_between(root, node, parts=key in self._whole) if root.op == "call_function" else None
         if views is None or graph_codec(treatment.codec, root.meta["val"])[0] is None:
             root, views = node, []
             key = root, treatment.codec, treatment.tiers
@@ -169,7 +167,7 @@ class Editor:
             static = all(isinstance(size, int) for size in root.meta["val"].shape)
             made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
             made[0].per_byte = found.codec.per_byte
-        self._decode(found, read, views, once=key in whole)
+        self._put(self._decode(found, read, key), read, views)
         return made
 
     def _save_mask(self, node: Node, owner: Treatment, mask: Node) -> list[NodeRow]:
@@ -180,7 +178,7 @@ class Editor:
             self._backward.erase_node(node)
             return [NodeRow(mask, owner)]
         found = self._encode(mask, BITS, owner.tiers, first)
-        self._decode(found, node, [], once=False)
+        self._put(self._decode(found, node), node, [])
         return [NodeRow(section, owner) for section in found.sections]
 
     def _encode(self, source: Node, codec: Codec, tiers: tuple[str, ...], before: Node) -> GraphPayload:
@@ -196,7 +194,7 @@ class Editor:
             add_placeholder(self._backward, f"{source.name}_payload_{section.name}", section, before)
             for section in sections
         ]
-        return GraphPayload(form, sections, reads, decoding, [])
+        return GraphPayload(form, sections, reads, decoding)
 
     def _trace(
         self, codec: Codec, tiers: tuple[str, ...], value: Tensor
@@ -217,15 +215,20 @@ class Editor:
             self._traces[key] = found
         return found
 
-    def _decode(self, found: GraphPayload, read: Node, views: list[Node], *, once: bool) -> None:
-        """Put the decoded tensor in place of `read`, right before its first use; `once` for all reads of a payload."""
-        first = self._first_use(read)
-        (decoded,) = found.decoded or splice(self._backward, found.decoding, found.reads, first)
-        if once or _divides(found.codec, decoded.meta["val"]):
+    def _decode(self, found: GraphPayload, read: Node, key: Key | None = None) -> Node:
+        """Return the node of the decoded tensor, right before the first use of `read`."""
+        if key in self._decoded:
+            return self._decoded[key]
+        (decoded,) = splice(self._backward, found.decoding, found.reads, self._first_use(read))
+        if key in self._whole:
+            self._decoded[key] = decoded
+        if key in self._whole or _divides(found.codec, decoded.meta["val"]):
             write(decoded)
-        if once:
-            found.decoded[:] = [decoded]
-        with self._backward.inserting_before(first):
+        return decoded
+
+    def _put(self, decoded: Node, read: Node, views: list[Node]) -> None:
+        """Put views of a decoded tensor in place of `read`."""
+        with self._backward.inserting_before(self._first_use(read)):
             for view in views:
                 decoded = self._backward.node_copy(view, {view.all_input_nodes[0]: decoded}.__getitem__)
         read.replace_all_uses_with(decoded)

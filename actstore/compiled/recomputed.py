@@ -62,11 +62,12 @@ def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_output
         node.replace_all_uses_with(again)
         backward.graph.erase_node(node)
     returned, saved = outputs_of(forward)[:num_outputs], outputs_of(forward)[num_outputs:]
-    unread = {node.name: node for node in backward.graph.find_nodes(op="placeholder") if not node.users}
-    dropped = [node for node in saved if node.name in unread and isinstance(node.meta.get("val"), Tensor)]
-    set_outputs(forward.graph, [*returned, *(node for node in saved if node not in dropped)], num_outputs)
-    for node in dropped:
-        backward.graph.erase_node(unread[node.name])
+    names = {node.name for node in saved if isinstance(node.meta.get("val"), Tensor)}
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    unread = {node.name: node for node in placeholders if node.name in names and not node.users}
+    set_outputs(forward.graph, [*returned, *(node for node in saved if node.name not in unread)], num_outputs)
+    for placeholder in unread.values():
+        backward.graph.erase_node(placeholder)
     for module in (forward, backward):
         module.recompile()
 

@@ -17,7 +17,6 @@ from tests.compiled.models import (
     AttentionNet,
     Convolutions,
     Mlp,
-    ReadTwice,
     ReluNet,
     compiled,
     error,
@@ -210,14 +209,6 @@ def saved_tokens(model: nn.Module, x: Tensor, store: ActivationStore) -> tuple[T
     finally:
         tokens.token_of = made
     return loss, found
-
-
-def test_modules_that_read_one_result_have_payloads_of_their_own() -> None:
-    wanted = plain(ReadTwice)
-    model, x, store = compiled(ReadTwice, "proj : int8; * : int8 @ disk")
-    assert 0 < error(gradients(model, x, store), wanted) < 0.02
-    assert {site.decision for site in store.report().sites if site.stored_bytes} == {"int8 @ disk", "int8"}
-    check_drained(store)
 
 
 def test_a_write_without_a_trace_to_what_was_read_changes_no_later_read() -> None:

@@ -1,13 +1,11 @@
 """Training of compiled models under policies: gradients, figures, and what surrounds a compiled region."""
 
 import gc
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch
 from torch.autograd.graph import saved_tensors_hooks
 
 from actstore import ActivationStore, SampleErrors
@@ -16,7 +14,6 @@ from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import (
     AttentionNet,
     Convolutions,
-    FusedAttention,
     GeluBlock,
     Mlp,
     ReluNet,
@@ -226,39 +223,6 @@ def test_backward_runs_twice_and_two_forwards_before_one_backward() -> None:
     second.backward()
     check_same({name: p.grad.clone() for name, p in model.named_parameters()}, wanted)
     del first, second
-    check_drained(store)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_parts_of_one_result_are_one_payload_where_backward_reads_all(apart: bool) -> None:
-    """With values that another operator reads, too, queries and keys have a payload each."""
-    wanted = plain(FusedAttention, apart)
-    model, x, store = compiled(FusedAttention, "int8", apart)
-    found = gradients(model, x, store)
-    eager, x = make(FusedAttention, apart)
-    eager_error = error(gradients(eager, x, ActivationStore(eager, "int8", min_bytes=0)), wanted)
-    assert 0 < error(found, wanted) < 1.1 * eager_error < 0.03
-    sizes = [site.saved_bytes for site in store.report().sites if site.stored_bytes]
-    assert (3 * x.nbytes in sizes) is not apart
-    assert sum(sizes) >= 5 * x.nbytes
-    check_drained(store)
-
-
-@pytest.mark.parametrize("donates", [True, False])
-@pytest.mark.parametrize("policy", ["keep", "blocks.* : recompute; * : keep"])
-def test_without_payloads_backward_donates_as_in_plain_compilation(policy: str, donates: bool) -> None:
-    """It may write over what forward has saved, and then does not run twice."""
-    with functorch.patch(donated_buffer=donates):
-        model, x, store = compiled(Mlp, policy)
-        gradients(model, x, store)
-        with store:
-            loss = model(x).square().mean()
-        with pytest.raises(RuntimeError, match="donated_buffer=False") if donates else nullcontext():
-            loss.backward(retain_graph=True)
-        if not donates:
-            loss.backward()
-        assert functorch.donated_buffer == donates
-    del loss
     check_drained(store)
 
 

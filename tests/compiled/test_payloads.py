@@ -1,0 +1,53 @@
+"""What is one payload in a graph, and what graphs without payloads do as plain compilation."""
+
+from contextlib import nullcontext
+
+import pytest
+from torch._functorch import config as functorch
+
+from actstore import ActivationStore
+from tests.autograd.checks import check_drained
+from tests.compiled.models import FusedAttention, Mlp, ReadTwice, compiled, error, gradients, make, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_parts_of_one_result_are_one_payload_where_backward_reads_all(apart: bool) -> None:
+    """With values that another operator reads, too, queries and keys have a payload each."""
+    wanted = plain(FusedAttention, apart)
+    model, x, store = compiled(FusedAttention, "int8", apart)
+    found = gradients(model, x, store)
+    eager, x = make(FusedAttention, apart)
+    eager_error = error(gradients(eager, x, ActivationStore(eager, "int8", min_bytes=0)), wanted)
+    assert 0 < error(found, wanted) < 1.1 * eager_error < 0.03
+    sizes = [site.saved_bytes for site in store.report().sites if site.stored_bytes]
+    assert (3 * x.nbytes in sizes) is not apart
+    assert sum(sizes) >= 5 * x.nbytes
+    check_drained(store)
+
+
+def test_modules_that_read_one_result_have_payloads_of_their_own() -> None:
+    wanted = plain(ReadTwice)
+    model, x, store = compiled(ReadTwice, "proj : int8; * : int8 @ disk")
+    assert 0 < error(gradients(model, x, store), wanted) < 0.02
+    assert {site.decision for site in store.report().sites if site.stored_bytes} == {"int8 @ disk", "int8"}
+    check_drained(store)
+
+
+@pytest.mark.parametrize("donates", [True, False])
+@pytest.mark.parametrize("policy", ["keep", "blocks.* : recompute; * : keep"])
+def test_without_payloads_backward_donates_as_in_plain_compilation(policy: str, donates: bool) -> None:
+    """It may write over what forward has saved, and then does not run twice."""
+    with functorch.patch(donated_buffer=donates):
+        model, x, store = compiled(Mlp, policy)
+        gradients(model, x, store)
+        with store:
+            loss = model(x).square().mean()
+        with pytest.raises(RuntimeError, match="donated_buffer=False") if donates else nullcontext():
+            loss.backward(retain_graph=True)
+        if not donates:
+            loss.backward()
+        assert functorch.donated_buffer == donates
+    del loss
+    check_drained(store)
