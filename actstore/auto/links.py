@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from statistics import median
 from time import perf_counter_ns
 
 from actstore.base.ticket import Ticket
@@ -56,6 +57,34 @@ def _rates(place: TierSet, name: str) -> tuple[float, float, float]:
         part = half / len(slots)
         nbytes = CHUNK_NBYTES * len(slots)
         return nbytes / out, nbytes / back, share_kept(part * out, part * back, both)
+    finally:
+        for slot in slots:
+            slot.tier.free(slot)
+
+
+def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] | None:
+    """Return the rates to a tier and back, in bytes per millisecond, of payloads that are copied one after the other.
+
+    Each has memory of its own, which is in no cache of a processor. None for a tier without room.
+    """
+    device, tier = place.device, place.tier(name)
+    slots: list[Slot] = []
+    try:
+        while len(slots) < MAX_CHUNKS and (slot := place.reserve(name, nbytes)) is not None:
+            slots.append(slot)
+        if not slots:
+            return None
+        buffers = {slot: device.empty(nbytes).zero_() for slot in slots}
+
+        def times(copy: Callable[..., Ticket]) -> float:
+            """Return the median of the second round: in the first one the file grows, and pages are pinned."""
+            rounds = [
+                [_time([partial(copy, slot, buffers[slot], [device.record(device.current())])]) for slot in slots]
+                for _ in range(2)
+            ]
+            return median(rounds[-1])
+
+        return nbytes / times(tier.write), nbytes / times(tier.read)
     finally:
         for slot in slots:
             slot.tier.free(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ import torch
 _ALLOCATES = "empty_strided_"  # and the kind of device
 _CHECK = "assert_size_stride"
 _VIEW = "reinterpret_tensor"
+_PUT, _READ = "torch.ops.actstore.put.default", "torch.ops.actstore.read.default"
+_TOKEN = re.compile(r"(.+)_payload_put(_\d+)?")  # as `Editor` names the placeholders of the backward graph
 
 
 class AroundGraph(NamedTuple):
@@ -25,6 +28,8 @@ class AroundGraph(NamedTuple):
     nbytes_of : returns the bytes that the allocator takes for so many
     itemsizes : of results whose code says a shape alone, by their shapes
     workspaces : bytes that an operator needs beside its results, by its name and the bytes of its inputs
+    away : bytes of what waits in a tier, by the name of its node
+    buffers : returns the bytes in buffers while so many of them are on their way, or about to be
     """
 
     kept: int
@@ -33,6 +38,8 @@ class AroundGraph(NamedTuple):
     nbytes_of: Callable[[int], int]
     itemsizes: Mapping[tuple[int, ...], int]
     workspaces: Mapping[tuple[str, int], int]
+    away: Mapping[str, int]
+    buffers: Callable[[int], int]
 
     def of_forward(self) -> AroundGraph:
         """Return the same of the forward graph, whose inputs belong to the caller."""
@@ -94,7 +101,9 @@ class _Count:
             elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
                 self._others[statement.value.id] = _name(statement.targets[0])
         self._workspace = 0
-        self.peak = around.kept + sum(self._nbytes.values())
+        reads = [each.value for each in statements if isinstance(each, ast.Assign) and _name_of(each.value) == _READ]
+        self._moving = sum(map(self._payload, reads))  # bytes that have left, or are to come back
+        self.peak = around.kept + sum(self._nbytes.values()) + around.buffers(self._moving)
 
     def run(self, statement: ast.stmt) -> None:
         self._workspace = 0
@@ -108,7 +117,7 @@ class _Count:
         if isinstance(statement, ast.Assign | ast.Expr) and isinstance(statement.value, ast.Call):
             self._workspace = max(self._workspace, self._workspace_of(statement.value))
         now = self._around.kept + sum(self._nbytes[number] for number in set().union(*self._memory.values()))
-        self.peak = max(self.peak, now + self._workspace)
+        self.peak = max(self.peak, now + self._workspace + self._around.buffers(self._moving))
 
     def _assign(self, name: str, value: ast.expr) -> None:
         called = _name_of(value)
@@ -121,7 +130,15 @@ class _Count:
         elif isinstance(value, ast.Name) or called == _VIEW:
             source = value if isinstance(value, ast.Name) else value.args[0] if isinstance(value, ast.Call) else None
             self._memory[name] = self._memory.get(_name(source), set())
+        elif called == _READ:
+            nbytes = self._payload(value)
+            self._moving -= nbytes
+            number = len(self._nbytes)
+            self._nbytes[number] = nbytes
+            self._memory[name] = {number}
         elif isinstance(value, ast.Call):
+            if called == _PUT:
+                self._moving += sum(self._nbytes[number] for number in self._numbers_in(value.args[0]))
             # an operator holds all of its results until it goes
             parts = self._parts.get(name, [name])
             self._memory |= {part: {self._new(self._size(part))} for part in parts}
@@ -147,10 +164,22 @@ class _Count:
 
     def _workspace_of(self, call: ast.Call) -> int:
         parts = [part for part in _name_of(call).split(".") if part not in ("default", "out")]
-        names = {node.id for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Name)}
-        numbers = set[int]().union(*(self._memory.get(name, set()) for name in names))
+        numbers = set[int]().union(*map(self._numbers_in, call.args))
         known = {each: nbytes for (name, each), nbytes in self._around.workspaces.items() if parts[-1:] == [name]}
         return known.get(sum(self._nbytes[number] for number in numbers), max(known.values(), default=0))
+
+    def _payload(self, read: ast.expr) -> int:
+        """Return the bytes of what waits under the token of a read."""
+        assert isinstance(read, ast.Call)
+        found = _TOKEN.fullmatch(_name(read.args[0]))
+        if found is None or found[1] not in self._around.away:
+            raise _OtherForm
+        return self._around.away[found[1]]
+
+    def _numbers_in(self, argument: ast.expr) -> set[int]:
+        """Return the memory that an argument refers to."""
+        names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
+        return set[int]().union(*(self._memory.get(name, set()) for name in names))
 
 
 def _name(node: ast.expr | None) -> str:

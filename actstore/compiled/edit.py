@@ -17,10 +17,11 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.note import SMALL
-from actstore.codecs import Codec
+from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
+from actstore.compiled.formats.raw import RawGraph
 from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
@@ -91,7 +92,7 @@ class Editor:
         self._decompositions = decompositions
         self._originals = set(forward.graph.nodes)
         self._payloads: dict[Key, GraphPayload] = {}
-        self._whole: set[Key] = set()  # payloads that backward decodes once, for reads of all of their parts
+        self._whole: dict[Key, Node] = {}  # payloads that backward decodes once, for reads of all of their parts: where
         self._decoded: dict[Key, Node] = {}  # of these
         self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
 
@@ -122,25 +123,28 @@ class Editor:
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
-    def _find_whole(self, treatments: Treatments) -> set[Key]:
-        """Return the results that are one payload, because backward reads all of their parts at one place.
+    def _find_whole(self, treatments: Treatments) -> dict[Key, Node]:
+        """Return the results that are one payload, because all of their parts are saved, and where each is decoded.
 
-        Such are queries, keys and values of one product: its rows lie side by side, theirs do not.
+        Such are queries, keys and values of one product: its rows lie side by side, theirs do not. What takes time to
+        decode is one payload only where backward reads all parts at one place.
         """
         parts: dict[Key, list[Treatment]] = {}
         for each in treatments.of:
             root = root_of(each.saved.node)
             if each.codec is not None and each.saved.read.users and root.op == "call_function":
                 parts.setdefault((root, each.codec, each.tiers), []).append(each)
-        found = set[Key]()
+        found: dict[Key, Node] = {}
+        places = positions(self._backward.nodes)
         for key, some in parts.items():
             root, codec, _ = key
             saved = [each.saved for each in some]
-            if len(saved) == 1 or len({self._first_use(each.read) for each in saved}) > 1:
+            begins = {self._first_use(each.read) for each in saved}
+            if len(saved) == 1 or (len(begins) > 1 and not isinstance(codec, Raw)):
                 continue
             known = all(views_between(root, each.node, parts=True) is not None for each in saved)
             if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root):
-                found.add(key)
+                found[key] = min(begins, key=places.__getitem__)
         return found
 
     def _save(self, treatment: Treatment, rows: list[NodeRow]) -> list[NodeRow]:
@@ -216,13 +220,14 @@ class Editor:
         return found
 
     def _decode(self, found: GraphPayload, read: Node, key: Key | None = None) -> Node:
-        """Return the node of the decoded tensor, right before the first use of `read`."""
+        """Return the node of the decoded tensor, right before the first use of `read`, or of all parts."""
         if key in self._decoded:
             return self._decoded[key]
-        (decoded,) = splice(self._backward, found.decoding, found.reads, self._first_use(read))
-        if key in self._whole:
+        place = None if key is None else self._whole.get(key)
+        (decoded,) = splice(self._backward, found.decoding, found.reads, place or self._first_use(read))
+        if key is not None and place is not None:
             self._decoded[key] = decoded
-        if key in self._whole or _divides(found.codec, decoded.meta["val"]):
+        if (place is not None and found.codec.text != RawGraph.text) or _divides(found.codec, decoded.meta["val"]):
             write(decoded)
         return decoded
 

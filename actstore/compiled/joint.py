@@ -11,14 +11,17 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from actstore.codecs import Raw
 from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
+from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
+from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint
-from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of
+from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of, views_between
 
 MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
@@ -49,14 +52,18 @@ class JointReader:
 
             self._types = get_default_op_list()
 
-    def step(self, rerun: Collection[str]) -> RegionStep:
-        """Return the step. `rerun` are names of operators that PyTorch itself runs twice."""
+    def step(self, rerun: Collection[str], lane: TierLane | None = None) -> RegionStep:
+        """Return the step.
+
+        rerun : names of operators that PyTorch itself runs twice
+        lane : the way to the tier that saved tensors may wait in
+        """
         late = depending_on_gradients(self.nodes) | {node for node in self.nodes if _is_backward(node)}
         operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
         returned = self._outputs[: self._num_outputs]
         gradients = self._outputs[self._num_outputs :]
         fixed = any(operator.late and operator.barred for operator in operators)
-        return RegionStep(operators, self._indices(returned), self._indices(gradients), ordered=not fixed)
+        return RegionStep(operators, self._indices(returned), self._indices(gradients), not fixed, lane)
 
     def indices(self, names: Collection[str]) -> frozenset[int]:
         """Return the indices of nodes by their names."""
@@ -91,6 +98,8 @@ class JointReader:
             lambda nbytes: self._blocks.of(nbytes, kind),
             itemsizes,
             workspaces,
+            {self.nodes[owner].name: nbytes for owner, nbytes in found.away.items()},
+            int if step.lane is None else step.lane.buffers(found.away.values(), found.window),
         )
 
     def _indices(self, outputs: list[Any]) -> tuple[int, ...]:
@@ -122,6 +131,7 @@ class JointReader:
             barred=_is_barred(node) and not rerun,
             late=late,
             layout=_layout(node),
+            movable=0 if late else _movable(node),
         )
 
     def is_elementwise(self, node: Node) -> bool:
@@ -183,6 +193,20 @@ def _is_barred(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace not in ("aten", "prims", "inductor_prims") or node.is_impure()
+
+
+def _movable(node: Node) -> int:
+    """Return the bytes of the elements of a node, where the memory under it can wait in a tier; 0 where it cannot."""
+    root, value = root_of(node), node.meta.get("val")
+    whole = root.meta.get("val")
+    if not isinstance(whole, Tensor) or not isinstance(value, Tensor) or root.op != "call_function":
+        return 0
+    fixed = all(isinstance(size, int) for size in (*whole.shape, *whole.stride()))
+    if not fixed or not whole.dtype.is_floating_point or whole.nbytes < MIN_NBYTES:
+        return 0
+    by_place = any(name_of(user) == "as_strided" for user in node.users)
+    known = views_between(root, node, parts=True) is not None and graph_codec(Raw(), whole)[0] is not None
+    return value.nbytes if known and not by_place else 0
 
 
 def _layout(node: Node) -> Hashable:

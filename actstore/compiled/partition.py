@@ -55,9 +55,7 @@ class Partitioner:
     ) -> None:
         self.table: Table | None = None
         self.within = (
-            None
-            if rules.budget is None
-            else BudgetPartition(rules.budget.nbytes, names, fuses=fuses, attempts=attempts)
+            None if rules.budget is None else BudgetPartition(rules.budget, names, fuses=fuses, attempts=attempts)
         )
         self._rules = rules
         self._names = names
@@ -89,6 +87,7 @@ class Partitioner:
             inputs=given,
             active=_active(given, metadata),
             static=_static(given, options.get("static_lifetime_input_indices")),
+            planned={} if self.within is None else self.within.moved,
         )
         last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
         editor = Editor(forward, backward, boundary, num_outputs, self._decompositions(), last_channels)

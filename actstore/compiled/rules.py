@@ -76,7 +76,7 @@ class GraphRules:
         order = {call: number for number, call in enumerate(dict.fromkeys(chain.from_iterable(calls)))}
         regions = [[order[call] for call in each] for each in calls]
         parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
-        parts += [] if self.budget is None else [self.budget.nbytes]
+        parts += [] if self.budget is None else [self.budget.nbytes, self.budget.tier]
         parts += [str(self.policy), tags] if self.policy.names_operators or tags else []
         return sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -101,6 +101,7 @@ def treat(
     inputs: Sequence[Node],
     active: Set[Node] | None,
     static: Set[Node],
+    planned: Mapping[str, Offload],
 ) -> Treatments:
     """Choose the treatment of each saved tensor.
 
@@ -110,6 +111,7 @@ def treat(
     inputs : of the forward graph
     active : those that require a gradient; None where that is unknown
     static : those that are parameters and buffers
+    planned : decisions of a plan, by the name of the node whose memory waits
     """
     nodes = list(backward.graph.nodes)
     known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
@@ -125,7 +127,8 @@ def treat(
     for saved in boundary.tensors:
         operator = operator_of(saved.node) if differentiated is None or saved.node in differentiated else ""
         tag = tags.get(root_of(saved.node), "")
-        treatment = _first(saved, operator, tag, returned, rules, names, indices)
+        wanted = planned.get(root_of(saved.node).name)
+        treatment = _first(saved, operator, tag, returned, rules, names, indices, wanted)
         if treatment.codec is not None:
             _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
@@ -151,8 +154,9 @@ def _first(
     rules: GraphRules,
     names: NodeNames,
     indices: Counter[str],
+    planned: Offload | None,
 ) -> Treatment:
-    """Return the treatment by the policy, by size and by owner."""
+    """Return the treatment by the plan or the policy, by size and by owner."""
     root = root_of(saved.node)
     if root.op == "placeholder":
         return Treatment(saved, INPUT, names.base)
@@ -166,9 +170,11 @@ def _first(
         treatment.keep("a size that only the run knows")
         return treatment
     decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator, tag)
-    treatment.where = str(decision)
-    waits = waits_as(decision)
-    if ambiguous:
+    treatment.where = str(planned or decision)
+    waits = planned or waits_as(decision)
+    if planned is not None:
+        _choose(treatment, planned, outside=False)
+    elif ambiguous:
         treatment.keep(ambiguous)
     elif isinstance(waits, Keep):
         return treatment

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._functorch import config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -16,10 +18,11 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
+from actstore.codecs import Raw
 from actstore.compiled.arrange import arrange, write_in_place
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
-from actstore.compiled.budget.plan import GraphPlan, GraphUnit
+from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
 from actstore.compiled.counted import AroundGraph, peak_of
@@ -27,6 +30,7 @@ from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.errors import CapacityError, ConfigError
+from actstore.policy import Offload
 
 FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where the code is not counted
 LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
@@ -62,7 +66,7 @@ class BudgetPartition:
 
     Parameters
     ----------
-    budget : most bytes that the region may allocate in a step
+    budget : of the region
     names : of its nodes
     fuses : whether the compiler behind fuses operators
     attempts : of a compiler whose code is counted; None for any other compiler
@@ -73,14 +77,19 @@ class BudgetPartition:
     saved_plan : the same for PyTorch's caches
     refusal : the error of a budget that is too small; None for no error
     apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
+    moved : decisions of the plan on saved tensors that leave the device, by the node whose memory waits
     """
 
-    def __init__(self, budget: int, names: NodeNames, *, fuses: bool, attempts: Attempts | None = None) -> None:
+    def __init__(
+        self, budget: RegionBudget, names: NodeNames, *, fuses: bool, attempts: Attempts | None = None
+    ) -> None:
         self.plan: GraphPlan | None = None
         self.saved_plan: dict[str, Any] = {}
         self.refusal: CapacityError | None = None
         self.apart: int | None = None
-        self._budget = budget
+        self.moved: dict[str, Offload] = {}
+        self._budget = budget.nbytes
+        self._lane_of = budget.lane_of
         self._names = names
         self._fuses = fuses
         self._attempts = attempts
@@ -102,7 +111,8 @@ class BudgetPartition:
         plain = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
         try:
             reader = JointReader(joint, num_outputs, Costs(), fuses=self._fuses)
-            step = reader.step(_names_of(plain[0]) & _names_of(plain[1]))
+            rerun = _names_of(plain[0]) & _names_of(plain[1])
+            step = reader.step(rerun, self._lane_of(_device_of(joint)))
         except ValueError as error:
             raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
         saved = reader.indices(_saved_names(plain[0], num_outputs))
@@ -123,6 +133,7 @@ class BudgetPartition:
         def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
             graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
             found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
+            found = step.leaving(found, rung.evaluation.away.keys(), rung.evaluation.window)
             if step.ordered:
                 arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
             return graphs, found
@@ -147,6 +158,9 @@ class BudgetPartition:
     ) -> Graphs:
         """Return the graphs of a plan, with what the compiler behind must respect."""
         self._set_plan(plan, reader.surroundings(step, found))
+        if step.lane is not None:
+            waits = Offload(Raw(), (step.lane.tier,))
+            self.moved = {reader.nodes[owner].name: waits for owner in found.away}
         if self._fuses:
             self.apart = int(APART_SHARE * self._budget)
             copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
@@ -216,13 +230,14 @@ class BudgetPartition:
                 self._names.of(node) for node in reader.nodes[unit.first : unit.last] if node.op != "placeholder"
             ]
             ends = dict.fromkeys(name or "loss" for name in (modules[0], modules[-1]))
-            saved, held = (
-                sum(nbytes for owner, nbytes in each.held.items() if unit.first <= owner < unit.last)
-                for each in (ladder.plain, found)
+            saved, held, away = (
+                sum(nbytes for owner, nbytes in each.items() if unit.first <= owner < unit.last)
+                for each in (ladder.plain.held, found.held, found.away)
             )
-            units.append(GraphUnit(" to ".join(ends), saved, held, count))
+            units.append(GraphUnit(" to ".join(ends), saved, held, count, away))
         least = self._needed(ladder.rungs[-1].evaluation)
-        return self._plan(found, ladder.plain, least, rung.certificate, tuple(units))
+        tier = "" if step.lane is None else step.lane.tier
+        return self._plan(found, ladder.plain, least, rung.certificate, tuple(units), tier)
 
     def _plan(
         self,
@@ -231,6 +246,7 @@ class BudgetPartition:
         least: int,
         certificate: str,
         units: tuple[GraphUnit, ...],
+        tier: str = "",
     ) -> GraphPlan:
         return GraphPlan(
             self._budget,
@@ -243,7 +259,17 @@ class BudgetPartition:
             least,
             certificate,
             units,
+            found.moved,
+            tier if found.moved else "",
+            found.window,
         )
+
+
+def _device_of(joint: GraphModule) -> torch.device:
+    """Return the device of a graph's tensors, an accelerator where there are several."""
+    values = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    return min(devices, key=lambda device: device.type == "cpu", default=torch.device("cpu"))
 
 
 def _copied(joint: GraphModule) -> GraphModule:

@@ -7,17 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from actstore.compiled.backend import GraphBackend
 from actstore.compiled.budget.plan import RegionBudget
 from actstore.errors import ConfigError, StateError
+from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules
+from actstore.session.controllers import wish_of
 from actstore.session.entries import StoreEntry
 from actstore.session.figures import StoreFigures
 from actstore.session.graph_controller import GraphController
 from actstore.session.graphs import graph_rules
+from actstore.session.lanes import lanes_of, tier_of, windows_of
+from actstore.tiers.options import read_tiers
 
 
 class StoreGraphs(StoreFigures):
@@ -26,6 +31,7 @@ class StoreGraphs(StoreFigures):
     _given_policy: str | Rules | Decision | Policy | Auto | Bits | Plan
     _chooser: Auto | Bits | None
     _inside: set[StoreEntry]
+    _options: dict[str, Any]
 
     def compile(self, model: Module | None = None, **options: Any) -> None:
         """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
@@ -88,10 +94,16 @@ class StoreGraphs(StoreFigures):
         return backend
 
     def _plan_in_graphs(self, budget: RegionBudget) -> None:
-        """Leave the budget to the graphs."""
+        """Leave the budget to the graphs, with the tiers that the user grants to "auto"."""
+        assert isinstance(self._chooser, Auto)
+        tiers, window = read_tiers(self._options["tiers"])
+        device = device_of(self._model) or torch.device("cpu")
+        windows = windows_of(window, device)
+        tier = tier_of(wish_of(self._chooser, tiers), window, device)
+        budget.allow(tier, lanes_of(self._store, tier, windows))
         if self._controller is not None:
             self._controller.close()
-        self._controller = GraphController(budget)
+        self._controller = GraphController(budget, windows)
         self._ledger.budget.set(inf)
 
 

@@ -19,8 +19,9 @@ class GraphController:
     name = "auto"
     gauge = None
 
-    def __init__(self, budget: RegionBudget) -> None:
+    def __init__(self, budget: RegionBudget, windows: tuple[int, ...]) -> None:
         self._budget = budget
+        self._windows = windows  # of plans
         self._rules = Rules([])
 
     @property
@@ -29,7 +30,9 @@ class GraphController:
         return self._budget.plan
 
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
-        """Return rules that keep all that the graphs save."""
+        """Return rules that keep all that the graphs save: what leaves does so inside of them."""
+        plan = self.plan
+        place.engine.resize(plan.window if plan is not None and plan.window else self._windows[0])
         return self._rules
 
     def begin(self) -> None:

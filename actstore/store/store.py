@@ -179,8 +179,10 @@ class Store:
         finally:
             room.engine.leave(room)
 
-    def borrow(self, entry: Payload, dtype: torch.dtype) -> torch.Tensor | None:
+    def borrow(self, entry: Payload, dtype: torch.dtype, *, for_good: bool = False) -> torch.Tensor | None:
         """Return a payload as the memory of a 1-d tensor, which its holder may change. For None, call `get`.
+
+        for_good : whether the memory goes with the tensor: the next reader fetches the payload anew
 
         Raises
         ------
@@ -189,7 +191,7 @@ class Store:
         berth = entry.room
         if not isinstance(berth, Berth) or not entry.bound.as_is:
             return None
-        tensor = berth.engine.lend(berth, dtype)
+        tensor = berth.engine.lend(berth, dtype, for_good=for_good)
         if tensor is not None and self.trace is not None:
             place = self.place(tensor.device)
             now = place.device.mark(place.device.current())

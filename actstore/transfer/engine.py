@@ -34,7 +34,6 @@ from actstore.transfer.traffic import GRAIN_NBYTES, Traffic
 
 DEVICE_WINDOW_NBYTES = 256 * 2**20  # about 5 ms of copies on a 55 GB/s link
 HOST_WINDOW_NBYTES = 32 * 2**20  # four writes of host threads, of a chunk each
-
 SMALL_NBYTES = 2**20  # smaller payloads share parcels
 PARCEL_NBYTES = 4 * 2**20
 MIN_PARCELS_PER_LIMIT = 256  # at least so many shared parcels fit within the limit of all that is held
@@ -63,8 +62,7 @@ class Engine:
         *,
         poison: bool = False,
     ) -> None:
-        if window_nbytes is None:
-            window_nbytes = HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES
+        window_nbytes = window_nbytes or (HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES)
         self._device = device
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)
         self._lock = Lock()
@@ -282,21 +280,23 @@ class Engine:
                 self._traffic.turn_ready(parcel)
             return berth.memory
 
-    def lend(self, berth: Berth, dtype: torch.dtype) -> torch.Tensor | None:
+    def lend(self, berth: Berth, dtype: torch.dtype, *, for_good: bool = False) -> torch.Tensor | None:
         """Fetch like `arrive`, but make the bytes the memory of a 1-d tensor, without a copy and without `leave`.
 
         Returns None where the bytes must be copied: on an accelerator, for small payloads, and where the tier does not
-        have them, because a change of the tensor would then lose the payload.
+        have them, as a change would lose them. With `for_good` it waits for the tier, and they go with the tensor.
         """
         if torch.is_inference_mode_enabled():
             return None
+        if for_good and berth.parcel.alone and berth.parcel.state is ParcelState.OFFLOADING:
+            self._wait_for(berth.parcel, [(berth.account, berth.nbytes)])
         while self._traffic.lendable(berth):
             self.arrive(berth)
             lent = None
             with self._lock:
                 try:
                     if berth.parcel.state is ParcelState.READY and self._traffic.lendable(berth):
-                        lent = self._traffic.lend(berth, dtype, self._returned.put)
+                        lent = self._traffic.lend(berth, dtype, self._returned.put, for_good=for_good)
                         return lent
                 finally:
                     if lent is None:  # another thread has found the bytes changed: fetch them anew

@@ -78,10 +78,11 @@ class Quota:
             flights.remove(parcel)
 
     def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
-        """Return whether `nbytes` may come back before backward asks for them."""
-        ahead = self.lookahead.nbytes
-        beside = sum(window.nbytes for window in self.windows.values()) if self._in_turn else 0
-        return self.lookahead.admits(nbytes) and (not ahead or ahead + beside + nbytes <= self.limit_nbytes(run))
+        """Return whether `nbytes` may come back before backward asks for them. One payload always may, in its turn."""
+        waiting = self.lookahead.nbytes
+        if self._in_turn:
+            waiting += sum(window.nbytes for window in self.windows.values())
+        return self.lookahead.admits(nbytes) and (not waiting or waiting + nbytes <= self.limit_nbytes(run))
 
     def begin(self, run: TransferRun[Berth]) -> None:
         """Count `run` from its first payload on, and let at most half of its bound stay for backward."""

@@ -165,7 +165,10 @@ class Traffic(Parcels):
             and parcel.state not in (ParcelState.OPEN, ParcelState.OFFLOADING)
         )
 
-    def lend(self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan[Parcel]], None]) -> torch.Tensor:
+    def lend(
+        self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan[Parcel]], None], *, for_good: bool = False
+    ) -> torch.Tensor:
+        """Make the buffer of a payload the memory of a tensor; `for_good` gives the buffer up at once."""
         parcel = berth.parcel
         loan = parcel.loan
         tensor = None if loan is None else loan.again()
@@ -175,6 +178,8 @@ class Traffic(Parcels):
             parcel.loan = loan
         loan.users += 1
         berth.count_read()
+        if for_good:
+            self.renounce(loan)
         return tensor
 
     def take_back(self, loan: Loan[Parcel]) -> None:

@@ -80,6 +80,14 @@ class WideMlp(Mlp):
     """A model whose activations take more than its gradients."""
 
 
+class Deep(Mlp):
+    """A model of more blocks, with activations of a MiB and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GeluBlock() for _ in range(5))
+
+
 class GatedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -163,6 +171,7 @@ BATCHES = {
     Mlp: lambda: torch.randn(32, WIDTH),
     WideMlp: lambda: torch.randn(1024, WIDTH),
     FusedAttention: lambda: torch.randn(6, 33, 96),
+    Deep: lambda: torch.randn(4096, WIDTH),
     Heads: lambda: torch.randn(8, 128, WIDTH),
     GatedMlp: lambda: torch.randn(2048, WIDTH),
     ReadTwice: lambda: torch.randn(8, 32, WIDTH),

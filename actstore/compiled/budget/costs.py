@@ -47,7 +47,7 @@ class Costs:
     def by_bytes(self, node: Node) -> Cost:
         """Return the time in which the device writes the node's results."""
         values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        return Cost(sum(hinted_nbytes(value) / _bytes_per_ms(value.device) for value in values))
+        return Cost(sum(hinted_nbytes(value) / bytes_per_ms(value.device) for value in values))
 
     def computed(self, node: Node) -> Cost:
         """Return the time in which a loop computes the node's elements, without memory to read or to write."""
@@ -163,7 +163,7 @@ def _workspace(call: Callable[[], Any], device: torch.device) -> int:
 
 
 @cache
-def _bytes_per_ms(device: torch.device) -> float:
+def bytes_per_ms(device: torch.device) -> float:
     """Return the rate at which the device makes a tensor from another."""
     with _disable_current_modes(), torch.no_grad():
         source = torch.ones(RATE_NBYTES // 4, device=device)

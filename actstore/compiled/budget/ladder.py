@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from actstore.compiled.budget.descent import descend
+from actstore.compiled.budget.lane import TierLane
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.budget.units import RegionUnit, cuts_of
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
@@ -85,16 +86,40 @@ def ladder_of(step: RegionStep, saved: Set[int], others: Sequence[Set[int]] = ()
             found.append(Rung(units, choice, step.evaluate(wanted_by(units, choice)), point.solution))
     rungs = _unbeaten(found)
     below = rungs[:0:-1]  # the least memory first
-    starts = [rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)]]
-    passed = set[frozenset[int]]()
-    for start in (*begins, *starts):
-        for lower in descend(step, start):
-            if lower.saved in passed:
-                break  # the remaining way is known
-            passed.add(lower.saved)
-            beaten = next((rung for rung in rungs if rung.evaluation.peak <= lower.peak), None)
-            found.append(Rung(cuts[0], (), lower, None if beaten is None else beaten.solution))
+    starts = begins + [rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)]]
+    found += _descents(replace(step, lane=None), starts, cuts[0], rungs)
+    if step.lane is not None:
+        all_away = [step.leaving(begin, set(step.movable(begin))) for begin in begins]
+        starts += [each for each in all_away if each.moved <= step.lane.limit]
+        found += _descents(step, starts, cuts[0], [])
+        found += _wider(step, step.lane, _unbeaten(found))
     return PlanLadder(plain, tuple(_unbeaten(found)))
+
+
+def _descents(
+    step: RegionStep, starts: Sequence[RegionEvaluation], units: tuple[RegionUnit, ...], rungs: Sequence[Rung]
+) -> list[Rung]:
+    """Return the choices on the way down from each start, with the solutions of `rungs` that they beat."""
+    passed, found = set[tuple[frozenset[int], frozenset[int]]](), []
+    for start in starts:
+        for lower in descend(step, start):
+            key = lower.saved, frozenset(lower.away)
+            if key in passed:
+                break  # the remaining way is known
+            passed.add(key)
+            beaten = next((rung for rung in rungs if rung.evaluation.peak <= lower.peak), None)
+            found.append(Rung(units, (), lower, None if beaten is None else beaten.solution))
+    return found
+
+
+def _wider(step: RegionStep, lane: TierLane, rungs: Sequence[Rung]) -> list[Rung]:
+    """Return the choices that use the tier, with wider windows."""
+    return [
+        replace(rung, evaluation=step.leaving(rung.evaluation, rung.evaluation.away.keys(), window))
+        for rung in rungs
+        if rung.evaluation.away
+        for window in lane.windows[1:]
+    ]
 
 
 def _unbeaten(found: list[Rung]) -> list[Rung]:

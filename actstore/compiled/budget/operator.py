@@ -25,6 +25,7 @@ class Operator:
     late : whether it depends on a gradient, and so runs in backward alone
     owner : index of the node whose memory it is; its own for no view
     layout : equal for tensors that a loop may write over each other element by element; None where it may not
+    movable : bytes of its elements, where the memory of its owner can wait in a tier in their place; 0 where it cannot
     """
 
     inputs: tuple[int, ...]
@@ -40,6 +41,7 @@ class Operator:
     given: bool = False
     late: bool = False
     layout: Hashable = None
+    movable: int = 0
 
     @property
     def again_ms(self) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from actstore.base.units import format_nbytes
+from actstore.compiled.budget.lane import TierLane
 
 
 @dataclass(frozen=True)
@@ -16,14 +20,16 @@ class GraphUnit:
     ----------
     name : the modules of its first and its last operator
     saved : bytes that PyTorch itself saves of it
-    held : bytes that the plan saves of it
+    held : bytes that the plan saves of it on the device
     again : operators of it that backward runs again
+    away : bytes that the plan saves of it in a tier
     """
 
     name: str
     saved: int
     held: int
     again: int
+    away: int = 0
 
 
 @dataclass
@@ -33,11 +39,19 @@ class RegionBudget:
     Attributes
     ----------
     nbytes : most bytes that the model may allocate in a step
+    tier : where saved tensors may wait as well, with the most bytes there; None for nowhere
+    lane_of : returns the way there from a device, measured once
     plan : what was chosen last; None until the model is compiled
     """
 
     nbytes: int
+    tier: tuple[str, float] | None = None
+    lane_of: Callable[[torch.device], TierLane | None] = lambda device: None
     plan: GraphPlan | None = None
+
+    def allow(self, tier: tuple[str, float] | None, lane_of: Callable[[torch.device], TierLane | None]) -> None:
+        """Let saved tensors wait in a tier, too."""
+        self.tier, self.lane_of = tier, lane_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,15 @@ class GraphPlan:
     ----------
     budget : most bytes that the region may allocate in a step
     predicted_peak : most bytes of the plan at any moment; under Inductor as counted in the code that it wrote
-    held : bytes that forward leaves for backward
+    held : bytes that forward leaves for backward on the device
     predicted_ms : time of the operators of a step
     plain_peak, plain_held, plain_ms : the same of what PyTorch itself saves
     least : the smallest budget that has a plan
     certificate : prediction and bound of the planner's model as text; empty where everything fits
     units : in the order of forward
+    away : bytes that forward leaves in a tier
+    tier : its name; empty for none
+    window : bytes that may be on their way there, or wait for backward
     """
 
     budget: int
@@ -66,6 +83,9 @@ class GraphPlan:
     least: int
     certificate: str
     units: tuple[GraphUnit, ...]
+    away: int = 0
+    tier: str = ""
+    window: int = 0
 
     @property
     def times_plain(self) -> float:
@@ -86,10 +106,13 @@ class GraphPlan:
             f"compilation has {format_nbytes(self.plain_peak)}, {self.times_plain:.2f} times its time.",
             self.certificate or "Everything fits: the graphs are PyTorch's own.",
         ]
-        lines += [
-            f"  {unit.name}: holds {format_nbytes(unit.held)} of {format_nbytes(unit.saved)}, runs {unit.again} "
-            "operators again"
-            for unit in self.units
-            if unit.again or unit.held != unit.saved
-        ]
+        if self.away:
+            lines.append(f"{format_nbytes(self.away)} wait in the tier {self.tier!r}.")
+        for unit in self.units:
+            if unit.again or unit.away or unit.held != unit.saved:
+                away = f", {format_nbytes(unit.away)} in {self.tier}" if unit.away else ""
+                lines.append(
+                    f"  {unit.name}: holds {format_nbytes(unit.held)} of {format_nbytes(unit.saved)}{away}, runs "
+                    f"{unit.again} operators again"
+                )
         return "\n".join(lines)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import add, sub
 
+from actstore.compiled.budget.lane import Moved, Payloads, TierLane
 from actstore.compiled.budget.loops import Loops
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.order import LoopReaders, ordered
@@ -19,24 +22,35 @@ class RegionEvaluation:
     ----------
     saved : indices of the tensors that backward gets from forward, inputs included
     again : indices of the operators that both graphs run
-    held : bytes by owner of the memory that forward leaves for backward
+    held : bytes by owner of the memory that forward leaves for backward on the device
+    away : the same of what it leaves in a tier
     times : ms of each of `forward`, and of each of `backward`
     forward, backward : operators in the order in which they run
     live : bytes while each of `forward` runs, and each of `backward`
+    window : of the copies to the tier, in bytes; 0 where nothing leaves the device
+    on_device : the same choice where nothing leaves the device; None for this one
     """
 
     saved: frozenset[int]
     again: frozenset[int]
     held: dict[int, int]
+    away: dict[int, int]
     times: tuple[list[float], list[float]]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     live: tuple[list[int], list[int]]
+    window: int = 0
+    on_device: RegionEvaluation | None = None
 
     @cached_property
     def ms(self) -> float:
         """Time of all operators."""
         return sum(map(sum, self.times))
+
+    @property
+    def moved(self) -> int:
+        """Bytes that forward leaves in a tier."""
+        return sum(self.away.values())
 
     @property
     def peak(self) -> int:
@@ -57,12 +71,14 @@ class RegionStep:
     returned : indices of what forward returns
     gradients : indices of what backward returns
     ordered : whether a plan orders backward anew, and loops take the memory of what they are the last to read
+    lane : the way to the tier that saved tensors may wait in; None for none
     """
 
     operators: Sequence[Operator]
     returned: tuple[int, ...]
     gradients: tuple[int, ...]
     ordered: bool = False
+    lane: TierLane | None = None
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
@@ -91,11 +107,71 @@ class RegionStep:
             frozenset(saved),
             frozenset(backward).intersection(forward),
             held,
+            {},
             (first[0], second[0]),
             forward,
             backward,
             (first[1], second[1]),
         )
+
+    def leaving(self, found: RegionEvaluation, away: Set[int], window: int = 0) -> RegionEvaluation:
+        """Evaluate a choice anew, where what it saves of the owners `away` waits in the tier, if it can.
+
+        window : of the copies, in bytes; 0 for the smallest
+        """
+        found = found.on_device or found
+        lane, operators = self.lane, self.operators
+        gone = {owner: found.held[owner] for owner in self.movable(found) if owner in away}
+        if lane is None or not gone:
+            return found
+        last, begin = dict[int, int](), dict[int, int]()  # places of the last reader in forward, and of the next one
+        for at, index in enumerate(found.forward):
+            last |= {operators[each].owner: at for each in (index, *operators[index].inputs)}
+        for at, index in enumerate(found.backward):
+            for source in found.saved.intersection(operators[index].inputs):
+                begin.setdefault(operators[source].owner, at)
+        window = window or lane.windows[0]
+
+        def payloads(graph: int, run: Sequence[int], places: dict[int, int]) -> Payloads:
+            opens = [not (lane.on_host and operators[index].fused) for index in run]
+            order = sorted((places[owner], nbytes) for owner, nbytes in gone.items())
+            return Payloads(order, found.times[graph], opens)
+
+        out = lane.leave(payloads(0, found.forward, last), window)
+        back = lane.come(payloads(1, found.backward, begin), window, out.after_ms)
+        absent = [0] * (len(found.forward) + 1), [0] * (len(found.backward) + 1)  # changes behind each operator
+        absent[1][0] = sum(gone.values())
+        for owner, nbytes in gone.items():
+            absent[0][last[owner] + 1] += nbytes
+            absent[1][begin[owner]] -= nbytes
+
+        def changed(graph: int, moved: Moved) -> tuple[list[float], list[int]]:
+            there = map(sub, moved.waiting, accumulate(absent[graph]))
+            return list(map(add, found.times[graph], moved.ms)), list(map(add, found.live[graph], there))
+
+        forward, backward = changed(0, out), changed(1, back)
+        return replace(
+            found,
+            held={owner: nbytes for owner, nbytes in found.held.items() if owner not in gone},
+            away=gone,
+            times=(forward[0], backward[0]),
+            live=(forward[1], backward[1]),
+            window=window,
+            on_device=found,
+        )
+
+    def movable(self, found: RegionEvaluation) -> list[int]:
+        """Return the owners whose memory can wait in the tier: what is saved of each is all of it, once or in parts."""
+        operators, returned = self.operators, {self.operators[index].owner for index in self.returned}
+        members: dict[int, list[int]] = {}
+        for index in sorted(found.saved):
+            if not operators[index].given:
+                members.setdefault(operators[index].owner, []).append(operators[index].movable)
+        return [
+            owner
+            for owner, nbytes in members.items()
+            if owner not in returned and all(nbytes) and operators[owner].movable in (sum(nbytes), min(nbytes))
+        ]
 
     def loops_of(self, found: RegionEvaluation) -> list[int]:
         """Return the operators of backward that write a result in a loop."""

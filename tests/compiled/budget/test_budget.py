@@ -29,13 +29,16 @@ MEASURE = """
 import json, sys, warnings
 from contextlib import nullcontext
 import torch
-from actstore import ActivationStore, Auto
+from actstore import ActivationStore, Auto, Disk, Window
 from actstore.devices import cpu_memory
 from actstore.errors import CapacityError
+from actstore.session import lanes
 from tests.compiled import models, random_models
 
 warnings.simplefilter("ignore")
 kind, backend, shares = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+tiers = [Disk(budget=sys.argv[4]), Window("1MiB")] if len(sys.argv) > 4 else []
+lanes.rates_alone = lambda *_: (1e9, 1e9)  # so that plans are the same on each machine
 cpu_memory.count()
 
 
@@ -62,7 +65,7 @@ def step(model, x, store):
 def measured(budget):
     torch._dynamo.reset()
     model, x = made()
-    store = None if budget is None else ActivationStore(model, Auto(budget))
+    store = None if budget is None else ActivationStore(model, Auto(budget), tiers=tiers)
     model.compile(backend=backend) if store is None else store.compile(backend=backend)
     try:
         peak = step(model, x, store)
@@ -78,8 +81,8 @@ print(json.dumps([plain, *(measured(int(share * plain["peak"])) for share in sha
 """
 
 
-def measured(kind: str, backend: str, shares: tuple[float, ...], allocator: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-c", MEASURE, kind, backend, json.dumps(shares)]
+def measured(kind: str, backend: str, shares: tuple[float, ...], allocator: str, *disk: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-c", MEASURE, kind, backend, json.dumps(shares), *disk]
     environment = {**os.environ, "ACTSTORE_CPU_ALLOCATOR": allocator}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ import pytest
 
 from actstore.compiled.counted import AroundGraph, peak_of
 
-ALONE = AroundGraph(0, frozenset(), {}, lambda nbytes: nbytes, {}, {})
+ALONE = AroundGraph(0, frozenset(), {}, lambda nbytes: nbytes, {}, {}, {}, int)
 
 
 def peak(body: str, around: AroundGraph = ALONE, **inputs: int) -> int | None:
@@ -122,3 +122,34 @@ def test_an_operator_needs_its_workspace_while_it_runs() -> None:
 )
 def test_code_of_another_form_is_not_counted(source: str) -> None:
     assert peak_of(source, {}, ALONE) is None
+
+
+def test_what_moves_waits_in_buffers() -> None:
+    around = ALONE._replace(away={"mm_1": 40, "mm": 64}, buffers=lambda nbytes: min(nbytes, 50))
+    forward = """
+        buf0 = empty_strided_cpu((16, ), (1, ), torch.float32)
+        buf1 = torch.ops.actstore.put.default(reinterpret_tensor(buf0, (4, 4), (4, 1), 0), 'raw @ disk', 'a', 0, 1)
+        buf2 = buf1
+        del buf0
+        del buf1
+        buf3 = empty_strided_cpu((100, ), (1, ), torch.bool)
+        return (buf3, buf2, )
+    """
+    assert peak(forward, around) == 100 + 50
+    assert peak(forward, around._replace(buffers=lambda nbytes: 0)) == 100
+    backward = """
+        mm_payload_put, mm_1_payload_put_2 = args
+        buf0 = torch.ops.actstore.ahead.default(mm_1_payload_put_2)
+        buf1 = torch.ops.actstore.read.default(mm_1_payload_put_2, buf0, device(type='cpu'))
+        del mm_1_payload_put_2
+        buf2 = buf1
+        assert_size_stride(buf2, (3, 3), (3, 1), 'torch.ops.actstore.read.default')
+        del buf1
+        buf3 = empty_strided_cpu((70, ), (1, ), torch.bool)
+        del buf2
+        buf4 = torch.ops.actstore.read.default(mm_payload_put, buf0, device(type='cpu'))
+        del buf4
+    """
+    assert peak(backward, around) == 40 + 70 + 50, "the other payload is fetched ahead"
+    assert peak(backward, around._replace(buffers=lambda nbytes: 0)) == 70 + 64
+    assert peak(backward, ALONE) is None, "an unknown payload"

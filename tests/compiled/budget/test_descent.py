@@ -7,23 +7,52 @@ from itertools import pairwise
 import pytest
 
 from actstore.compiled.budget.descent import descend
-from tests.compiled.budget.random_steps import random_step
+from actstore.compiled.budget.lane import TierLane
+from actstore.compiled.budget.operator import Operator
+from actstore.compiled.budget.step import RegionStep
+from tests.compiled.budget.random_steps import LANE, random_step
 
 
+@pytest.mark.parametrize("lane", [None, LANE], ids=["no tier", "a tier"])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_descent_ends_where_no_tensor_alone_lowers_the_peak(seed: int) -> None:
-    step, plain = random_step(seed, length=9)
+def test_a_descent_ends_where_no_tensor_alone_lowers_the_peak(seed: int, lane: TierLane | None) -> None:
+    step, plain = random_step(seed, length=9, lane=lane)
     start = step.evaluate(plain)
     way = list(descend(step, start))
     assert way[0] is start
     for before, after in pairwise(way):
-        assert after.saved < before.saved | {0}
+        assert after.saved < before.saved | {0} or (
+            after.saved == before.saved and after.away.keys() > before.away.keys()
+        )
         assert (after.peak, sum(after.held.values())) < (before.peak, sum(before.held.values()))
     last = way[-1]
     for index in last.saved:
         owned = {other for other in last.saved if step.operators[other].owner == step.operators[index].owner}
-        assert step.evaluate(last.saved - owned).peak >= last.peak
-    assert all(found == step.evaluate(found.saved) for found in way)
+        assert step.leaving(step.evaluate(last.saved - owned), last.away.keys()).peak >= last.peak
+    for owner in step.movable(last) if lane else ():
+        assert step.leaving(last, last.away.keys() | {owner}).peak >= last.peak
+    assert all(found == step.leaving(step.evaluate(found.saved), found.away.keys()) for found in way)
+
+
+def test_what_takes_long_to_compute_again_leaves_for_the_tier() -> None:
+    """And what takes no time runs again."""
+    step = RegionStep(
+        (
+            Operator((), 0, given=True),
+            Operator((0,), 1, 8 << 20, 100.0, movable=8 << 20),
+            Operator((1,), 2, 8 << 20, 0.0, movable=8 << 20),
+            Operator((2,), 3, 1, 1.0),
+            Operator((), 4, 10, given=True, late=True),
+            Operator((4,), 5, 64 << 20, 1.0, late=True),
+            Operator((1, 2, 5), 6, 10, 1.0, late=True),
+        ),
+        (3,),
+        (6,),
+        lane=LANE,
+    )
+    *_, last = descend(step, step.evaluate(frozenset({1, 2})))
+    assert last.saved == {1}
+    assert last.away == {1: 8 << 20}
 
 
 def test_descents_are_not_all_empty() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from dataclasses import replace
+from itertools import combinations, pairwise, product
 from math import inf
 
 import pytest
@@ -13,7 +14,7 @@ from actstore.compiled.budget.step import RegionStep
 from actstore.compiled.budget.units import cuts_of
 from actstore.plan.solver.chain import Limits
 from actstore.plan.solver.solve import solve
-from tests.compiled.budget.random_steps import random_step
+from tests.compiled.budget.random_steps import LANE, LARGE, random_step
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -54,6 +55,55 @@ def test_a_choice_may_save_what_plain_does_not() -> None:
     alone, found = (ladder_of(step, frozenset({2}), others) for others in ((), [frozenset({1})]))
     assert not any(1 in rung.evaluation.saved for rung in alone.rungs)
     assert any(rung.evaluation.saved == {1} for rung in found.rungs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tier_never_makes_a_plan_slower(seed: int) -> None:
+    step, plain = random_step(seed, length=9, lane=LANE)
+    without, found = ladder_of(replace(step, lane=None), plain), ladder_of(step, plain)
+    for rung in without.rungs:
+        assert found.within(rung.evaluation.peak)[0].evaluation.ms <= rung.evaluation.ms
+    assert found.rungs[-1].evaluation.peak <= without.rungs[-1].evaluation.peak
+
+
+def long_chain() -> tuple[RegionStep, frozenset[int]]:
+    """Ten products that take long, and their gradients. Every second one is the last to read two of them."""
+    reads = [(index, index - 1) if index % 2 and index > 1 else (index,) for index in range(10)]
+    forward = [Operator(inputs, at + 1, 4 << 20, 50.0, movable=4 << 20) for at, inputs in enumerate(reads)]
+    gradient = Operator((), 11, 1 << 20, given=True, late=True)
+    backward = [Operator((10 - index, 11 + index), 12 + index, 1 << 20, 50.0, late=True) for index in range(10)]
+    operators = [Operator((), 0, given=True), *forward, gradient, *backward]
+    return RegionStep(operators, (10,), (21,), lane=LANE), frozenset(range(1, 11))
+
+
+def test_tensors_leave_for_the_tier_before_they_are_computed_again() -> None:
+    step, plain = long_chain()
+    without, found = ladder_of(replace(step, lane=None), plain), ladder_of(step, plain)
+    least = without.rungs[-1].evaluation
+    assert least.ms > 1.04 * found.plain.ms
+    fastest = found.within(least.peak)[0].evaluation
+    assert fastest.ms < 1.01 * found.plain.ms
+    assert not fastest.again
+    assert found.rungs[-1].evaluation.peak < 0.75 * least.peak
+
+
+def test_a_tier_holds_no_more_than_its_room() -> None:
+    step, plain = long_chain()
+    room = 9 << 20
+    moved = {rung.evaluation.moved for rung in ladder_of(replace(step, lane=replace(LANE, limit=room)), plain).rungs}
+    assert max(moved) == 8 << 20
+    assert max(rung.evaluation.moved for rung in ladder_of(step, plain).rungs) > room
+
+
+def test_a_wider_window_is_a_choice_of_its_own() -> None:
+    step, plain = long_chain()
+    step = replace(step, lane=replace(LANE, windows=(LARGE, 12 * LARGE), out=1e5, back=1e5))
+    rungs = ladder_of(step, plain).rungs
+    assert {rung.evaluation.window for rung in rungs} == {0, LARGE, 12 * LARGE}
+    for narrow, wide in pairwise(sorted((rung.evaluation for rung in rungs), key=lambda found: found.window)):
+        if narrow.away == wide.away and narrow.window < wide.window:
+            assert narrow.ms > wide.ms
+            assert narrow.peak < wide.peak
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from tests.compiled.budget.random_steps import random_step
+from tests.compiled.budget.random_steps import LANE, random_step
 
 
 def step_of(*operators: Operator, returned: int, gradients: tuple[int, ...]) -> RegionStep:
@@ -92,7 +93,10 @@ def test_a_loop_takes_the_time_to_write_what_it_writes() -> None:
 
 
 def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], list[int]]:
-    """The bytes while each operator runs, by a naive interpreter that looks ahead at each moment."""
+    """The bytes while each operator runs, by a naive interpreter that looks ahead at each moment.
+
+    What waits in the tier has left behind its last reader in forward, and comes back before the first one in backward.
+    """
     operators = step.operators
 
     def needed_behind(run: tuple[int, ...], position: int, stays: set[int]) -> set[int]:
@@ -103,12 +107,15 @@ def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], l
         return sum(operators[owner].nbytes for owner in owners)
 
     own = {index for index in found.saved if not operators[index].given}
-    stays = {*step.returned, *own}
+    stays = {*step.returned, *(index for index in own if operators[index].owner not in found.away)}
+    buffers = (lambda moving: 0) if step.lane is None else step.lane.buffers(found.away.values(), found.window)
+    gone = set[int]()
     live: tuple[list[int], list[int]] = ([], [])
     exists = set[int]()
     for position, index in enumerate(found.forward):
         exists.add(operators[index].owner)
-        live[0].append(size(exists))
+        gone |= found.away.keys() & exists - needed_behind(found.forward, position + 1, stays)
+        live[0].append(size(exists) + buffers(size(gone)))
         exists &= needed_behind(found.forward, position + 1, stays)
     kept = {("forward", operators[index].owner) for index in stays}
     kept |= {("forward", index) for index, each in enumerate(operators) if each.given and each.late}
@@ -120,7 +127,10 @@ def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], l
     returned = {("forward", operators[index].owner) for index in step.returned}
     for position, index in enumerate(found.backward):
         kept.add(place[index])
-        live[1].append(sum(operators[owner].nbytes for _, owner in kept))
+        read = {place[source] for source in operators[index].inputs}
+        kept |= {("forward", owner) for owner in found.away if ("forward", owner) in read}
+        gone -= {owner for owner in found.away if ("forward", owner) in read}
+        live[1].append(sum(operators[owner].nbytes for _, owner in kept) + buffers(size(gone)))
         later = {source for each in found.backward[position + 1 :] for source in operators[each].inputs}
         kept &= {place[source] for source in later | set(step.gradients)} | returned
     return live
@@ -133,3 +143,58 @@ def test_bytes_are_those_of_a_naive_interpreter(seed: int) -> None:
         for wanted in list(combinations(sorted(plain), count))[:10]:
             found = step.evaluate(frozenset(wanted))
             assert found.live == interpreted(step, found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_of_what_waits_in_a_tier_are_those_of_a_naive_interpreter(seed: int) -> None:
+    step, plain = random_step(seed, lane=LANE)
+    moved = 0
+    for count in (1, 2, len(plain)):
+        for wanted in list(combinations(sorted(plain), count))[:10]:
+            there = step.evaluate(frozenset(wanted))
+            movable = step.movable(there)
+            for away in ({*movable}, {*movable[::2]}, {*movable[:1]}):
+                for window in LANE.windows:
+                    found = step.leaving(there, away, window)
+                    assert found.away.keys() == away
+                    assert found.held.keys() == there.held.keys() - away
+                    assert found.live == interpreted(step, found)
+                    assert found.ms >= there.ms
+                    moved += bool(away)
+    assert moved
+
+
+def test_what_cannot_wait_in_a_tier_stays() -> None:
+    """What forward returns, what is saved in part alone, and what its owner does not let go."""
+    operators = [*chain().operators]
+    whole = [replace(each, movable=100 if each.owner == 1 else 0) for each in operators]
+    for changed, movable in (
+        (whole, [1]),
+        (operators, []),
+        ([*whole[:2], replace(whole[2], movable=40), *whole[3:]], []),
+    ):
+        step = RegionStep(changed, (3,), (6,), lane=LANE)
+        assert step.movable(step.evaluate(frozenset({2, 3}))) == movable
+    step = RegionStep(whole, (2,), (6,), lane=LANE)
+    assert step.movable(step.evaluate(frozenset({2, 3}))) == []
+    assert chain().leaving(chain().evaluate(frozenset({2, 3})), {1}).held == {1: 100, 3: 10}, "no tier"
+
+
+def test_parts_that_make_up_all_of_a_result_leave_as_one() -> None:
+    step = step_of(
+        Operator((), 0, given=True),
+        Operator((0,), 1, 90, 1.0, movable=90),
+        *(Operator((1,), 1, view=True, movable=30) for _ in range(3)),
+        Operator((2, 3, 4), 5, 10, 2.0),
+        Operator((), 6, 10, given=True, late=True),
+        Operator((2, 3, 4, 6), 7, 7, 3.0, late=True),
+        Operator((2, 3, 7), 8, 7, 3.0, late=True),
+        returned=5,
+        gradients=(8,),
+    )
+    step = replace(step, lane=LANE)
+    assert step.leaving(step.evaluate(frozenset({2, 3, 4})), {1}).away == {1: 90}
+    two = replace(
+        step, operators=[*step.operators[:7], replace(step.operators[7], inputs=(2, 3, 6)), step.operators[8]]
+    )
+    assert two.leaving(two.evaluate(frozenset({2, 3})), {1}).away == {}
