@@ -5,6 +5,8 @@ then runs in its place. Peaks are those of the allocator's count, above what was
 included; the first step compiles, and is not counted. Steps of the plan take turns with plain steps: "times plain" is
 the median of the ratios.
 
+With `--disk` plans may let saved tensors wait in a file.
+
 With `--rivals` the budgets are the peaks of PyTorch's `activation_memory_budget`, whose steps take turns, too.
 """
 
@@ -23,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actstore import ActivationStore, Auto
+from actstore import ActivationStore, Auto, Disk
 from actstore.base.units import format_nbytes
 from actstore.bench import workloads
 from actstore.bench.workloads.job import Job
@@ -52,12 +54,16 @@ def step(job: Job, store: ActivationStore | None) -> tuple[float, int]:
 
 
 def compiled(
-    work: Workload, backend: str | Callable[..., Any], budget: int | None
+    work: Workload, backend: str | Callable[..., Any], budget: int | None, disk: str = ""
 ) -> tuple[Job, ActivationStore | None, int]:
-    """Return a compiled model, its store, and the peak of its second step."""
+    """Return a compiled model, its store, and the peak of its second step.
+
+    disk : budget of the disk that plans may use; empty for none
+    """
     torch._dynamo.reset()
     job = workloads.make(work)
-    store = None if budget is None else ActivationStore(job.model, Auto(budget))
+    tiers = [Disk(budget=disk)] if disk else []
+    store = None if budget is None else ActivationStore(job.model, Auto(budget), tiers=tiers)
     if store is None:
         job.model.compile(backend=backend)
     else:
@@ -66,17 +72,17 @@ def compiled(
     return job, store, step(job, store)[1]
 
 
-def run(work: Workload, backend: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
+def run(work: Workload, backend: str, rounds: int, shares: list[float], disk: str) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
-    return [row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak)) for share in shares]
+    return [row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak), disk) for share in shares]
 
 
-def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
+def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float], disk: str) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
     rows = []
     for share in shares:
         theirs, _, peak = compiled(work, rival(share, backend), None)
-        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, theirs)
+        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, disk, theirs)
         rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
 
@@ -89,14 +95,15 @@ def row_of(
     plain: Job,
     plain_peak: int,
     budget: int,
+    disk: str,
     theirs: Job | None = None,
 ) -> dict[str, Any]:
     refused = False
     try:
-        job, store, peak = compiled(work, backend, budget)
+        job, store, peak = compiled(work, backend, budget, disk)
     except CapacityError as error:
         budget, refused = error.facts["least"], True
-        job, store, peak = compiled(work, backend, budget)
+        job, store, peak = compiled(work, backend, budget, disk)
     assert store is not None
     plan: Any = store.plan
     ratios, rivals = [], []
@@ -116,6 +123,7 @@ def row_of(
         "predicted_peak": plan.predicted_peak, "plain_peak": plain_peak, "times": median(ratios),
         "predicted_times": plan.times_plain, "held": plan.held, "plain_held": plan.plain_held,
     }  # fmt: skip
+    row |= {"disk": disk, "away": plan.away, "window": plan.window} if disk else {}
     row |= {"rival_times": median(rivals)} if rivals else {}
     show([row])
     return row
@@ -123,7 +131,17 @@ def row_of(
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "model", "backend", "share", "budget", "peak", "of the budget", "predicted", "times plain", "predicted", "rival"
+        "model",
+        "backend",
+        "share",
+        "budget",
+        "peak",
+        "of the budget",
+        "predicted",
+        "times plain",
+        "predicted",
+        "rival",
+        "away",
     )
     for row in rows:
         table.add_row(
@@ -137,6 +155,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['times']:.2f}",
             f"{row['predicted_times']:.2f}",
             f"{row['rival_times']:.2f}" if "rival_times" in row else "",
+            format_nbytes(row["away"]) if "away" in row else "",
         )
     Console(width=140).print(table)
 
@@ -150,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="pairs of timed steps")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--rivals", type=float, nargs="+", help="PyTorch's budgets, in place of shares of the peak")
+    parser.add_argument("--disk", default="", metavar="BUDGET", help="bytes of a file that plans may use: 8GiB")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write the result to this file, beside other rows")
     given = parser.parse_args()
@@ -159,11 +179,11 @@ def main() -> None:
     cpu_memory.count()
     work = workloads.sized(given.model, layers=given.layers, batch=given.batch, threads=given.threads)
     if given.rivals:
-        rows = run_rivals(work, given.backend, given.rounds, given.rivals)
+        rows = run_rivals(work, given.backend, given.rounds, given.rivals, given.disk)
     else:
-        rows = run(work, given.backend, given.rounds, list(given.shares))
+        rows = run(work, given.backend, given.rounds, list(given.shares), given.disk)
     if given.json is not None:
-        write_rows(given.json, rows, ("model", "backend", "rival", "share"))
+        write_rows(given.json, rows, ("model", "backend", "rival", "share", "disk"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import gc
 import threading
+import weakref
+from time import sleep
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 from actstore import ActivationStore, Window
 from actstore.base.spec import Site
 from actstore.codecs import Int8, Raw
-from actstore.devices import Cpu
+from actstore.devices import Cpu, cpu
 from actstore.errors import StateError
 from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
+from actstore.tiers.parts import Mover
 from actstore.transfer import engine, loan
+from actstore.transfer.parcel import ParcelState
 from actstore.transfer.traffic import Traffic
 from tests.autograd.checks import check_drained, gc_off, same_bits, settle
 from tests.contracts.clean import traffic
@@ -68,8 +72,8 @@ class World:
             entry.room.parcel.motion.wait_on(None)
         self.engine.poll()
 
-    def borrow(self, i):
-        return self.store.borrow(self.entries[i], torch.float32)
+    def borrow(self, i, **options):
+        return self.store.borrow(self.entries[i], torch.float32, **options)
 
     def parcel(self, i):
         return self.entries[i].room.parcel
@@ -144,6 +148,47 @@ def test_what_somebody_changed_is_fetched_again(world):
     assert not changed.any()
 
 
+def test_what_is_taken_for_good_goes_with_the_tensor(monkeypatch):
+    """Without a call of the engine, as a compiled graph counts on."""
+    mapped, map_pages = [], cpu.map_pages
+
+    def mapping(nbytes):
+        pages = map_pages(nbytes)
+        mapped.append(weakref.ref(pages))
+        return pages
+
+    monkeypatch.setattr(cpu, "map_pages", mapping)
+    world = World(1, readers=2)
+    with gc_off():
+        taken = world.borrow(0, for_good=True)
+        assert world.parcel(0).buffer is None
+        taken.numpy().fill(0)
+        exist = sum(pages() is not None for pages in mapped)
+        del taken
+        assert sum(pages() is not None for pages in mapped) == exist - 1
+        assert same_bits(world.borrow(0), world.originals[0])
+    world.end()
+
+
+def test_what_is_on_its_way_out_is_taken_when_the_tier_has_it(monkeypatch):
+    begun, write = threading.Event(), Mover.write
+
+    def late(*arguments):
+        begun.wait(10)
+        sleep(0.02)
+        return write(*arguments)
+
+    monkeypatch.setattr(Mover, "write", late)
+    monkeypatch.setattr(World, "land", lambda self: None)
+    world = World(1)
+    assert world.parcel(0).state is ParcelState.OFFLOADING
+    assert world.borrow(0) is None
+    begun.set()
+    assert same_bits(world.borrow(0, for_good=True), world.originals[0])
+    assert world.parcel(0).state is ParcelState.RESIDENT
+    world.end()
+
+
 def test_a_tensor_survives_the_store():
     world = World(2)
     tensor = world.borrow(1)
@@ -180,6 +225,7 @@ def test_a_payload_that_has_not_left_is_copied():
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("borrow"), st.integers(0, 3)),
+        st.tuples(st.just("take"), st.integers(0, 3)),
         st.tuples(st.just("copy"), st.integers(0, 3)),
         st.tuples(st.just("scribble"), st.integers(0, 5)),
         st.tuples(st.just("release"), st.integers(0, 5)),
@@ -202,25 +248,31 @@ def run(actions, readers):
 
 
 def use(world, held, actions):
-    """Go through the actions; `held` are the borrowed tensors that are in use."""
-    freed = set()
+    """Go through the actions; `held` are the tensors that are in use. What was taken for good changes silently."""
+    freed, taken = set(), set()
     for action, i in actions:
         if action == "poll":
             world.engine.poll()
         elif action == "free":
             world.entries[i].free()
             freed.add(i)
-        elif action in ("borrow", "copy"):
+        elif action in ("borrow", "take", "copy"):
             if i in freed:
                 continue
-            tensor = world.borrow(i) if action == "borrow" else torch.empty(NUMEL)
+            tensor = torch.empty(NUMEL) if action == "copy" else world.borrow(i, for_good=action == "take")
             if action == "copy":
                 world.store.get(world.entries[i], tensor)
+            if action == "take":
+                taken.add(tensor.data_ptr())
+            else:
+                taken.discard(tensor.data_ptr())
             assert same_bits(tensor, world.originals[i]), "somebody's changes came back"
             held.append(tensor)
         elif held:
             tensor = held[i % len(held)]
-            if action == "scribble":
+            if action == "scribble" and tensor.data_ptr() in taken:
+                tensor.numpy().fill(i)
+            elif action == "scribble":
                 tensor.fill_(i)
             elif action == "release":
                 del held[i % len(held)]
@@ -244,8 +296,8 @@ def back_at_once(monkeypatch):
     """The buffer is used again while the tensor lives."""
     lend = Traffic.lend
 
-    def early(self, berth, dtype, returned):
-        tensor = lend(self, berth, dtype, returned)
+    def early(self, berth, dtype, returned, **options):
+        tensor = lend(self, berth, dtype, returned, **options)
         self.release(berth.parcel, 1)
         return tensor
 
@@ -256,7 +308,13 @@ def never_back(monkeypatch):
     monkeypatch.setattr(loan, "Finalizer", lambda *_: None)
 
 
-@pytest.mark.parametrize("bug", [never_spoiled, back_at_once, never_back])
+def lent_for_good(monkeypatch):
+    """What changes silently is lent again."""
+    lend = Traffic.lend
+    monkeypatch.setattr(Traffic, "lend", lambda self, berth, dtype, returned, **_: lend(self, berth, dtype, returned))
+
+
+@pytest.mark.parametrize("bug", [never_spoiled, back_at_once, never_back, lent_for_good])
 def test_planted_bugs_are_found(monkeypatch, bug):
     bug(monkeypatch)
 

@@ -212,3 +212,18 @@ def test_a_cpu_fetches_less_ahead_while_its_disk_takes_other_bytes(monkeypatch):
     assert waits.nbytes <= 8 * UNIT
     bench.drop(*done, *late)
     end_all(bench)
+
+
+def test_what_leaves_and_what_comes_back_share_one_window_on_a_host():
+    bench = Bench()
+    run = bench.engine.begin()
+    for in_turn in (True, False):
+        both = quota.Quota(bench.ledger, 100, in_turn=in_turn)
+        both.lookahead.widen()
+        window = both.window(bench.tier)
+        window.nbytes = 60
+        assert both.admits(run, 40)
+        assert both.admits(run, 41) is not in_turn
+        assert both.admits(run, 400) is not in_turn
+        window.nbytes = 0
+        assert both.admits(run, 400), "one payload always may"

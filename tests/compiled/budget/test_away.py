@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._inductor.utils import fresh_cache
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.compiled.budget import lane
 from actstore.errors import CapacityError
+from actstore.plan.wish import Wish
 from actstore.session import lanes
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.budget.test_budget import OUTSIDE_NBYTES, measured
@@ -198,3 +200,15 @@ def test_a_forward_outside_of_the_store_waits_in_memory() -> None:
     model, x, store = planned(Deep, least(Deep) - 1, DISK)
     check_same(gradients(model, x), wanted)
     assert not store.report().media
+
+
+def test_the_tier_is_host_memory_beside_an_accelerator_and_else_a_disk_that_is_granted() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    every, none = Wish(1, None, 7, 0.0), Wish(1, 0, 0, 0.0)
+    assert lanes.tier_of(every, Window(), gpu) == ("host", inf)
+    assert lanes.tier_of(Wish(1, 5, 7, 0.0), Window(), gpu) == ("host", 5)
+    assert lanes.tier_of(Wish(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
+    assert lanes.tier_of(every, Window(), cpu) == ("disk", 7)
+    assert lanes.tier_of(every, Window(when_full="spill"), gpu) is None
+    assert lanes.tier_of(none, Window(), gpu) is lanes.tier_of(none, Window(), cpu) is None
+    assert lanes.windows_of(Window("48MiB"), gpu) == (32 * MIB, 48 * MIB)
