@@ -76,15 +76,12 @@ def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] |
             return None
         buffers = {slot: device.empty(nbytes).zero_() for slot in slots}
 
-        def times(copy: Callable[..., Ticket]) -> float:
-            """Return the median of the second round: in the first one the file grows, and pages are pinned."""
-            rounds = [
-                [_time([partial(copy, slot, buffers[slot], [device.record(device.current())])]) for slot in slots]
-                for _ in range(2)
-            ]
-            return median(rounds[-1])
+        def rate(copy: Callable[..., Ticket]) -> float:
+            """Return that of the second round: in the first one the file grows, and pages are pinned."""
+            starts = [partial(copy, slot, buffers[slot], [device.record(device.current())]) for slot in slots]
+            return nbytes / [median(_time([start]) for start in starts) for _ in range(2)][-1]
 
-        return nbytes / times(tier.write), nbytes / times(tier.read)
+        return rate(tier.write), rate(tier.read)
     finally:
         for slot in slots:
             slot.tier.free(slot)

@@ -8,10 +8,12 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.graph import GETITEM, VIEWS, name_of, outputs_of
+from actstore.compiled.graph import CONVERSIONS, GETITEM, VIEWS, name_of, operator_of, origin_of, outputs_of, root_of
 from actstore.compiled.names import NodeNames
-from actstore.compiled.rules import GraphRules
+from actstore.compiled.rules import ANY, GraphRules
 from actstore.compiled.splice import set_outputs
+from actstore.compiled.tags import tagged
+from actstore.policy import Recompute, Rules
 
 _NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
 # The write itself, and norms: what backward reads of these in training does not depend on running statistics.
@@ -22,22 +24,45 @@ _OF_BATCH = 0, 1, 2  # of a norm's results: the normalized batch, its mean and i
 def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> None:
     """Mark the operators of recomputed modules. Each call of such a module is a region, whose inputs are saved.
 
-    What is computed from an input that the graph overwrites is saved, too: in backward the input is another one.
+    Results of operators that have a rule of their own, and tensors whose tags have one, are saved, and wait by it. What
+    is computed from an input that the graph overwrites is saved, too: in backward the input is another one.
     """
     if not rules.roots:
         return
     nodes = list(joint.graph.nodes)
-    backward = depending_on_gradients(nodes)
-    overwritten = _readers_of_overwritten(nodes)
+    late = depending_on_gradients(nodes)
+    forward = [node for node in nodes if node not in late and node.meta.get("partitioner_tag") != "is_backward"]
+    saved = _readers_of_overwritten(nodes) | _excepted(forward, rules, names)
     regions: dict[str, int] = {}
-    for node in nodes:
-        if node.op != "call_function" or node in backward or node.meta.get("partitioner_tag") == "is_backward":
-            continue
-        call = _region_of(node, rules, names)
+    for node in forward:
+        call = _region_of(node, rules, names) if node.op == "call_function" else ""
         if call:
-            again = node not in overwritten
+            again = node not in saved
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = regions.setdefault(call, len(regions) + 1)
+
+
+def _excepted(forward: list[Node], rules: GraphRules, names: NodeNames) -> set[Node]:
+    """Return the results that wait by a rule for their operator, or for their tag, although their module runs again.
+
+    Of an operator that the compiler took apart they are what other operators read.
+    """
+    policy, tags = rules.policy, tagged(forward)
+    if not (tags or (isinstance(policy, Rules) and policy.names_operators)):
+        return set()
+    inner, found = set(forward), set[Node]()
+    for node in forward:
+        apart = root_of(node) is not node or name_of(node) in CONVERSIONS | {"clone"}
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or (apart and node not in tags):
+            continue
+        name, operator = names.of(node) or "", operator_of(node)
+        readers = [f"aten.{origin_of(user)}" for user in node.users if user in inner]
+        if node not in tags and readers and all(reader == operator for reader in readers):
+            continue  # a part of the operator
+        own, _ = rules.decide(names, name, 0, ANY, operator, tags.get(node, ""))
+        if not isinstance(own, Recompute) and own != rules.decide(names, name, 0, ANY)[0]:
+            found |= {node, *(node.all_input_nodes if name_of(node) == GETITEM else ())}
+    return found
 
 
 def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:

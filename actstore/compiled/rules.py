@@ -18,10 +18,11 @@ from torch.nn import Module
 from actstore.base.spec import Site, Spec
 from actstore.compiled.budget.plan import RegionBudget
 from actstore.compiled.names import NodeNames
+from actstore.devices import cpu_memory
 from actstore.policy import Decision, Keep, Policy, Rules
 
 AMBIGUOUS = "its code runs for several modules whose rules differ; compile these one by one"
-_ANY = Spec((), (), torch.float32, torch.device("cpu"))
+ANY = Spec((), (), torch.float32, torch.device("cpu"))
 _ROOMS = ("codecs", "compiled", "policy")  # their sources decide what a graph becomes
 
 
@@ -69,14 +70,21 @@ class GraphRules:
             return uuid4().hex  # other processes do not know the function
         modules = [names.of(node) for node in graph.nodes]
         known = sorted({name for name in modules if name is not None} | {names.base})
-        decisions = {self.relative(name): list(map(str, self.decide(names, name, 0, _ANY))) for name in known}
+        decisions = {self.relative(name): list(map(str, self.decide(names, name, 0, ANY))) for name in known}
         relative = [None if name is None else self.relative(name) for name in modules]
         again = [sorted(map(self.relative, each)) for each in (self.roots, self.parts)]
         calls = [[call for call, _ in names.calls(node)] for node in graph.nodes] if self.roots else []
         order = {call: number for number, call in enumerate(dict.fromkeys(chain.from_iterable(calls)))}
         regions = [[order[call] for call in each] for each in calls]
         parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
-        parts += [] if self.budget is None else [self.budget.nbytes, self.budget.tier]
+        if self.budget is not None:
+            status = cpu_memory.status()  # whose blocks a plan counts
+            parts += [
+                self.budget.nbytes,
+                self.budget.tier,
+                self.budget.windows,
+                "" if status is None else status.choice,
+            ]
         parts += [str(self.policy), tags] if self.policy.names_operators or tags else []
         return sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -100,10 +100,10 @@ class StoreGraphs(StoreFigures):
         device = device_of(self._model) or torch.device("cpu")
         windows = windows_of(window, device)
         tier = tier_of(wish_of(self._chooser, tiers), window, device)
-        budget.allow(tier, lanes_of(self._store, tier, windows))
+        budget.allow(tier, windows, lanes_of(self._store, tier, windows))
         if self._controller is not None:
             self._controller.close()
-        self._controller = GraphController(budget, windows)
+        self._controller = GraphController(budget)
         self._ledger.budget.set(inf)
 
 

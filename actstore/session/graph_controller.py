@@ -19,9 +19,8 @@ class GraphController:
     name = "auto"
     gauge = None
 
-    def __init__(self, budget: RegionBudget, windows: tuple[int, ...]) -> None:
+    def __init__(self, budget: RegionBudget) -> None:
         self._budget = budget
-        self._windows = windows  # of plans
         self._rules = Rules([])
 
     @property
@@ -32,7 +31,7 @@ class GraphController:
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
         """Return rules that keep all that the graphs save: what leaves does so inside of them."""
         plan = self.plan
-        place.engine.resize(plan.window if plan is not None and plan.window else self._windows[0])
+        place.engine.resize(plan.window if plan is not None and plan.window else self._budget.windows[0])
         return self._rules
 
     def begin(self) -> None:

@@ -95,3 +95,25 @@ def test_what_only_compares_in_a_fused_operator_is_kept() -> None:
     input_gradient(model, x, store)
     notes = {site.note for site in store.report().sites}
     assert "kept: backward decides by it in hardtanh_backward" in notes
+
+
+class Inside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.block = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x)
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_passes_is_the_same_where_a_recomputed_module_goes_on_from_a_result_with_a_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Inside(Deciding(CASES[name], product=True)), torch.randn(64, 256)
+    x[:, ::4] *= 1e-4
+    wanted = input_gradient(model, x, None)
+    store = ActivationStore(model, "block/@matmul : int4; block : recompute", min_bytes=0)
+    store.compile(backend="aot_eager")
+    check_same({"x": input_gradient(model, x, store)}, {"x": wanted})
+    assert name != "relu" or any(site.stored_bytes for site in store.report().sites if site.decision == "int4")

@@ -1,8 +1,8 @@
 """The way of saved tensors to a tier and back: the time that it adds to a step, and the bytes that wait on the device.
 
-Copies run one after the other beside the operators. In forward a tensor leaves behind the last operator that reads it,
-as soon as the window has room. In backward the payloads come back in the order in which they are read, as far ahead as
-the window admits.
+Copies run beside the operators, and share the rate of the tier. In forward a tensor leaves behind the last operator
+that reads it, as soon as the window has room. In backward the payloads come back in the order in which they are read,
+as far ahead as the window admits.
 
 On a CPU the threads that copy are Python's, and so is the lock that the loops of a compiler hold while they run: a copy
 begins with the next operator that is not a loop, or when the step waits for it.
@@ -10,13 +10,14 @@ begins with the next operator that is not a loop, or when the step waits for it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 CALL_MS = 0.1  # of a put or a read, in the host's code
+ROUNDING_NBYTES = 1e-3  # so few are none
 SLACK_NBYTES = 1 << 16  # of the buffers over the payloads in them
 MIN_NBYTES = 1 << 20  # smaller payloads would share buffers
 
@@ -63,34 +64,65 @@ class Moved(NamedTuple):
     after_ms: float = 0.0
 
 
+@dataclass(eq=False)
+class _CopyInFlight:
+    """A copy of so many bytes, of which some are left, that may begin at some time."""
+
+    nbytes: int
+    left: float
+    begin: float
+
+
 class _Copies:
-    """Copies in one direction, in their order. Each begins behind the last one, and not before it may."""
+    """Copies in one direction, which begin at `since` at the earliest. All that have begun share the rate."""
 
-    def __init__(self, rate: float, free: float = 0.0) -> None:
+    def __init__(self, rate: float, since: float = 0.0) -> None:
         self._rate = rate
-        self.free = free  # end of the last one that is known
-        self.queue = deque[tuple[float, int]]()  # when each may begin, and its bytes
+        self._now = since
+        self.running: list[_CopyInFlight] = []
 
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.queue)
+    def add(self, nbytes: int, begin: float) -> _CopyInFlight:
+        """Queue a copy that may begin at some time."""
+        copy = _CopyInFlight(nbytes, nbytes, begin)
+        self.running.append(copy)
+        return copy
 
-    def take(self, now: float) -> float:
-        """Return the end of the first one. Where that is later, the step waits from `now` on, and so all may begin."""
-        begin, nbytes = self.queue.popleft()
-        if max(self.free, begin) + nbytes / self._rate > now:
-            begin = min(begin, now)
-            self.queue = deque((min(other, now), size) for other, size in self.queue)
-        self.free = max(self.free, begin) + nbytes / self._rate
-        return self.free
+    def run(self, until: float) -> None:
+        """Go on until a time."""
+        while self.running and self._now < until:
+            self._step(until)
+        self._now = max(self._now, until)
 
-    def drain(self, now: float) -> None:
-        """Forget those that have ended."""
-        while self.queue and max(self.free, self.queue[0][0]) + self.queue[0][1] / self._rate <= now:
-            self.take(now)
+    def wait(self, copy: _CopyInFlight, now: float) -> float:
+        """Return the end of a copy, or `now`. Where the step waits for it from `now` on, all may begin meanwhile."""
+        self.run(now)
+        if copy in self.running:
+            for other in self.running:
+                other.begin = min(other.begin, now)
+        while copy in self.running:
+            self._step(inf)
+        return max(now, self._now)
+
+    def _step(self, until: float) -> None:
+        """Go on until the next copy begins or ends."""
+        begun = [copy for copy in self.running if copy.begin <= self._now]
+        until = min([until, *(copy.begin for copy in self.running if copy.begin > self._now)])
+        share = self._rate / max(1, len(begun))
+        first = min(begun, key=lambda copy: copy.left, default=None)
+        if first is not None and self._now + first.left / share <= until:
+            until, nbytes = self._now + first.left / share, first.left
+        else:
+            nbytes = (until - self._now) * share
+        for copy in begun:
+            copy.left -= nbytes
+        self.running = [copy for copy in self.running if copy.left > ROUNDING_NBYTES]
+        self._now = until
 
     def shift(self, now: float, ms: float) -> None:
         """Let those that have not begun wait longer: the step itself takes longer from `now` on."""
-        self.queue = deque((begin + ms if begin > now else begin, size) for begin, size in self.queue)
+        for copy in self.running:
+            if copy.begin > now:
+                copy.begin += ms
 
 
 @dataclass(frozen=True)
@@ -125,19 +157,19 @@ class TierLane:
         copies, late = _Copies(self.out), 0.0
         for position, nbytes in payloads.places:
             asked = now = begins[position + 1] + late
-            copies.drain(now)
-            while copies.queue and copies.nbytes() + nbytes > window:
-                now = max(now, copies.take(asked))
+            copies.run(now)
+            while copies.running and sum(copy.nbytes for copy in copies.running) + nbytes > window:
+                now = copies.wait(copies.running[0], now)
             now += CALL_MS + nbytes / self.copy
             late += now - asked
             copies.shift(asked, now - asked)
-            copies.queue.append((openings[position + 1] + late, nbytes))
+            copies.add(nbytes, openings[position + 1] + late)
             added[position] += now - asked
             gone[position] += nbytes
-        end = begins[-1] + late
-        while copies.queue:
-            copies.take(end)
-        return Moved(added, self._waiting(accumulate(gone), payloads, window), max(0.0, copies.free - end))
+        end = now = begins[-1] + late
+        while copies.running:
+            now = copies.wait(copies.running[0], now)
+        return Moved(added, self._waiting(accumulate(gone), payloads, window), now - end)
 
     def come(self, payloads: Payloads, window: int, busy_ms: float) -> Moved:
         """Return what payloads add to backward.
@@ -146,21 +178,18 @@ class TierLane:
         """
         begins, openings = payloads.begins(), payloads.openings()
         added, read = [0.0] * len(payloads.times), [0] * len(payloads.times)
-        copies, late, sizes = _Copies(self.back, busy_ms if self.on_host else 0.0), 0.0, [n for _, n in payloads.places]
-        queued = 0  # payloads whose copy has been asked for
-        arrivals: list[float] = []
+        copies, late = _Copies(self.back, busy_ms if self.on_host else 0.0), 0.0
+        sizes, queued = [nbytes for _, nbytes in payloads.places], list[_CopyInFlight]()
         for number, (position, nbytes) in enumerate(((0, 0), *payloads.places)):  # the first one begins the graph
-            asked = begins[position] + late
-            while queued < len(sizes):
-                waiting = sum(sizes[number:queued])
-                if waiting and waiting + sizes[queued] > window:
+            asked = now = begins[position] + late
+            while len(queued) < len(sizes):
+                waiting, more = sum(sizes[number : len(queued)]), sizes[len(queued)]
+                if waiting and waiting + more > window:
                     break
-                copies.queue.append((openings[position] + late, sizes[queued]))
-                queued += 1
+                queued.append(copies.add(more, openings[position] + late))
             if number:
-                while len(arrivals) < number:
-                    arrivals.append(copies.take(asked))
-                now = max(asked, arrivals[number - 1]) + CALL_MS + (0.0 if self.on_host else nbytes / self.copy)
+                now = copies.wait(queued[number - 1], now) + CALL_MS
+                now += 0.0 if self.on_host else nbytes / self.copy
                 added[position] += now - asked
                 late += now - asked
                 copies.shift(asked, now - asked)

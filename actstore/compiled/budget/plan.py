@@ -40,18 +40,25 @@ class RegionBudget:
     ----------
     nbytes : most bytes that the model may allocate in a step
     tier : where saved tensors may wait as well, with the most bytes there; None for nowhere
+    windows : that a plan may choose from
     lane_of : returns the way there from a device, measured once
     plan : what was chosen last; None until the model is compiled
     """
 
     nbytes: int
     tier: tuple[str, float] | None = None
+    windows: tuple[int, ...] = ()
     lane_of: Callable[[torch.device], TierLane | None] = lambda device: None
     plan: GraphPlan | None = None
 
-    def allow(self, tier: tuple[str, float] | None, lane_of: Callable[[torch.device], TierLane | None]) -> None:
+    def allow(
+        self,
+        tier: tuple[str, float] | None,
+        windows: tuple[int, ...],
+        lane_of: Callable[[torch.device], TierLane | None],
+    ) -> None:
         """Let saved tensors wait in a tier, too."""
-        self.tier, self.lane_of = tier, lane_of
+        self.tier, self.windows, self.lane_of = tier, windows, lane_of
 
 
 @dataclass(frozen=True)

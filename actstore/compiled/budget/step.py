@@ -162,7 +162,8 @@ class RegionStep:
 
     def movable(self, found: RegionEvaluation) -> list[int]:
         """Return the owners whose memory can wait in the tier: what is saved of each is all of it, once or in parts."""
-        operators, returned = self.operators, {self.operators[index].owner for index in self.returned}
+        operators = self.operators
+        returned = {operators[index].owner for index in (*self.returned, *self.gradients)}
         members: dict[int, list[int]] = {}
         for index in sorted(found.saved):
             if not operators[index].given:

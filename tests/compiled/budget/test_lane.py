@@ -31,18 +31,24 @@ def payloads_of(times: list[int], places: list[tuple[int, int]], opens: bool = T
     return Payloads(inside, [float(ms) for ms in times], [opens] * len(times))
 
 
+TICKS = 60  # of a millisecond, which two to five copies at once share evenly
+
+
 class Clock:
-    """One copy after the other, a byte a tick."""
+    """Copies that are at work at once share a byte of each millisecond."""
 
     def __init__(self, busy: int = 0) -> None:
-        self.queue = [[busy, 0]] if busy else []  # what is left of each, and its bytes
-        self.landed = self.late = 0
+        self.busy = busy * TICKS
+        self.queue: list[list[float]] = []  # what is left of each, and its bytes
+        self.late = 0
 
     def tick(self) -> None:
-        if self.queue:
-            self.queue[0][0] -= 1
-            if not self.queue[0][0]:
-                self.landed += self.queue.pop(0)[1] > 0
+        if self.busy:
+            self.busy -= 1
+            return
+        for copy in self.queue:
+            copy[0] -= 1 / TICKS / len(self.queue)
+        self.queue = [copy for copy in self.queue if copy[0] > 1e-9]
 
     def wait(self) -> None:
         self.late += 1
@@ -54,27 +60,30 @@ def test_forward_takes_as_long_as_a_clock_says(case: tuple[list[int], list[tuple
     times, places, window = case
     payloads, clock = payloads_of(times, places), Clock()
     for position, ms in enumerate(times):
-        for _ in range(ms):
+        for _ in range(TICKS * ms):
             clock.tick()
         for nbytes in (nbytes for at, nbytes in payloads.places if at == position):
             while clock.queue and sum(size for _, size in clock.queue) + nbytes > window:
-                clock.wait()
+                oldest = clock.queue[0]
+                while any(copy is oldest for copy in clock.queue):
+                    clock.wait()
             clock.queue.append([nbytes, nbytes])
     found = LANE.leave(payloads, window)
-    assert sum(found.ms) == clock.late
-    assert found.after_ms == sum(left for left, _ in clock.queue)
+    assert sum(found.ms) == pytest.approx(clock.late / TICKS, abs=len(payloads.places) / TICKS)
+    assert found.after_ms == pytest.approx(sum(left for left, _ in clock.queue), abs=len(payloads.places) / TICKS)
 
 
 @given(CASES, st.integers(0, 6))
 def test_backward_takes_as_long_as_a_clock_says(case: tuple[list[int], list[tuple[int, int]], int], busy: int) -> None:
     times, places, window = case
     payloads, clock = payloads_of(times, places), Clock(busy)
-    sizes, queued = [nbytes for _, nbytes in payloads.places], 0
+    sizes, queued, copies = [nbytes for _, nbytes in payloads.places], 0, list[list[float]]()
 
     def look_ahead(read: int) -> None:
         nonlocal queued
         while queued < len(sizes) and (read == queued or sum(sizes[read : queued + 1]) <= window):
-            clock.queue.append([sizes[queued], sizes[queued]])
+            copies.append([sizes[queued], sizes[queued]])
+            clock.queue.append(copies[-1])
             queued += 1
 
     look_ahead(0)
@@ -83,15 +92,16 @@ def test_backward_takes_as_long_as_a_clock_says(case: tuple[list[int], list[tupl
         while number < len(sizes) and payloads.places[number][0] == position:
             number += 1
             look_ahead(number)
-            while clock.landed < number:
+            while any(copy is copies[number - 1] for copy in clock.queue):
                 clock.wait()
-        for _ in range(ms):
+        for _ in range(TICKS * ms):
             clock.tick()
-    assert sum(LANE.come(payloads, window, float(busy)).ms) == clock.late
+    found = sum(LANE.come(payloads, window, float(busy)).ms)
+    assert found == pytest.approx(clock.late / TICKS, abs=2 * len(sizes) / TICKS)
 
 
 @given(CASES)
-def test_buffers_keep_their_bound_and_a_wider_window_takes_no_longer(
+def test_buffers_keep_their_bound(
     case: tuple[list[int], list[tuple[int, int]], int],
 ) -> None:
     times, places, window = case
@@ -101,8 +111,6 @@ def test_buffers_keep_their_bound_and_a_wider_window_takes_no_longer(
         both = [lane.leave(payloads, window), lane.come(payloads, window, 0.0)]
         bound = max(window, largest) * (1 if lane.on_host else 2) + (0 if lane.recycles else largest)
         assert all(nbytes <= bound for moved in both for nbytes in moved.waiting)
-        wider = [lane.leave(payloads, 2 * window), lane.come(payloads, 2 * window, 0.0)]
-        assert all(sum(wide.ms) <= sum(moved.ms) for wide, moved in zip(wider, both, strict=True))
     if payloads.places:
         moving = sum(nbytes for _, nbytes in payloads.places)
         assert both[0].waiting[-1] == min(bound, moving)
@@ -118,10 +126,10 @@ def test_a_copy_waits_for_an_operator_that_is_no_loop() -> None:
     last = held._replace(opens=[False, False, True, False])
     assert LANE.leave(last, 4).ms == [0, 0, 0, 0]
     reads = [(0, 4), (3, 4)]
-    assert LANE.come(free._replace(places=reads), 4, 0.0).ms == [4, 0, 0, 0]
-    assert LANE.come(held._replace(places=reads), 4, 0.0).ms == [4, 0, 0, 0], "what waits begins with it"
+    assert LANE.come(free._replace(places=reads), 4, 0.0).ms == [8, 0, 0, 0], "beside the next one"
+    assert LANE.come(held._replace(places=reads), 4, 0.0).ms == [8, 0, 0, 0], "what waits begins with it"
     later = held._replace(places=[(2, 4), (3, 4)])
-    assert LANE.come(later, 4, 0.0).ms == [0, 0, 4, 0]
+    assert LANE.come(later, 4, 0.0).ms == [0, 0, 8, 0]
     assert LANE.come(later._replace(opens=[True, False, False, False]), 4, 0.0).ms == [0, 0, 0, 4]
 
 

@@ -177,6 +177,8 @@ def test_what_cannot_wait_in_a_tier_stays() -> None:
         assert step.movable(step.evaluate(frozenset({2, 3}))) == movable
     step = RegionStep(whole, (2,), (6,), lane=LANE)
     assert step.movable(step.evaluate(frozenset({2, 3}))) == []
+    step = RegionStep(whole, (3,), (6, 2), lane=LANE)
+    assert step.movable(step.evaluate(frozenset({2, 3}))) == [], "it is a gradient, too"
     assert chain().leaving(chain().evaluate(frozenset({2, 3})), {1}).held == {1: 100, 3: 10}, "no tier"
 
 
