@@ -56,6 +56,7 @@ ROWS = (
     Row("keep", "keep", exact=True),
     Row("int8", "int8"),
     Row("recompute", "blocks.* : recompute; * : keep"),
+    Row("recompute but attention", "*/@sdpa : keep; blocks.* : recompute; * : keep"),
     THEIRS,
     OURS,
 )
