@@ -143,7 +143,7 @@ class Editor:
             if len(saved) == 1 or (len(begins) > 1 and not isinstance(codec, Raw)):
                 continue
             known = all(views_between(root, each.node, parts=True) is not None for each in saved)
-            if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root):
+            if known and graph_codec(codec, root.meta["val"])[0] and _are_all(saved, root, codec):
                 found[key] = min(begins, key=places.__getitem__)
         return found
 
@@ -283,11 +283,13 @@ def _divides(codec: GraphCodec, value: Tensor) -> bool:
     return codec.crosses_rows and value.device.type == "cpu"
 
 
-def _are_all(parts: list[SavedNode], root: Node) -> bool:
-    """Return whether parts have as many bytes as a result of fixed sizes."""
+def _are_all(parts: list[SavedNode], root: Node, codec: Codec) -> bool:
+    """Return whether parts have as many bytes as a result of fixed sizes; without a codec, or each of them as many."""
     value = root.meta["val"]
     fixed = all(isinstance(size, int) for size in value.shape)
-    return fixed and sum(hinted_nbytes(part.value) for part in parts) == hinted_nbytes(value)
+    nbytes = [hinted_nbytes(part.value) for part in parts] if fixed else []
+    whole = hinted_nbytes(value) if fixed else -1
+    return sum(nbytes) == whole or (isinstance(codec, Raw) and all(each == whole for each in nbytes) and fixed)
 
 
 def _table(rows: list[NodeRow], rules: GraphRules) -> Table:

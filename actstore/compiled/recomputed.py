@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -15,6 +17,7 @@ from actstore.compiled.splice import set_outputs
 from actstore.compiled.tags import tagged
 from actstore.policy import Recompute, Rules
 
+COPIES = CONVERSIONS | {"clone"}
 _NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
 # The write itself, and norms: what backward reads of these in training does not depend on running statistics.
 _APART = frozenset({"copy_", _NORM, "_batch_norm_with_update_functional"})
@@ -33,11 +36,12 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
     late = depending_on_gradients(nodes)
     forward = [node for node in nodes if node not in late and node.meta.get("partitioner_tag") != "is_backward"]
     saved = _readers_of_overwritten(nodes) | _excepted(forward, rules, names)
+    needed = _needed(late, saved)
     regions: dict[str, int] = {}
     for node in forward:
         call = _region_of(node, rules, names) if node.op == "call_function" else ""
         if call:
-            again = node not in saved
+            again = node not in saved and (node in needed or not _is_random(node))
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = regions.setdefault(call, len(regions) + 1)
 
@@ -52,17 +56,45 @@ def _excepted(forward: list[Node], rules: GraphRules, names: NodeNames) -> set[N
         return set()
     inner, found = set(forward), set[Node]()
     for node in forward:
-        apart = root_of(node) is not node or name_of(node) in CONVERSIONS | {"clone"}
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or (apart and node not in tags):
+        copies = name_of(node) in COPIES and origin_of(node) in COPIES
+        other = node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor)
+        if other or (node not in tags and (copies or root_of(node) is not node)):
             continue
-        name, operator = names.of(node) or "", operator_of(node)
-        readers = [f"aten.{origin_of(user)}" for user in node.users if user in inner]
-        if node not in tags and readers and all(reader == operator for reader in readers):
-            continue  # a part of the operator
-        own, _ = rules.decide(names, name, 0, ANY, operator, tags.get(node, ""))
+        if node not in tags and _is_part(node, inner):
+            continue
+        name = names.of(node) or ""
+        own, _ = rules.decide(names, name, 0, ANY, operator_of(node), tags.get(node, ""))
         if not isinstance(own, Recompute) and own != rules.decide(names, name, 0, ANY)[0]:
-            found |= {node, *(node.all_input_nodes if name_of(node) == GETITEM else ())}
+            found.add(node)
+    for several in {node.all_input_nodes[0] for node in found if name_of(node) == GETITEM}:
+        found |= {several, *several.users}  # PyTorch saves all results of an operator, or none
     return found
+
+
+def _is_part(node: Node, forward: Set[Node]) -> bool:
+    """Return whether other parts alone read a node, of an operator that the compiler has taken apart."""
+    producer = node.all_input_nodes[0] if name_of(node) == GETITEM else node
+    if name_of(producer) == origin_of(producer):
+        return False
+    call = origin_of(producer), producer.meta.get("seq_nr")
+    readers = [(origin_of(user), user.meta.get("seq_nr")) for user in node.users if user in forward]
+    return bool(readers) and all(reader == call for reader in readers)
+
+
+def _needed(late: Set[Node], saved: Set[Node]) -> set[Node]:
+    """Return what backward needs of forward where so much is saved."""
+    found, todo = set[Node](), [source for node in late for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in late:
+            found.add(node)
+            todo += () if node in saved else node.all_input_nodes
+    return found
+
+
+def _is_random(node: Node) -> bool:
+    """Return whether an operator draws random numbers: PyTorch expects each that is to run again in backward."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from actstore.compiled.graph import root_of
+from actstore.compiled.graph import GETITEM, name_of, root_of
 from actstore.policy.pattern import check_tag
 
 MARK, _TAGGED = "actstore_tag", "actstore_tagged"  # in a node's "custom", which nodes that it becomes inherit
@@ -42,10 +42,16 @@ def take_marks(graph: Graph) -> list[tuple[int, str]]:
 
 
 def tagged(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Return the names of the roots of tagged tensors. Of the operators that a tagged one became, the last made it."""
+    """Return the names of the roots of tagged tensors. Of the operators that a tagged one became, the last made it.
+
+    Of several results of that it is the first one.
+    """
     last: dict[int, tuple[Node, str]] = {}
     for node in nodes:
         found = node.meta.get(_CUSTOM, {}).get(_TAGGED)
-        if found is not None and node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+        if found is None or node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        known = last.get(found[0])
+        if known is None or not name_of(node) == name_of(known[0]) == GETITEM or node.args[0] is not known[0].args[0]:
             last[found[0]] = node, found[1]
     return {root_of(node): name for node, name in last.values()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from math import inf
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,10 +15,12 @@ from actstore.compiled.budget.costs import bytes_per_ms
 from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
 from actstore.plan.wish import Wish
 from actstore.store.store import Store
+from actstore.tiers.arena import SEGMENT_NBYTES
 from actstore.tiers.options import Window
 
 HOST_WINDOWS_NBYTES = 4 * 2**20, 8 * 2**20, 16 * 2**20
 DEVICE_WINDOWS_NBYTES = 32 * 2**20, 128 * 2**20
+USED_SHARE, FILE_SHARE = 0.75, 0.99  # of the limit of a tier
 PAYLOAD_NBYTES = 4 * 2**20  # of those that are timed
 
 
@@ -45,15 +48,23 @@ def windows_of(window: Window, device: torch.device) -> tuple[int, ...]:
 def lanes_of(
     store: Store, tier: tuple[str, float] | None, windows: tuple[int, ...]
 ) -> Callable[[torch.device], TierLane | None]:
-    """Return a function that measures the way from a device to a tier, once."""
+    """Return a function that measures the way from a device to a tier, once. Compiled code keeps it, but not the store.
+
+    A tier holds fewer bytes than its limit: pinned memory has idle parts, and files have blocks.
+    """
+    weak = ref(store)
 
     @cache
     def lane_of(device: torch.device) -> TierLane | None:
-        if tier is None:
+        store = weak()
+        if tier is None or store is None:
             return None
         name, limit = tier
         with _disable_current_modes(), torch.no_grad():
             place = store.place(device)
+            if name == "host" and place.device.on_host:
+                return None  # the model has moved to the CPU since it was compiled
+            limit = USED_SHARE * (limit - SEGMENT_NBYTES) if name == "host" else FILE_SHARE * limit
             rates = rates_alone(place, name, PAYLOAD_NBYTES)
             if rates is None:
                 return None

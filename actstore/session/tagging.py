@@ -21,7 +21,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     what `tag` returns. The operator that made the tensor does not run again.
 
     In a compiled graph the name is that of the operator's result, for what the graph saves: of its own output, too. It
-    returns a view. There a recomputed module runs the operator again.
+    returns a view.
 
     Raises
     ------

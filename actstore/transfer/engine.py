@@ -288,7 +288,7 @@ class Engine:
         """
         if torch.is_inference_mode_enabled():
             return None
-        if for_good and berth.parcel.alone and berth.parcel.state is ParcelState.OFFLOADING:
+        if for_good and self._device.on_host and berth.parcel.alone and berth.parcel.state is ParcelState.OFFLOADING:
             self._wait_for(berth.parcel, [(berth.account, berth.nbytes)])
         while self._traffic.lendable(berth):
             self.arrive(berth)

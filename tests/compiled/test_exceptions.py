@@ -113,3 +113,118 @@ def test_a_tagged_tensor_with_a_rule_is_not_computed_again(rule: str) -> None:
     assert counts == [6, 3, 6]
     sites = [str(site.site) for site in store.report().sites]
     assert sites
+
+
+class Several(nn.Module):
+    """Attention and a maximum, which have several results, the first of them named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        seen = tag(nn.functional.scaled_dot_product_attention(q, k, v), "seen")
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x * tag(x.max(-1, keepdim=True).values, "most")
+
+
+class SeveralNet(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Several() for _ in range(2))
+
+
+BATCHES[SeveralNet] = lambda: torch.randn(4, 32, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "rule", ["*/seen : keep", "*/most : keep", "*/@norm : keep", "*/@aten.max : keep", "*/@sdpa : keep"]
+)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_operators_of_several_results(rule: str, backend: str) -> None:
+    wanted = plain(SeveralNet, backend=backend)
+    torch._dynamo.reset()
+    model, x, store = compiled(SeveralNet, f"{rule}; blocks.* : recompute", backend=backend)
+    found = gradients(model, x, store)
+    if backend == "aot_eager":
+        check_same(found, wanted)
+        counted = calls(model, x, store)[SDPA]
+        assert counted == (2 if rule in ("*/seen : keep", "*/@sdpa : keep") else 4)
+    assert error(found, wanted) < 1e-6
+    check_drained(store)
+
+
+class Noise(nn.Module):
+    """Noise that backward needs nowhere, where the tensor behind it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = tag(self.up(x) + torch.randn_like(x), "noisy")
+        return self.down(nn.functional.dropout(torch.softmax(noisy, -1), 0.25))
+
+
+class NoiseNet(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noise() for _ in range(2))
+
+
+BATCHES[NoiseNet] = BATCHES[Mlp]
+
+
+@pytest.mark.parametrize("rule", ["", "*/noisy : keep; ", "*/@aten._softmax : keep; ", "*/@matmul : keep; "])
+def test_noise_in_front_of_what_is_kept_is_drawn_once(rule: str) -> None:
+    wanted = plain(NoiseNet)
+    model, x, store = compiled(NoiseNet, f"{rule}blocks.* : recompute")
+    for _ in range(2):
+        check_same(gradients(model, x, store), wanted)
+        check_drained(store)
+
+
+def test_a_product_of_a_product_is_a_result_of_its_own() -> None:
+    """As of low-rank weights."""
+
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(x @ self.a @ self.b)
+
+    class LowNet(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Low() for _ in range(2))
+
+    BATCHES[LowNet] = BATCHES[Mlp]
+    wanted = plain(LowNet)
+    model, x, store = compiled(LowNet, "*/@matmul : keep; blocks.* : recompute")
+    check_same(gradients(model, x, store), wanted)
+    plain_model, _ = make(LowNet)
+    plain_model.compile(backend="aot_eager")
+    with torch.profiler.profile() as profile:
+        gradients(plain_model, x)
+    count = sum(event.name == "aten::mm" for event in profile.events())
+    assert calls(model, x, store)["aten::mm"] == count
+
+
+@pytest.mark.slow
+def test_a_result_in_half_precision_that_inductor_takes_apart_is_saved() -> None:
+    def saved(policy: str) -> int:
+        torch._dynamo.reset()
+        model, x = make(Mlp)
+        model, x = model.bfloat16(), x.bfloat16()
+        store = ActivationStore(model, policy, min_bytes=0)
+        store.compile()
+        gradients(model, x, store)
+        return store.report().saved_bytes
+
+    x = BATCHES[Mlp]()
+    more = saved("*/@aten.gelu : keep; blocks.* : recompute") - saved("blocks.* : recompute")
+    assert more == 3 * 4 * x.numel() * 2
