@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from statistics import median
@@ -34,10 +35,7 @@ def _rates(place: TierSet, name: str) -> tuple[float, float, float]:
     """Return the rates to a tier and back, in bytes per millisecond, and the share of each kept while both run."""
     device, tier = place.device, place.tier(name)
     buffer = device.empty(CHUNK_NBYTES).zero_()
-    slots: list[Slot] = []
-    try:
-        while len(slots) < MAX_CHUNKS and (slot := place.reserve(name, CHUNK_NBYTES)) is not None:
-            slots.append(slot)
+    with _reserved(place, name, CHUNK_NBYTES) as slots:
         if not slots:
             return UNLIMITED
         buffers = {slot: device.empty(CHUNK_NBYTES) for slot in slots}
@@ -57,9 +55,6 @@ def _rates(place: TierSet, name: str) -> tuple[float, float, float]:
         part = half / len(slots)
         nbytes = CHUNK_NBYTES * len(slots)
         return nbytes / out, nbytes / back, share_kept(part * out, part * back, both)
-    finally:
-        for slot in slots:
-            slot.tier.free(slot)
 
 
 def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] | None:
@@ -68,10 +63,7 @@ def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] |
     Each has memory of its own, which is in no cache of a processor. None for a tier without room.
     """
     device, tier = place.device, place.tier(name)
-    slots: list[Slot] = []
-    try:
-        while len(slots) < MAX_CHUNKS and (slot := place.reserve(name, nbytes)) is not None:
-            slots.append(slot)
+    with _reserved(place, name, nbytes) as slots:
         if not slots:
             return None
         buffers = {slot: device.empty(nbytes).zero_() for slot in slots}
@@ -82,6 +74,16 @@ def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] |
             return nbytes / [median(_time([start]) for start in starts) for _ in range(2)][-1]
 
         return rate(tier.write), rate(tier.read)
+
+
+@contextmanager
+def _reserved(place: TierSet, name: str, nbytes: int) -> Iterator[list[Slot]]:
+    """Reserve up to `MAX_CHUNKS` slots of a tier, as many as there is room for, inside the context."""
+    slots: list[Slot] = []
+    try:
+        while len(slots) < MAX_CHUNKS and (slot := place.reserve(name, nbytes)) is not None:
+            slots.append(slot)
+        yield slots
     finally:
         for slot in slots:
             slot.tier.free(slot)

@@ -21,7 +21,6 @@ from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
-from actstore.compiled.formats.raw import RawGraph
 from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
@@ -225,9 +224,11 @@ class Editor:
             return self._decoded[key]
         place = None if key is None else self._whole.get(key)
         (decoded,) = splice(self._backward, found.decoding, found.reads, place or self._first_use(read))
+        shared = False
         if key is not None and place is not None:
             self._decoded[key] = decoded
-        if (place is not None and found.codec.text != RawGraph.text) or _divides(found.codec, decoded.meta["val"]):
+            shared = not isinstance(key[1], Raw)  # what was read is written already
+        if shared or _divides(found.codec, decoded.meta["val"]):
             write(decoded)
         return decoded
 

@@ -15,6 +15,7 @@ from actstore.errors import StateError
 VIEWS = operators.VIEWS | {"reshape", "narrow", "movedim"}  # Inductor's passes make operators of other operators, too
 SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
 CONVERSIONS = frozenset({"_to_copy", "convert_element_type"})
+COPIES = CONVERSIONS | {"clone"}
 GETITEM = "getitem"
 _RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
@@ -116,7 +117,7 @@ def root_of(node: Node) -> Node:
 
 def origin_of_copy(node: Node) -> Node:
     """Return the node whose elements a chain of views, copies and casts has."""
-    while name_of(root := root_of(node)) in CONVERSIONS | {"clone"}:
+    while name_of(root := root_of(node)) in COPIES:
         node = root.all_input_nodes[0]
     return root
 

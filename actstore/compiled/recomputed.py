@@ -10,14 +10,13 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.graph import CONVERSIONS, GETITEM, VIEWS, name_of, operator_of, origin_of, outputs_of, root_of
+from actstore.compiled.graph import COPIES, GETITEM, VIEWS, name_of, operator_of, origin_of, outputs_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import ANY, GraphRules
 from actstore.compiled.splice import set_outputs
 from actstore.compiled.tags import tagged
 from actstore.policy import Recompute, Rules
 
-COPIES = CONVERSIONS | {"clone"}
 _NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
 # The write itself, and norms: what backward reads of these in training does not depend on running statistics.
 _APART = frozenset({"copy_", _NORM, "_batch_norm_with_update_functional"})

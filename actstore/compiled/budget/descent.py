@@ -58,8 +58,10 @@ def _moves(step: RegionStep, found: RegionEvaluation) -> list[_Move]:
     """Return the changes that are possible, in the order of time for their bytes."""
     operators, lane = step.operators, step.lane
     moves, movable = [], set[int]() if lane is None else {*step.movable(found)} - found.away.keys()
-    for owner, members in _members(step, found).items():
+    for owner, members in step.members(found).items():
         nbytes = operators[owner].nbytes
+        if not nbytes:
+            continue
         if not any(operators[index].barred for index in members):
             again = {each for index in members for each in step.sources([index], found.saved - {index})}
             moves.append(_Move(sum(operators[index].again_ms for index in again) / nbytes, owner, away=False))
@@ -67,16 +69,6 @@ def _moves(step: RegionStep, found: RegionEvaluation) -> list[_Move]:
             ms = 2 * CALL_MS + nbytes * (1 / lane.copy + 1 / lane.out + 1 / lane.back)
             moves.append(_Move(ms / nbytes, owner, away=True))
     return sorted(moves)
-
-
-def _members(step: RegionStep, found: RegionEvaluation) -> dict[int, list[int]]:
-    """Return the saved tensors by owner."""
-    operators, owners = step.operators, dict[int, list[int]]()
-    for index in sorted(found.saved):
-        owner = operators[index].owner
-        if operators[owner].nbytes and not operators[index].given:
-            owners.setdefault(owner, []).append(index)
-    return owners
 
 
 def _after(step: RegionStep, found: RegionEvaluation, move: _Move) -> RegionEvaluation:

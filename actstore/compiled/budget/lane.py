@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 CALL_MS = 0.1  # of a put or a read, in the host's code
-ROUNDING_NBYTES = 1e-3  # so few are none
+ROUNDING_NBYTES = 1e-3  # what is left of a copy by rounding alone is less
 SLACK_NBYTES = 1 << 16  # of the buffers over the payloads in them
 MIN_NBYTES = 1 << 20  # smaller payloads would share buffers
 

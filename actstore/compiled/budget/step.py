@@ -164,15 +164,22 @@ class RegionStep:
         """Return the owners whose memory can wait in the tier: what is saved of each is all of it, once or in parts."""
         operators = self.operators
         returned = {operators[index].owner for index in (*self.returned, *self.gradients)}
-        members: dict[int, list[int]] = {}
-        for index in sorted(found.saved):
-            if not operators[index].given:
-                members.setdefault(operators[index].owner, []).append(operators[index].movable)
+        parts = {
+            owner: [operators[index].movable for index in members] for owner, members in self.members(found).items()
+        }
         return [
             owner
-            for owner, nbytes in members.items()
+            for owner, nbytes in parts.items()
             if owner not in returned and all(nbytes) and operators[owner].movable in (sum(nbytes), min(nbytes))
         ]
+
+    def members(self, found: RegionEvaluation) -> dict[int, list[int]]:
+        """Return the saved tensors that the caller does not bring, by the owner of their memory."""
+        members: dict[int, list[int]] = {}
+        for index in sorted(found.saved):
+            if not self.operators[index].given:
+                members.setdefault(self.operators[index].owner, []).append(index)
+        return members
 
     def loops_of(self, found: RegionEvaluation) -> list[int]:
         """Return the operators of backward that write a result in a loop."""
