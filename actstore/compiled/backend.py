@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule
 
+from actstore.compiled.budget.plan import RegionBudget
 from actstore.compiled.names import NodeNames
 from actstore.compiled.region import accounted
 from actstore.compiled.rules import GraphRules
@@ -61,7 +62,7 @@ class GraphBackend:
         graph.recompile()
         names = NodeNames(self._rules.named(), self._rules.target, graph.graph)
         digest = self._rules.digest(names, graph.graph, tags)
-        counts = self.has_budget and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
+        counts = self.budget is not None and self._inner == INDUCTOR and hasattr(torch._functorch.config, _BOTH)
         settings = {DONATES: getattr(torch._functorch.config, DONATES), _OWN_GENERATORS: self._replays(mode, options)}
         if counts:
             settings[_BOTH] = True
@@ -86,9 +87,9 @@ class GraphBackend:
         return accounted(compiled, self._rules.target, partitioner.find)
 
     @property
-    def has_budget(self) -> bool:
-        """True where the graphs follow a plan within a budget."""
-        return self._rules.budget is not None
+    def budget(self) -> RegionBudget | None:
+        """Budget within which the graphs follow a plan; None for none."""
+        return self._rules.budget
 
     def reset(self) -> None:
         """Forget what Inductor keeps of CUDA graphs, when the compiler is reset."""
@@ -116,7 +117,7 @@ class GraphBackend:
                 from actstore.compiled.inductor import InductorPartitioner, LoopsApart, counting, settings_of_plans
 
                 options["custom_partitioner_fn"] = InductorPartitioner(partitioner, digest)
-                if self.has_budget:
+                if self.budget is not None:
                     options["_pre_fusion_custom_pass"] = LoopsApart(partitioner, digest)
                     options = settings_of_plans() | options  # Inductor resets what is among its options
                     wrapper = torch._TorchCompileInductorWrapper(mode, options, None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from actstore.codecs import Raw
 from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
+from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.counted import AroundGraph
@@ -64,6 +66,22 @@ class JointReader:
         gradients = self._outputs[self._num_outputs :]
         fixed = any(operator.late and operator.barred for operator in operators)
         return RegionStep(operators, self._indices(returned), self._indices(gradients), not fixed, lane)
+
+    def encoding(self, step: RegionStep, payloads: Mapping[str, LossyPayload]) -> RegionStep:
+        """Return the step with the payloads that may stand for saved tensors, by the node that owns the memory."""
+        operators = [*step.operators]
+        for index, node in enumerate(self.nodes):
+            payload = payloads.get(node.name)
+            if payload is None:
+                continue
+            value = node.meta["val"]
+            nbytes = sum(self._blocks.of(size, value.device.type) for size in payload.sizes)
+            cost = self._costs.of_codec(payload.codec, value, fused=self._types is not None)
+            if nbytes < operators[index].nbytes:
+                operators[index] = replace(
+                    operators[index], encoded=nbytes, code_ms=cost.ms, code_workspace=cost.workspace
+                )
+        return replace(step, operators=operators, encodes=True)
 
     def indices(self, names: Collection[str]) -> frozenset[int]:
         """Return the indices of nodes by their names."""

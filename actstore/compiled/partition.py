@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
@@ -20,7 +19,7 @@ from actstore.compiled.recomputed import leave_statistics_out, mark_recomputed
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import Decompositions
 from actstore.compiled.table import PAYLOAD, TOKEN, Table, attach, attach_plan, metadata_of_partition, running_plan
-from actstore.compiled.treatment import treat
+from actstore.compiled.treater import Treater
 from actstore.compiled.within import Attempts, BudgetPartition
 from actstore.errors import StateError
 
@@ -65,8 +64,11 @@ class Partitioner:
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         metadata = metadata_of_partition()
         mark_recomputed(joint, self._rules, self._names)
-        partition = self.within or min_cut_rematerialization_partition
-        forward, backward = partition(joint, inputs, **options)
+        treater = Treater(self._rules, self._names, metadata, options)
+        if self.within is None:
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        else:
+            forward, backward = self.within(joint, inputs, treater, **options)
         num_outputs: int = options["num_fwd_outputs"]
         leave_statistics_out(forward, backward, num_outputs)
         try:
@@ -76,19 +78,8 @@ class Partitioner:
             return forward, backward
         if not boundary.tensors or not any(isinstance(node, Node) for node in outputs_of(backward)):
             return forward, backward
-        given = _inputs(forward, metadata)
-        treatments = treat(
-            forward,
-            backward,
-            boundary,
-            self._rules,
-            self._names,
-            num_outputs=num_outputs,
-            inputs=given,
-            active=_active(given, metadata),
-            static=_static(given, options.get("static_lifetime_input_indices")),
-            planned={} if self.within is None else self.within.moved,
-        )
+        decisions = {} if self.within is None else self.within.decisions
+        treatments = treater.treat((forward, backward), boundary, lambda root, _: decisions.get(root))
         last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
         editor = Editor(forward, backward, boundary, num_outputs, self._decompositions(), last_channels)
         self.table = editor.apply(treatments, self._rules)
@@ -110,22 +101,3 @@ class Partitioner:
                 found = GraphPlan.from_dict(cached)
             budget.plan = found or budget.plan
         return self.table
-
-
-def _inputs(forward: GraphModule, metadata: Any) -> list[Node]:
-    """Return the inputs of a graph, without the tokens of effects before them, such as those of checks."""
-    return list(forward.graph.find_nodes(op="placeholder"))[len(getattr(metadata, "tokens", ())) :]
-
-
-def _active(inputs: list[Node], metadata: Any) -> set[Node] | None:
-    """Return the inputs of a graph that require a gradient; None where PyTorch does not tell."""
-    infos = getattr(metadata, "input_info", None)
-    if infos is None or len(infos) != len(inputs):
-        return None
-    tensors = zip(inputs, infos, strict=True)
-    return {node for node, info in tensors if info.requires_grad and isinstance(node.meta.get("val"), Tensor)}
-
-
-def _static(inputs: list[Node], indices: Sequence[int] | None) -> set[Node]:
-    """Return the inputs of a graph that are parameters and buffers."""
-    return {inputs[index] for index in indices or ()}

@@ -83,6 +83,7 @@ class GraphRules:
                 self.budget.nbytes,
                 self.budget.tier,
                 self.budget.windows,
+                None if self.budget.lossy is None else self.budget.lossy.identity,
                 "" if status is None else status.choice,
             ]
         parts += [str(self.policy), tags] if self.policy.names_operators or tags else []

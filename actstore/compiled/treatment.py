@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -37,6 +37,8 @@ from actstore.compiled.table import INPUT, KEPT, PAYLOAD
 from actstore.compiled.tags import tagged
 from actstore.policy import Encode, Keep, Offload, may_be_lossy
 from actstore.policy.decision import waits_as
+
+Planned = Callable[[str, str | None], Encode | Offload | None]
 
 BITS = Bit1()
 OUTSIDE = "saved outside of the model: part of the loss"
@@ -101,7 +103,7 @@ def treat(
     inputs: Sequence[Node],
     active: Set[Node] | None,
     static: Set[Node],
-    planned: Mapping[str, Offload],
+    planned: Planned,
 ) -> Treatments:
     """Choose the treatment of each saved tensor.
 
@@ -111,7 +113,7 @@ def treat(
     inputs : of the forward graph
     active : those that require a gradient; None where that is unknown
     static : those that are parameters and buffers
-    planned : decisions of a plan, by the name of the node whose memory waits
+    planned : returns the decision of a plan, by the name of the node whose memory waits, and by the module
     """
     nodes = list(backward.graph.nodes)
     known = {saved.read for saved in boundary.tensors} | set(boundary.symbols)
@@ -127,8 +129,7 @@ def treat(
     for saved in boundary.tensors:
         operator = operator_of(saved.node) if differentiated is None or saved.node in differentiated else ""
         tag = tags.get(root_of(saved.node), "")
-        wanted = planned.get(root_of(saved.node).name)
-        treatment = _first(saved, operator, tag, returned, rules, names, indices, wanted)
+        treatment = _first(saved, operator, tag, returned, rules, names, indices, planned)
         if treatment.codec is not None:
             _protect(treatment, parameters, given, differentiated, tangents)
         found.append(treatment)
@@ -154,7 +155,7 @@ def _first(
     rules: GraphRules,
     names: NodeNames,
     indices: Counter[str],
-    planned: Offload | None,
+    planned: Planned,
 ) -> Treatment:
     """Return the treatment by the plan or the policy, by size and by owner."""
     root = root_of(saved.node)
@@ -170,10 +171,11 @@ def _first(
         treatment.keep("a size that only the run knows")
         return treatment
     decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator, tag)
-    treatment.where = str(planned or decision)
-    waits = planned or waits_as(decision)
-    if planned is not None:
-        _choose(treatment, planned, outside=False)
+    wanted = planned(root.name, name)
+    treatment.where = str(wanted or decision)
+    waits = wanted or waits_as(decision)
+    if wanted is not None:
+        _choose(treatment, wanted, outside=name is None)
     elif ambiguous:
         treatment.keep(ambiguous)
     elif isinstance(waits, Keep):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from actstore.codecs import Raw
 from actstore.compiled.arrange import arrange, write_in_place
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
+from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
@@ -29,16 +30,15 @@ from actstore.compiled.counted import AroundGraph, peak_of
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
+from actstore.compiled.treater import Graphs, Treater
 from actstore.errors import CapacityError, ConfigError
-from actstore.policy import Offload
+from actstore.policy import Encode, Offload
 
 FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, where the code is not counted
 LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
 APART_SHARE = 1 / 256  # of the budget
 SHARES = 0.9, 0.5  # of saved bytes: PyTorch's partitioner then recomputes what it else takes for too expensive
 REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
-
-Graphs = tuple[GraphModule, GraphModule]
 
 
 @dataclass
@@ -49,12 +49,47 @@ class Attempts:
     ----------
     ratio : the most of the bytes of what it wrote over those of the plan
     only_least : whether the plan of the least memory is the only one left
-    ladder : the step of the region, and its choices
+    choices : of the region
     """
 
     ratio: float = 1.0
     only_least: bool = False
-    ladder: tuple[RegionStep, PlanLadder] | None = None
+    choices: Choices | None = None
+
+
+class Choices(NamedTuple):
+    """The choices of a region.
+
+    Attributes
+    ----------
+    exact : the step of the region, without a loss
+    step : the same, with the payloads that may stand for saved tensors
+    payloads : by the node whose memory each may stand for
+    ladder : of the step
+    """
+
+    exact: RegionStep
+    step: RegionStep
+    payloads: dict[str, LossyPayload]
+    ladder: PlanLadder
+
+
+class _Joint(NamedTuple):
+    """A joint graph with all that its partition takes."""
+
+    graph: GraphModule
+    inputs: Any
+    options: dict[str, Any]
+    reader: JointReader
+    treater: Treater
+
+    def saved(self, forward: GraphModule) -> frozenset[int]:
+        """Return the indices of what a forward graph saves."""
+        return self.reader.indices(_saved_names(forward, self.options["num_fwd_outputs"]))
+
+    def partition(self, marked: GraphModule) -> Graphs:
+        """Partition a copy of the graph as PyTorch does."""
+        return min_cut_rematerialization_partition(marked, self.inputs, **self.options)
 
 
 class OverBudgetError(Exception):
@@ -77,7 +112,7 @@ class BudgetPartition:
     saved_plan : the same for PyTorch's caches
     refusal : the error of a budget that is too small; None for no error
     apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
-    moved : decisions of the plan on saved tensors that leave the device, by the node whose memory waits
+    decisions : of the plan on saved tensors that leave the device or are encoded, by the node whose memory waits
     """
 
     def __init__(
@@ -87,17 +122,20 @@ class BudgetPartition:
         self.saved_plan: dict[str, Any] = {}
         self.refusal: CapacityError | None = None
         self.apart: int | None = None
-        self.moved: dict[str, Offload] = {}
+        self.decisions: dict[str, Encode | Offload] = {}
         self._budget = budget.nbytes
         self._lane_of = budget.lane_of
+        self._lossy = budget.lossy
         self._names = names
         self._fuses = fuses
         self._attempts = attempts
         self._around: AroundGraph | None = None
         self._predicted = self._counted = 0
 
-    def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> Graphs:
+    def __call__(self, joint: GraphModule, inputs: Any, treater: Treater, **options: Any) -> Graphs:
         """Partition a joint graph as PyTorch's partitioner does, with the saved tensors of the fastest plan.
+
+        treater : of what a partition saves
 
         Raises
         ------
@@ -107,60 +145,75 @@ class BudgetPartition:
         joint.graph.eliminate_dead_code()
         if config.cse:
             joint.graph = fx_graph_cse(joint.graph)  # as PyTorch does, so that its nodes are these
-        num_outputs: int = options["num_fwd_outputs"]
         plain = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
         try:
-            reader = JointReader(joint, num_outputs, Costs(), fuses=self._fuses)
+            reader = JointReader(joint, options["num_fwd_outputs"], Costs(), fuses=self._fuses)
             rerun = _names_of(plain[0]) & _names_of(plain[1])
             step = reader.step(rerun, self._lane_of(_device_of(joint)))
         except ValueError as error:
             raise ConfigError(f"no plan for a compiled model: {error} Compile it with dynamic=False.") from error
-        saved = reader.indices(_saved_names(plain[0], num_outputs))
-        found = step.evaluate(saved, loops=True)
+        whole = _Joint(joint, inputs, options, reader, treater)
+        found = step.evaluate(whole.saved(plain[0]), loops=True)
         attempts = self._attempts
         only_least = attempts is not None and attempts.only_least
         if self._needed(found) <= self._budget and not only_least:
             self._set_plan(self._plan(found, found, 0, "", ()), reader.surroundings(step, found))
             return plain
-        known = None if attempts is None else attempts.ladder
-        if known is not None and known[0] == step:
-            ladder = known[1]
-        else:
-            ladder = ladder_of(step, saved, [reader.indices(names) for names in _shares(joint, inputs, options)])
+        choices = None if attempts is None else attempts.choices
+        if choices is None or choices.exact != step:
+            choices = self._search(whole, step, plain)
         if attempts is not None:
-            attempts.ladder = step, ladder
-
-        def partitioned(rung: Rung) -> tuple[Graphs, RegionEvaluation]:
-            graphs = min_cut_rematerialization_partition(_marked(joint, reader, rung), inputs, **options)
-            found = step.evaluate(reader.indices(_saved_names(graphs[0], num_outputs)))
-            found = step.leaving(found, rung.evaluation.away.keys(), rung.evaluation.window)
-            if step.ordered:
-                arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
-            return graphs, found
-
+            attempts.choices = choices
+        ladder = choices.ladder
         for rung in () if only_least else ladder.rungs:
             if self._needed(rung.evaluation) > self._budget:
                 continue
-            graphs, found = partitioned(rung)
+            graphs, found = self._partitioned(whole, choices, rung)
             if self._needed(found) <= self._budget:
-                return self._chosen(graphs, self._described(step, ladder, rung, found, reader), reader, step, found)
-        lowest = [(rung, *partitioned(rung)) for rung in ladder.rungs[-REFUSED_RUNGS:]]
+                return self._chosen(whole, choices, rung, graphs, found)
+        lowest = [(rung, *self._partitioned(whole, choices, rung)) for rung in ladder.rungs[-REFUSED_RUNGS:]]
         if attempts is None:
             least = min(max(self._needed(rung.evaluation), self._needed(found)) for rung, _, found in lowest)
             self.refusal = self._refused(least)
             raise self.refusal
         attempts.only_least = True
-        rung, graphs, found = min(lowest, key=lambda each: each[2].peak)
-        return self._chosen(graphs, self._described(step, ladder, rung, found, reader), reader, step, found)
+        return self._chosen(whole, choices, *min(lowest, key=lambda each: each[2].peak))
 
-    def _chosen(
-        self, graphs: Graphs, plan: GraphPlan, reader: JointReader, step: RegionStep, found: RegionEvaluation
-    ) -> Graphs:
+    def _search(self, whole: _Joint, exact: RegionStep, plain: Graphs) -> Choices:
+        """Return the choices of a region, where `plain` is PyTorch's partition."""
+        others = list(_shares(whole))
+        step, payloads = exact, dict[str, LossyPayload]()
+        if self._lossy is not None:
+            for graphs in (*others, plain):
+                payloads |= whole.treater.lossy(graphs, self._lossy)[0]
+            step = whole.reader.encoding(exact, payloads)
+        saved = [whole.saved(forward) for forward, _ in (plain, *others)]
+        return Choices(exact, step, payloads, ladder_of(step, saved[0], saved[1:]))
+
+    def _partitioned(self, whole: _Joint, choices: Choices, rung: Rung) -> tuple[Graphs, RegionEvaluation]:
+        """Return the graphs of a choice, and what PyTorch and the treatment of its tensors have made of it."""
+        step, reader, wanted = choices.step, whole.reader, rung.evaluation
+        graphs = whole.partition(_marked(whole.graph, reader, rung))
+        found, masks = step.evaluate(whole.saved(graphs[0])), 0
+        if wanted.encoded and self._lossy is not None:
+            names = {reader.nodes[owner].name for owner in wanted.encoded}
+            payloads, masks = whole.treater.lossy(graphs, self._lossy, names)
+            found = step.encoding(found, reader.indices(payloads.keys() & names))
+        found = step.leaving(found, wanted.away.keys(), wanted.window).with_masks(masks)
+        if step.ordered:
+            arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
+        return graphs, found
+
+    def _chosen(self, whole: _Joint, choices: Choices, rung: Rung, graphs: Graphs, found: RegionEvaluation) -> Graphs:
         """Return the graphs of a plan, with what the compiler behind must respect."""
-        self._set_plan(plan, reader.surroundings(step, found))
+        step, reader = choices.step, whole.reader
+        self._set_plan(self._described(choices, rung, found, reader), reader.surroundings(step, found))
         if step.lane is not None:
             waits = Offload(Raw(), (step.lane.tier,))
-            self.moved = {reader.nodes[owner].name: waits for owner in found.away}
+            self.decisions |= {reader.nodes[owner].name: waits for owner in found.away}
+        if self._lossy is not None:
+            encoded = Encode(self._lossy.codec)
+            self.decisions |= {reader.nodes[owner].name: encoded for owner in found.encoded}
         if self._fuses:
             self.apart = int(APART_SHARE * self._budget)
             copy_for_readers(graphs[1], reader.is_elementwise, self.apart)
@@ -217,9 +270,8 @@ class BudgetPartition:
             limit=budget,
         )
 
-    def _described(
-        self, step: RegionStep, ladder: PlanLadder, rung: Rung, found: RegionEvaluation, reader: JointReader
-    ) -> GraphPlan:
+    def _described(self, choices: Choices, rung: Rung, found: RegionEvaluation, reader: JointReader) -> GraphPlan:
+        step, ladder = choices.step, choices.ladder
         firsts = [unit.first for unit in rung.units]
         again = [0] * len(firsts)
         for index in found.again - ladder.plain.again:
@@ -230,14 +282,23 @@ class BudgetPartition:
                 self._names.of(node) for node in reader.nodes[unit.first : unit.last] if node.op != "placeholder"
             ]
             ends = dict.fromkeys(name or "loss" for name in (modules[0], modules[-1]))
-            saved, held, away = (
+            saved, held, away, encoded = (
                 sum(nbytes for owner, nbytes in each.items() if unit.first <= owner < unit.last)
-                for each in (ladder.plain.held, found.held, found.away)
+                for each in (ladder.plain.held, found.held, found.away, found.encoded)
             )
-            units.append(GraphUnit(" to ".join(ends), saved, held, count, away))
+            units.append(GraphUnit(" to ".join(ends), saved, held, count, away, encoded))
         least = self._needed(ladder.rungs[-1].evaluation)
         tier = "" if step.lane is None else step.lane.tier
-        return self._plan(found, ladder.plain, least, rung.certificate, tuple(units), tier)
+        plan = self._plan(found, ladder.plain, least, rung.certificate, tuple(units), tier)
+        if self._lossy is None or not found.encoded:
+            return plan
+        payloads = [choices.payloads[reader.nodes[owner].name] for owner in found.encoded]
+        return replace(
+            plan,
+            encoded=sum(found.encoded.values()),
+            codec=str(Encode(self._lossy.codec)),
+            noise=self._lossy.noise_of(name for payload in payloads for name in payload.modules),
+        )
 
     def _plan(
         self,
@@ -276,12 +337,11 @@ def _copied(joint: GraphModule) -> GraphModule:
     return GraphModule(joint, deepcopy(joint.graph))
 
 
-def _shares(joint: GraphModule, inputs: Any, options: dict[str, Any]) -> Iterator[set[str]]:
-    """Yield what PyTorch's partitioner saves under budgets of its own, which are shares of the saved bytes."""
+def _shares(whole: _Joint) -> Iterator[Graphs]:
+    """Yield the graphs of PyTorch's partitioner under budgets of its own, which are shares of the saved bytes."""
     for share in SHARES:
         with config.patch(activation_memory_budget=share):
-            forward, _ = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
-        yield _saved_names(forward, options["num_fwd_outputs"])
+            yield whole.partition(_copied(whole.graph))
 
 
 def _marked(joint: GraphModule, reader: JointReader, rung: Rung) -> GraphModule:

@@ -100,14 +100,14 @@ def _options(
             continue
         if excepted := excepted_part(decision):
             change = _Change(unit, decision, f, keep, None)
-            change.error = _noise(unit, excepted, f)
+            change.error = noise_of(unit, excepted, f)
             if change.error < inf:
                 yield change.option(unit, keep, profile)
             continue
         part, colon, what = decision.rpartition(":")
         change = _Change(unit, what.strip(), f, keep, None)
         if colon:
-            change.error = _noise(unit, part.strip(), f)
+            change.error = noise_of(unit, part.strip(), f)
             if change.error < inf:
                 of_parts.setdefault(part.strip(), []).append(change)
             continue
@@ -147,13 +147,13 @@ class _Change:
         if part is None:
             self.held = f.total("held") - keep.total("held")
             self.host, self.disk = f.total("host"), f.total("disk")
-            self.error = sum(_noise(unit, name, f) for name in f.parts)
+            self.error = sum(noise_of(unit, name, f) for name in f.parts)
         else:
             before, after = keep.parts.get(part, UnitBytes()), f.parts.get(part, UnitBytes())
             share = before.saved / max(1, keep.total("saved"))
             self.held = after.held - before.held
             self.host, self.disk = after.host, after.disk
-            self.error = _noise(unit, part, f)
+            self.error = noise_of(unit, part, f)
             self.forward, self.backward = self.forward * share, self.backward * share
 
     def plus(self, other: _Change) -> _Change:
@@ -180,7 +180,7 @@ class _Change:
         )
 
 
-def _noise(unit: Unit, part: str, f: UnitFigures) -> float:
+def noise_of(unit: Unit, part: str, f: UnitFigures) -> float:
     """Return the noise that the payloads of a part add to the gradients; infinite where it is unknown."""
     found = f.error * unit.noise.get(part, inf) if f.error else 0.0
     return found if isfinite(found) else inf

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from actstore.auto.controller import AutoController
 from actstore.compiled.backend import GraphBackend
 from actstore.compiled.budget.plan import RegionBudget
 from actstore.errors import ConfigError, StateError
@@ -54,12 +54,19 @@ class StoreGraphs(StoreFigures):
         if part is None:
             raise ConfigError("model=None: the store has no model. Give the module to compile.")
         backend = self._backend(part, options.pop("backend", "inductor"))
-        if backend.has_budget and not options.setdefault("fullgraph", True):
+        if backend.budget is not None and not options.setdefault("fullgraph", True):
             raise ConfigError(
                 "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
             )
-        with _wrapped(part):
-            part.compile(backend=backend, **options)
+
+        def compiles() -> None:
+            with _wrapped(part):
+                part.compile(backend=backend, **options)
+
+        if backend.budget is None:
+            compiles()
+        else:
+            self._plan_in_graphs(backend.budget, compiles)
 
     def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
         """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
@@ -76,7 +83,7 @@ class StoreGraphs(StoreFigures):
         ConfigError : `inner` is unknown, or the policy is one that chooses
         """
         backend = self._backend(self._model, inner)
-        if backend.has_budget:
+        if backend.budget is not None:
             raise ConfigError(
                 f"policy={self._given_policy}: a budget is for a model, and a back end may compile more. Use "
                 "store.compile()."
@@ -88,23 +95,23 @@ class StoreGraphs(StoreFigures):
         backend = GraphBackend(rules, inner)
         if self._inside:
             raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
-        if rules.budget is not None:
-            self._plan_in_graphs(rules.budget)
         self._fitted.leave_to_graphs(rules.target)
         return backend
 
-    def _plan_in_graphs(self, budget: RegionBudget) -> None:
+    def _plan_in_graphs(self, budget: RegionBudget, compiles: Callable[[], None]) -> None:
         """Leave the budget to the graphs, with the tiers that the user grants to "auto"."""
         assert isinstance(self._chooser, Auto)
+        max_noise, eager = self._chooser.max_noise, self._controller
         tiers, window = read_tiers(self._options["tiers"])
         device = device_of(self._model) or torch.device("cpu")
         windows = windows_of(window, device)
         tier = tier_of(wish_of(self._chooser, tiers), window, device)
         budget.allow(tier, windows, lanes_of(self._store, tier, windows))
-        if self._controller is not None:
-            self._controller.close()
-        self._controller = GraphController(budget)
-        self._ledger.budget.set(inf)
+        if eager is not None and not max_noise:
+            eager.close()
+            eager = None
+        assert eager is None or isinstance(eager, AutoController)
+        self._controller = GraphController(budget, self._ledger, compiles, eager, max_noise)
 
 
 def _wrapped(part: Module) -> AbstractContextManager[Any]:

@@ -2,55 +2,135 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
+from actstore.auto.controller import AutoController
+from actstore.base.ledger import Ledger
+from actstore.compiled.budget.lossy import LossyModules
 from actstore.compiled.budget.plan import GraphPlan, RegionBudget
+from actstore.errors import CapacityError
 from actstore.policy import Policy, Rules
+from actstore.session.lossy import lossy_modules
 from actstore.store.tierset import TierSet
+
+log = logging.getLogger("actstore")
 
 
 class GraphController:
-    """The controller of a store whose model was compiled within a budget."""
+    """The controller of a store whose model is compiled within a budget.
+
+    Where payloads may lose, the first steps run eagerly under another controller, which measures what their errors do
+    to the gradients. Then the model is compiled.
+
+    Parameters
+    ----------
+    ledger : of the store
+    compiles : compiles the model
+    eager : the controller of the first steps; None where all payloads are exact
+    max_noise : variance that payloads may add to the gradients, as a fraction of their variance from batch to batch
+    """
 
     name = "auto"
-    gauge = None
 
-    def __init__(self, budget: RegionBudget) -> None:
+    def __init__(
+        self,
+        budget: RegionBudget,
+        ledger: Ledger,
+        compiles: Callable[[], None],
+        eager: AutoController | None,
+        max_noise: float,
+    ) -> None:
         self._budget = budget
+        self._ledger = ledger
+        self._compiles = compiles
+        self._eager = eager
+        self._max_noise = max_noise
         self._rules = Rules([])
+        if eager is None:
+            self._compile(None)
 
     @property
     def plan(self) -> GraphPlan | None:
         """Plan of the compiled model; None until its first step."""
         return self._budget.plan
 
+    @property
+    def gauge(self) -> Any:
+        """Observer of the store's work in eager steps; None behind them."""
+        return None if self._eager is None else self._eager.gauge
+
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
-        """Return rules that keep all that the graphs save: what leaves does so inside of them."""
+        """Return the rules of an eager step, or those that keep all that the graphs save: it leaves inside of them."""
+        if self._eager is not None:
+            rules = self._next_eager(self._eager, place, modules)
+            if rules is not None:
+                return rules
         plan = self.plan
         place.engine.resize(plan.window if plan is not None and plan.window else self._budget.windows[0])
         return self._rules
 
+    def _next_eager(
+        self, eager: AutoController, place: TierSet, modules: Iterable[tuple[str, Module]]
+    ) -> Policy | None:
+        """Return the rules of the next eager step; None where they have shown enough, and the model is compiled."""
+        why = ""
+        try:
+            rules = eager.next(place, modules)
+            if eager.plan is None:
+                return rules
+        except CapacityError as error:  # of eager steps: those of a graph need less
+            why = str(error)
+        lossy = lossy_modules(eager.probes.profile(place.device.torch_device), self._max_noise)
+        if why and not lossy.any:
+            log.warning("no payload of the compiled model will lose: eager steps, which measure that, need more: %s", why)
+        eager.close()
+        self._eager = None
+        self._compile(lossy)
+        return None
+
+    def _compile(self, lossy: LossyModules | None) -> None:
+        self._budget.allow_loss(lossy)
+        self._ledger.budget.set(inf)
+        self._compiles()
+
     def begin(self) -> None:
-        """Do nothing: there is nothing to measure."""
+        """Begin the step, which an eager controller measures."""
+        if self._eager is not None:
+            self._eager.begin()
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return the pack hook as it is."""
         return pack
 
     def end_forward(self, error: BaseException | None, /) -> None:
-        """Do nothing: the plan stays as it is."""
+        """End the forward, which may have failed with `error`."""
+        if self._eager is not None:
+            self._eager.end_forward(error)
 
     def state(self) -> dict[str, Any]:
-        """Return that no plan was measured: the graphs of another process have their own, and all plans are exact."""
-        return {"plan": None}
+        """Return the noise that was measured. Another process has graphs and a plan of its own."""
+        lossy = self._budget.lossy
+        return {"plan": None, "noise": None if lossy is None else dict(lossy.noise)}
 
     def resume(self, state: dict[str, Any], place: TierSet, /) -> str:
-        """Go on: nothing is planned again."""
+        """Go on with the noise that was measured, without eager steps."""
+        noise = state.get("noise")
+        if self._eager is None:
+            return ""
+        if noise is None:
+            return "eager steps were still measured when the state was saved: measured again"
+        self._eager.close()
+        self._eager = None
+        self._compile(LossyModules(noise))
         return ""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Release the measurements of eager steps."""
+        if self._eager is not None:
+            self._eager.close()

@@ -64,10 +64,9 @@ def graph_rules(
 def _budget(chooser: Auto | Bits, *, whole: bool) -> RegionBudget:
     if isinstance(chooser, Bits):
         raise ConfigError(f"policy={chooser}: does not choose for compiled graphs. Give rules, such as 'int8'.")
-    if chooser.max_noise or chooser.group is not None:
+    if chooser.group is not None:
         raise ConfigError(
-            f"policy={chooser}: max_noise and group are not for compiled models. Leave them out: "
-            f"Auto({chooser.budget!r})."
+            f"policy={chooser}: group is not for compiled models. Leave it out: Auto({chooser.budget!r})."
         )
     if not whole:
         raise ConfigError(f"policy={chooser}: a budget is for the whole model. Compile it by store.compile().")

@@ -19,12 +19,16 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from actstore.codecs import Codec
+from actstore.compiled.formats.base import GraphCodec
+from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.devices.cpu_memory import most_during
 
 RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
+CODE_PASSES = 1.0  # of a loop that encodes or decodes, in times of a loop that writes as many bytes
 CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
 
@@ -76,6 +80,20 @@ class Costs:
             _known[key] = self.by_bytes(node) if found is None else found
         return _known[key]
 
+    def of_codec(self, codec: Codec, value: Tensor, *, fused: bool) -> Cost:
+        """Return the cost to encode a tensor, or to decode its payload: of both the larger one.
+
+        fused : whether a compiler makes loops of it, whose time is that of the bytes
+        """
+        if fused:
+            return Cost(CODE_PASSES * hinted_nbytes(value) / bytes_per_ms(value.device))
+        key = (codec, _key(value))
+        if key not in _known:
+            form, reason = graph_codec(codec, value)
+            assert form is not None, reason
+            _known[key] = _of_form(form, value)
+        return _known[key]
+
     def _run(self, target: OpOverload[..., Any], node: Node) -> Cost | None:
         """Return the cost of an operator; None where it does not run on tensors that hold one number everywhere."""
         with _disable_current_modes(), torch.no_grad():
@@ -86,6 +104,15 @@ class Costs:
                 return Cost(ms, _workspace(lambda: target(*args, **kwargs), device))
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return None
+
+
+def _of_form(form: GraphCodec, value: Tensor) -> Cost:
+    with _disable_current_modes(), torch.no_grad():
+        made = _real(value)
+        payload = form.encode(made)
+        calls: list[Callable[[], Any]] = [lambda: form.encode(made), lambda: form.decode(payload)]
+        costs = [Cost(_fastest(call, made.device), _workspace(call, made.device)) for call in calls]
+    return Cost(max(cost.ms for cost in costs), max(cost.workspace for cost in costs))
 
 
 def _of_chunk(target: OpOverload[..., Any], node: Node) -> float:

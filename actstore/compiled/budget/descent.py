@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from actstore.compiled.budget.lane import CALL_MS
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 
 
 class _Move(NamedTuple):
-    """A change of a choice: the saved tensors of one owner are computed again, or wait in the tier."""
+    """A change of a choice: the saved tensors of one owner are computed again, wait in the tier, or as a payload."""
 
     price: float  # ms for a byte
     owner: int
-    away: bool
+    how: Literal["again", "away", "encoded"]
 
 
 def descend(step: RegionStep, start: RegionEvaluation) -> Iterator[RegionEvaluation]:
@@ -23,7 +23,7 @@ def descend(step: RegionStep, start: RegionEvaluation) -> Iterator[RegionEvaluat
     A tensor leaves where the peak falls, or stays while fewer bytes are held. What did not help is tried again when
     nothing else helps any more.
     """
-    found, useless = start, set[tuple[int, bool]]()
+    found, useless = start, set[tuple[int, str]]()
     while True:
         yield found
         for again in (False, True):
@@ -36,17 +36,17 @@ def descend(step: RegionStep, start: RegionEvaluation) -> Iterator[RegionEvaluat
 
 
 def _lower(
-    step: RegionStep, found: RegionEvaluation, useless: set[tuple[int, bool]], *, again: bool
+    step: RegionStep, found: RegionEvaluation, useless: set[tuple[int, str]], *, again: bool
 ) -> RegionEvaluation | None:
     """Return the choice behind the first change that helps; None for none. Those that do not help become `useless`."""
     order = _order(found)
     for move in _moves(step, found):
-        if ((move.owner, move.away) in useless) == again:
+        if ((move.owner, move.how) in useless) == again:
             lower = _after(step, found, move)
             if _order(lower) < order:
-                useless.discard((move.owner, move.away))
+                useless.discard((move.owner, move.how))
                 return lower
-            useless.add((move.owner, move.away))
+            useless.add((move.owner, move.how))
     return None
 
 
@@ -58,22 +58,29 @@ def _moves(step: RegionStep, found: RegionEvaluation) -> list[_Move]:
     """Return the changes that are possible, in the order of time for their bytes."""
     operators, lane = step.operators, step.lane
     moves, movable = [], set[int]() if lane is None else {*step.movable(found)} - found.away.keys()
+    encodable = {*step.encodable(found)} - found.away.keys() - found.encoded.keys()
     for owner, members in step.members(found).items():
         nbytes = operators[owner].nbytes
         if not nbytes:
             continue
         if not any(operators[index].barred for index in members):
             again = {each for index in members for each in step.sources([index], found.saved - {index})}
-            moves.append(_Move(sum(operators[index].again_ms for index in again) / nbytes, owner, away=False))
+            moves.append(_Move(sum(operators[index].again_ms for index in again) / nbytes, owner, "again"))
         if lane is not None and owner in movable and found.moved + nbytes <= lane.limit:
             ms = 2 * CALL_MS + nbytes * (1 / lane.copy + 1 / lane.out + 1 / lane.back)
-            moves.append(_Move(ms / nbytes, owner, away=True))
+            moves.append(_Move(ms / nbytes, owner, "away"))
+        if owner in encodable:
+            ms = 2 * operators[owner].code_ms
+            moves.append(_Move(ms / max(1, nbytes - operators[owner].encoded), owner, "encoded"))
     return sorted(moves)
 
 
 def _after(step: RegionStep, found: RegionEvaluation, move: _Move) -> RegionEvaluation:
     """Return the choice behind a change."""
-    if move.away:
-        return step.leaving(found, found.away.keys() | {move.owner})
+    away = found.away.keys()
+    if move.how == "away":
+        return step.leaving(found, away | {move.owner})
+    if move.how == "encoded":
+        return step.leaving(step.encoding(found, found.encoded.keys() | {move.owner}), away)
     left = {index for index in found.saved if step.operators[index].owner != move.owner}
-    return step.leaving(step.evaluate(left), found.away.keys())
+    return step.leaving(step.encoding(step.evaluate(left), found.encoded.keys()), away)

@@ -87,7 +87,10 @@ def ladder_of(step: RegionStep, saved: Set[int], others: Sequence[Set[int]] = ()
     rungs = _unbeaten(found)
     below = rungs[:0:-1]  # the least memory first
     starts = begins + [rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)]]
-    found += _descents(replace(step, lane=None), starts, cuts[0], rungs)
+    found += _descents(replace(step, lane=None, encodes=False), starts, cuts[0], rungs)
+    if step.encodes:
+        starts += [step.encoding(begin, set(step.encodable(begin))) for begin in begins]
+        found += _descents(replace(step, lane=None), starts, cuts[0], [])
     if step.lane is not None:
         all_away = [step.leaving(begin, set(step.movable(begin))) for begin in begins]
         starts += [each for each in all_away if each.moved <= step.lane.limit]
@@ -100,10 +103,10 @@ def _descents(
     step: RegionStep, starts: Sequence[RegionEvaluation], units: tuple[RegionUnit, ...], rungs: Sequence[Rung]
 ) -> list[Rung]:
     """Return the choices on the way down from each start, with the solutions of `rungs` that they beat."""
-    passed, found = set[tuple[frozenset[int], frozenset[int]]](), []
+    passed, found = set[tuple[frozenset[int], ...]](), []
     for start in starts:
         for lower in descend(step, start):
-            key = lower.saved, frozenset(lower.away)
+            key = lower.saved, frozenset(lower.away), frozenset(lower.encoded)
             if key in passed:
                 break  # the remaining way is known
             passed.add(key)

@@ -26,6 +26,9 @@ class Operator:
     owner : index of the node whose memory it is; its own for no view
     layout : equal for tensors that a loop may write over each other element by element; None where it may not
     movable : bytes of its elements, where the memory of its owner can wait in a tier in their place; 0 where it cannot
+    encoded : bytes of a payload that may stand for its memory, with a loss; 0 where none may
+    code_ms : time to make that payload, and time to decode it
+    code_workspace : bytes that either needs while it runs
     """
 
     inputs: tuple[int, ...]
@@ -42,6 +45,9 @@ class Operator:
     late: bool = False
     layout: Hashable = None
     movable: int = 0
+    encoded: int = 0
+    code_ms: float = 0.0
+    code_workspace: int = 0
 
     @property
     def again_ms(self) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from actstore.base.units import format_nbytes
 from actstore.compiled.budget.lane import TierLane
+from actstore.compiled.budget.lossy import LossyModules
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class GraphUnit:
     held : bytes that the plan saves of it on the device
     again : operators of it that backward runs again
     away : bytes that the plan saves of it in a tier
+    encoded : bytes of `held` that stand for tensors with a loss
     """
 
     name: str
@@ -30,6 +32,7 @@ class GraphUnit:
     held: int
     again: int
     away: int = 0
+    encoded: int = 0
 
 
 @dataclass
@@ -42,6 +45,7 @@ class RegionBudget:
     tier : where saved tensors may wait as well, with the most bytes there; None for nowhere
     windows : that a plan may choose from
     lane_of : returns the way there from a device, measured once
+    lossy : modules whose saved tensors may be encoded with a loss; None for none
     plan : what was chosen last; None until the model is compiled
     """
 
@@ -49,6 +53,7 @@ class RegionBudget:
     tier: tuple[str, float] | None = None
     windows: tuple[int, ...] = ()
     lane_of: Callable[[torch.device], TierLane | None] = lambda device: None
+    lossy: LossyModules | None = None
     plan: GraphPlan | None = None
 
     def allow(
@@ -59,6 +64,10 @@ class RegionBudget:
     ) -> None:
         """Let saved tensors wait in a tier, too."""
         self.tier, self.windows, self.lane_of = tier, windows, lane_of
+
+    def allow_loss(self, lossy: LossyModules | None) -> None:
+        """Let saved tensors of these modules be encoded with a loss."""
+        self.lossy = lossy
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,10 @@ class GraphPlan:
     away : bytes that forward leaves in a tier
     tier : its name; empty for none
     window : bytes that may be on their way there, or wait for backward
+    encoded : bytes of payloads in `held`, which stand for tensors with a loss
+    codec : of these payloads; empty for none
+    noise : variance that they may add to the gradients of the weights, as a fraction of their variance from batch to
+        batch, as the eager steps have measured it for their modules
     """
 
     budget: int
@@ -93,6 +106,9 @@ class GraphPlan:
     away: int = 0
     tier: str = ""
     window: int = 0
+    encoded: int = 0
+    codec: str = ""
+    noise: float = 0.0
 
     @property
     def times_plain(self) -> float:
@@ -115,9 +131,15 @@ class GraphPlan:
         ]
         if self.away:
             lines.append(f"{format_nbytes(self.away)} wait in the tier {self.tier!r}.")
+        if self.encoded:
+            lines.append(
+                f"{format_nbytes(self.encoded)} are {self.codec}, which may add {self.noise:.2g} of the variance from "
+                "batch to batch to the gradients."
+            )
         for unit in self.units:
             if unit.again or unit.away or unit.held != unit.saved:
-                away = f", {format_nbytes(unit.away)} in {self.tier}" if unit.away else ""
+                away = f", {format_nbytes(unit.encoded)} as {self.codec}" if unit.encoded else ""
+                away += f", {format_nbytes(unit.away)} in {self.tier}" if unit.away else ""
                 lines.append(
                     f"  {unit.name}: holds {format_nbytes(unit.held)} of {format_nbytes(unit.saved)}{away}, runs "
                     f"{unit.again} operators again"

@@ -23,17 +23,20 @@ class RegionEvaluation:
     saved : indices of the tensors that backward gets from forward, inputs included
     again : indices of the operators that both graphs run
     held : bytes by owner of the memory that forward leaves for backward on the device
-    away : the same of what it leaves in a tier
+    encoded : the bytes of payloads among them, which stand for a tensor with a loss
+    away : bytes by owner of what it leaves in a tier
     times : ms of each of `forward`, and of each of `backward`
     forward, backward : operators in the order in which they run
     live : bytes while each of `forward` runs, and each of `backward`
     window : of the copies to the tier, in bytes; 0 where nothing leaves the device
     on_device : the same choice where nothing leaves the device; None for this one
+    exact : the same choice where nothing leaves, and nothing is encoded; None for this one
     """
 
     saved: frozenset[int]
     again: frozenset[int]
     held: dict[int, int]
+    encoded: dict[int, int]
     away: dict[int, int]
     times: tuple[list[float], list[float]]
     forward: tuple[int, ...]
@@ -41,11 +44,17 @@ class RegionEvaluation:
     live: tuple[list[int], list[int]]
     window: int = 0
     on_device: RegionEvaluation | None = None
+    exact: RegionEvaluation | None = None
 
     @cached_property
     def ms(self) -> float:
         """Time of all operators."""
         return sum(map(sum, self.times))
+
+    def with_masks(self, nbytes: int) -> RegionEvaluation:
+        """Return the same, where forward also saves so many bytes of masks."""
+        forward, backward = ([now + nbytes for now in live] for live in self.live)
+        return replace(self, live=(forward, backward)) if nbytes else self
 
     @property
     def moved(self) -> int:
@@ -72,6 +81,7 @@ class RegionStep:
     gradients : indices of what backward returns
     ordered : whether a plan orders backward anew, and loops take the memory of what they are the last to read
     lane : the way to the tier that saved tensors may wait in; None for none
+    encodes : whether saved tensors may wait as payloads with a loss
     """
 
     operators: Sequence[Operator]
@@ -79,6 +89,7 @@ class RegionStep:
     gradients: tuple[int, ...]
     ordered: bool = False
     lane: TierLane | None = None
+    encodes: bool = False
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
@@ -108,6 +119,7 @@ class RegionStep:
             frozenset(backward).intersection(forward),
             held,
             {},
+            {},
             (first[0], second[0]),
             forward,
             backward,
@@ -124,12 +136,7 @@ class RegionStep:
         gone = {owner: found.held[owner] for owner in self.movable(found) if owner in away}
         if lane is None or not gone:
             return found
-        last, begin = dict[int, int](), dict[int, int]()  # places of the last reader in forward, and of the next one
-        for at, index in enumerate(found.forward):
-            last |= {operators[each].owner: at for each in (index, *operators[index].inputs)}
-        for at, index in enumerate(found.backward):
-            for source in found.saved.intersection(operators[index].inputs):
-                begin.setdefault(operators[source].owner, at)
+        last, begin = self._around(found)
         window = window or lane.windows[0]
 
         def payloads(graph: int, run: Sequence[int], places: dict[int, int]) -> Payloads:
@@ -160,18 +167,63 @@ class RegionStep:
             on_device=found,
         )
 
+    def encoding(self, found: RegionEvaluation, owners: Set[int]) -> RegionEvaluation:
+        """Evaluate a choice anew, where payloads stand for what it saves of `owners`, if they may; nothing leaves."""
+        found = found.on_device or found
+        found, operators = found.exact or found, self.operators
+        payloads = {owner: operators[owner].encoded for owner in self.encodable(found) if owner in owners}
+        if not payloads:
+            return found
+        last, begin = self._around(found)
+        times = list(found.times[0]), list(found.times[1])
+        changes = [0] * (len(found.forward) + 1), [0] * (len(found.backward) + 1)
+        for owner, nbytes in payloads.items():
+            held, workspace = found.held[owner], operators[owner].code_workspace
+            changes[1][0] += nbytes - held
+            for graph, at, here, behind in ((0, last[owner], nbytes, -held), (1, begin[owner], held, -nbytes)):
+                times[graph][at] += operators[owner].code_ms
+                changes[graph][at] += here + workspace
+                changes[graph][at + 1] += behind - workspace
+        forward, backward = (
+            list(map(add, live, accumulate(change))) for live, change in zip(found.live, changes, strict=True)
+        )
+        return replace(
+            found,
+            held=found.held | payloads,
+            encoded=payloads,
+            times=times,
+            live=(forward, backward),
+            exact=found,
+        )
+
     def movable(self, found: RegionEvaluation) -> list[int]:
         """Return the owners whose memory can wait in the tier: what is saved of each is all of it, once or in parts."""
         operators = self.operators
-        returned = {operators[index].owner for index in (*self.returned, *self.gradients)}
-        parts = {
-            owner: [operators[index].movable for index in members] for owner, members in self.members(found).items()
-        }
+        parts = {owner: [operators[index].movable for index in members] for owner, members in self._own(found).items()}
         return [
             owner
             for owner, nbytes in parts.items()
-            if owner not in returned and all(nbytes) and operators[owner].movable in (sum(nbytes), min(nbytes))
+            if owner not in found.encoded and all(nbytes) and operators[owner].movable in (sum(nbytes), min(nbytes))
         ]
+
+    def encodable(self, found: RegionEvaluation) -> list[int]:
+        """Return the owners for whose memory payloads may stand."""
+        return [owner for owner in self._own(found) if self.operators[owner].encoded] if self.encodes else []
+
+    def _own(self, found: RegionEvaluation) -> dict[int, list[int]]:
+        """Return the saved tensors by the owner of their memory, where neither graph returns that."""
+        returned = {self.operators[index].owner for index in (*self.returned, *self.gradients)}
+        return {owner: members for owner, members in self.members(found).items() if owner not in returned}
+
+    def _around(self, found: RegionEvaluation) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the place of the last reader in forward of each saved owner, and that of the first one in backward."""
+        operators, last, begin = self.operators, dict[int, int](), dict[int, int]()
+        for at, index in enumerate(found.forward):
+            last |= {operators[each].owner: at for each in (index, *operators[index].inputs)}
+        for at, index in enumerate(found.backward):
+            for source in found.saved.intersection(operators[index].inputs):
+                begin.setdefault(operators[source].owner, at)
+        return last, begin
 
     def members(self, found: RegionEvaluation) -> dict[int, list[int]]:
         """Return the saved tensors that the caller does not bring, by the owner of their memory."""
