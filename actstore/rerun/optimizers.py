@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet, finalize, ref
@@ -12,6 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from actstore.rerun.leaves import Value
 
@@ -37,6 +39,11 @@ def serving(model: Module, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return [optimizer for optimizer in optimizers if any(id(leaf) in own for leaf in leaves_of(optimizer))]
 
 
+# Hooks of objects that were collected, which may be in the midst of an optimizer's loop over all hooks: the next object
+# removes them.
+_left: deque[RemovableHandle] = deque()
+
+
 class SteppedOptimizers:
     """Optimizers of a model, each found by a hook when it steps, until `close`.
 
@@ -48,8 +55,15 @@ class SteppedOptimizers:
     def __init__(self, model: Module, found: WeakSet[Optimizer]) -> None:
         self.found = found
         self._model = model
-        hook = register_optimizer_step_post_hook(_telling(ref(self)))
-        self.close: Callable[[], object] = finalize(self, hook.remove)  # also where no one calls it
+        while _left:
+            _left.popleft().remove()
+        self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
+        self._left_behind = finalize(self, _left.append, self._hook)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._left_behind.detach():
+            self._hook.remove()
 
     def meet(self, optimizer: Optimizer) -> None:
         """Note an optimizer that has stepped, if it has parameters of the model."""

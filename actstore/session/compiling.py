@@ -60,6 +60,9 @@ class StoreGraphs(StoreFigures):
             )
 
         def compiles() -> None:
+            self._sampler.resume(self._sampler.step)  # errors of eager steps are not those of the graphs
+            if self._influence is not None:
+                self._influence.close()
             with _wrapped(part):
                 part.compile(backend=backend, **options)
 

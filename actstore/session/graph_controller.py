@@ -88,7 +88,7 @@ class GraphController:
             why = str(error)
         lossy = lossy_modules(eager.probes.profile(place.device.torch_device), self._max_noise)
         if why and not lossy.any:
-            log.warning("no payload of the compiled model will lose: eager steps, which measure that, need more: %s", why)
+            log.warning("the plan of the compiled model will be exact: its noise was not measured: %s", why)
         eager.close()
         self._eager = None
         self._compile(lossy)

@@ -5,7 +5,8 @@ then runs in its place. Peaks are those of the allocator's count, above what was
 included; the first step compiles, and is not counted. Steps of the plan take turns with plain steps: "times plain" is
 the median of the ratios.
 
-With `--disk` plans may let saved tensors wait in a file.
+With `--disk` plans may let saved tensors wait in a file. With `--noise` they may encode some with a loss, which eager
+steps measure first: "error" is the relative error of all gradients of a step.
 
 With `--rivals` the budgets are the peaks of PyTorch's `activation_memory_budget`, whose steps take turns, too.
 """
@@ -24,10 +25,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from actstore import ActivationStore, Auto, Disk
 from actstore.base.units import format_nbytes
 from actstore.bench import workloads
+from actstore.bench.trainer import relative_error
 from actstore.bench.workloads.job import Job
 from actstore.bench.workloads.workload import Workload
 from actstore.devices import cpu_memory
@@ -36,11 +39,12 @@ from benchmarks.planner.rival import rival
 from benchmarks.planner.rows import write_rows
 
 SHARES = (0.6, 0.4, 0.25)
+MAX_EAGER_STEPS = 100
 
 
-def step(job: Job, store: ActivationStore | None) -> tuple[float, int]:
-    """Return the milliseconds of forward and backward, and the peak of a step."""
-    batch = job.batch(0)
+def step(job: Job, store: ActivationStore | None, number: int = 0) -> tuple[float, int]:
+    """Return the milliseconds of forward and backward, and the peak of a step on the batch of this number."""
+    batch = job.batch(number)
     before = cpu_memory.memory_allocated() or 0
     cpu_memory.reset_peak()
     begin = perf_counter()
@@ -53,36 +57,58 @@ def step(job: Job, store: ActivationStore | None) -> tuple[float, int]:
     return ms, peak
 
 
+def gradients(job: Job, store: ActivationStore | None) -> list[Tensor]:
+    """Return the gradients of a step."""
+    torch.manual_seed(0)
+    with store or nullcontext():
+        loss = job.loss(*job.batch(0))
+    loss.backward()
+    found = [weight.grad for weight in job.model.parameters() if weight.grad is not None]
+    job.model.zero_grad()
+    return found
+
+
 def compiled(
-    work: Workload, backend: str | Callable[..., Any], budget: int | None, disk: str = ""
+    work: Workload, backend: str | Callable[..., Any], budget: int | None, disk: str = "", noise: float = 0.0
 ) -> tuple[Job, ActivationStore | None, int]:
     """Return a compiled model, its store, and the peak of its second step.
 
     disk : budget of the disk that plans may use; empty for none
+    noise : variance that payloads may add to gradients, as a fraction of that from batch to batch
     """
     torch._dynamo.reset()
     job = workloads.make(work)
     tiers = [Disk(budget=disk)] if disk else []
-    store = None if budget is None else ActivationStore(job.model, Auto(budget), tiers=tiers)
+    store = None if budget is None else ActivationStore(job.model, Auto(budget, noise), tiers=tiers)
     if store is None:
         job.model.compile(backend=backend)
     else:
         store.compile(backend=backend)
-    step(job, store)  # compiles, and measures operators
+    for number in range(MAX_EAGER_STEPS):  # the last one compiles, and measures operators
+        step(job, store, number)
+        if store is None or store.plan is not None:
+            break
     return job, store, step(job, store)[1]
 
 
-def run(work: Workload, backend: str, rounds: int, shares: list[float], disk: str) -> list[dict[str, Any]]:
+def run(
+    work: Workload, backend: str, rounds: int, shares: list[float], disk: str, noise: float
+) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
-    return [row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak), disk) for share in shares]
+    return [
+        row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak), disk, noise)
+        for share in shares
+    ]
 
 
-def run_rivals(work: Workload, backend: str, rounds: int, shares: list[float], disk: str) -> list[dict[str, Any]]:
+def run_rivals(
+    work: Workload, backend: str, rounds: int, shares: list[float], disk: str, noise: float
+) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
     rows = []
     for share in shares:
         theirs, _, peak = compiled(work, rival(share, backend), None)
-        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, disk, theirs)
+        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, disk, noise, theirs)
         rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
 
@@ -96,14 +122,15 @@ def row_of(
     plain_peak: int,
     budget: int,
     disk: str,
+    noise: float,
     theirs: Job | None = None,
 ) -> dict[str, Any]:
     refused = False
     try:
-        job, store, peak = compiled(work, backend, budget, disk)
+        job, store, peak = compiled(work, backend, budget, disk, noise)
     except CapacityError as error:
         budget, refused = error.facts["least"], True
-        job, store, peak = compiled(work, backend, budget, disk)
+        job, store, peak = compiled(work, backend, budget, disk, noise)
     assert store is not None
     plan: Any = store.plan
     ratios, rivals = [], []
@@ -124,6 +151,9 @@ def row_of(
         "predicted_times": plan.times_plain, "held": plan.held, "plain_held": plan.plain_held,
     }  # fmt: skip
     row |= {"disk": disk, "away": plan.away, "window": plan.window} if disk else {}
+    if noise:
+        row |= {"max_noise": noise, "noise": plan.noise, "encoded": plan.encoded}
+        row |= {"error": relative_error(gradients(job, store), gradients(plain, None))}
     row |= {"rival_times": median(rivals)} if rivals else {}
     show([row])
     return row
@@ -142,6 +172,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         "predicted",
         "rival",
         "away",
+        "encoded",
+        "error",
     )
     for row in rows:
         table.add_row(
@@ -156,6 +188,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['predicted_times']:.2f}",
             f"{row['rival_times']:.2f}" if "rival_times" in row else "",
             format_nbytes(row["away"]) if "away" in row else "",
+            format_nbytes(row["encoded"]) if "encoded" in row else "",
+            f"{row['error']:.2%}" if "error" in row else "",
         )
     Console(width=140).print(table)
 
@@ -170,6 +204,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--rivals", type=float, nargs="+", help="PyTorch's budgets, in place of shares of the peak")
     parser.add_argument("--disk", default="", metavar="BUDGET", help="bytes of a file that plans may use: 8GiB")
+    parser.add_argument("--noise", type=float, default=0.0, help="that payloads may add to gradients: 0.1")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write the result to this file, beside other rows")
     given = parser.parse_args()
@@ -179,11 +214,11 @@ def main() -> None:
     cpu_memory.count()
     work = workloads.sized(given.model, layers=given.layers, batch=given.batch, threads=given.threads)
     if given.rivals:
-        rows = run_rivals(work, given.backend, given.rounds, given.rivals, given.disk)
+        rows = run_rivals(work, given.backend, given.rounds, given.rivals, given.disk, given.noise)
     else:
-        rows = run(work, given.backend, given.rounds, list(given.shares), given.disk)
+        rows = run(work, given.backend, given.rounds, list(given.shares), given.disk, given.noise)
     if given.json is not None:
-        write_rows(given.json, rows, ("model", "backend", "rival", "share", "disk"))
+        write_rows(given.json, rows, ("model", "backend", "rival", "share", "disk", "max_noise"))
 
 
 if __name__ == "__main__":

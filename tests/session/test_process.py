@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from actstore import ActivationStore, SampleErrors
 from actstore.base.units import format_nbytes
-from actstore.rerun.optimizers import live_optimizers
+from actstore.rerun.optimizers import SteppedOptimizers, live_optimizers
 from actstore.session import process
 from actstore.session.process import ProcessMemory
 
@@ -94,6 +95,21 @@ def test_the_watch_for_hidden_optimizers_ends_with_the_store(model: nn.Module) -
     assert optimizers.find() == []
     assert len(_global_optimizer_post_hooks) == before + 1
     del optimizers
+    SteppedOptimizers(model, WeakSet()).close()
+    assert len(_global_optimizer_post_hooks) == before
+
+
+def test_a_store_may_be_collected_in_the_midst_of_an_optimizers_step(model: nn.Module) -> None:
+    """Which goes through all hooks: none may go then."""
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), len(_global_optimizer_post_hooks)
+    watching = [SteppedOptimizers(model, WeakSet())]
+    hook = register_optimizer_step_post_hook(lambda *_: watching.clear())
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert not watching
+    SteppedOptimizers(model, WeakSet()).close()
     assert len(_global_optimizer_post_hooks) == before
 
 

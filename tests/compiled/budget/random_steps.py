@@ -14,8 +14,13 @@ SMALL, LARGE = 1 << 10, 1 << 20
 LANE = TierLane("disk", inf, 4e6, 2e6, 8e6, (LARGE, 4 * LARGE), on_host=True, recycles=True)
 
 
-def random_step(seed: int, length: int = 6, lane: TierLane | None = None) -> tuple[RegionStep, frozenset[int]]:
-    """A step, and what plain saves: all that backward reads. With a lane its tensors are large, and most can move."""
+def random_step(
+    seed: int, length: int = 6, lane: TierLane | None = None, *, encodes: bool = False
+) -> tuple[RegionStep, frozenset[int]]:
+    """A step, and what plain saves: all that backward reads. With a lane its tensors are large, and most can move.
+
+    encodes : whether payloads may stand for most tensors
+    """
     unit = SMALL if lane is None else LARGE
     random = Random(seed)
     operators = [Operator((), 0, given=True)]
@@ -41,4 +46,8 @@ def random_step(seed: int, length: int = 6, lane: TierLane | None = None) -> tup
         movable = {index for index in range(1, top) if random.random() < 0.8}
         nbytes = [operators[each.owner].nbytes if each.owner in movable else 0 for each in operators]
         operators = [replace(each, movable=size) for each, size in zip(operators, nbytes, strict=True)]
-    return RegionStep(operators, (current,), (gradient,), lane=lane), frozenset(read)
+    for index, each in enumerate(operators[1:top] if encodes else (), 1):
+        if each.owner == index and random.random() < 0.8:
+            workspace = random.randint(0, 2) * each.nbytes
+            operators[index] = replace(each, encoded=each.nbytes // 4, code_ms=0.25, code_workspace=workspace)
+    return RegionStep(operators, (current,), (gradient,), lane=lane, encodes=encodes), frozenset(read)

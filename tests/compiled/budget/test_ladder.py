@@ -9,6 +9,7 @@ from math import inf
 import pytest
 
 from actstore.compiled.budget.ladder import GAP, chain_of, ladder_of, wanted_by
+from actstore.compiled.budget.lane import TierLane
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionStep
 from actstore.compiled.budget.units import cuts_of
@@ -64,6 +65,32 @@ def test_a_tier_never_makes_a_plan_slower(seed: int) -> None:
     for rung in without.rungs:
         assert found.within(rung.evaluation.peak)[0].evaluation.ms <= rung.evaluation.ms
     assert found.rungs[-1].evaluation.peak <= without.rungs[-1].evaluation.peak
+
+
+@pytest.mark.parametrize("lane", [None, LANE], ids=["no tier", "a tier"])
+@pytest.mark.parametrize("seed", range(6))
+def test_payloads_never_make_a_plan_slower(seed: int, lane: TierLane | None) -> None:
+    step, plain = random_step(seed, length=9, lane=lane, encodes=True)
+    without, found = ladder_of(replace(step, encodes=False), plain), ladder_of(step, plain)
+    assert not any(rung.evaluation.encoded for rung in without.rungs)
+    for rung in without.rungs:
+        assert found.within(rung.evaluation.peak)[0].evaluation.ms <= rung.evaluation.ms
+    assert found.rungs[-1].evaluation.peak <= without.rungs[-1].evaluation.peak
+
+
+def test_tensors_are_encoded_before_they_are_computed_again() -> None:
+    step, plain = long_chain()
+    operators = [
+        each if each.late or each.given else replace(each, encoded=1 << 20, code_ms=0.25) for each in step.operators
+    ]
+    step = replace(step, lane=None)
+    without, found = ladder_of(step, plain), ladder_of(replace(step, operators=operators, encodes=True), plain)
+    fastest = found.within(without.rungs[-1].evaluation.peak)[0].evaluation
+    assert without.rungs[-1].evaluation.ms > 1.04 * found.plain.ms
+    assert fastest.ms < 1.01 * found.plain.ms
+    assert fastest.encoded
+    assert not fastest.again
+    assert found.rungs[-1].evaluation.peak < 0.75 * without.rungs[-1].evaluation.peak
 
 
 def long_chain() -> tuple[RegionStep, frozenset[int]]:

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pytest
 
+from actstore.compiled.budget.lane import TierLane
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from tests.compiled.budget.random_steps import LANE, random_step
@@ -95,7 +96,8 @@ def test_a_loop_takes_the_time_to_write_what_it_writes() -> None:
 def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], list[int]]:
     """The bytes while each operator runs, by a naive interpreter that looks ahead at each moment.
 
-    What waits in the tier has left behind its last reader in forward, and comes back before the first one in backward.
+    What waits in the tier, or as a payload, has left behind its last reader in forward, and comes back before the first
+    one in backward.
     """
     operators = step.operators
 
@@ -107,15 +109,24 @@ def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], l
         return sum(operators[owner].nbytes for owner in owners)
 
     own = {index for index in found.saved if not operators[index].given}
-    stays = {*step.returned, *(index for index in own if operators[index].owner not in found.away)}
+    elsewhere = found.away.keys() | found.encoded.keys()
+    stays = {*step.returned, *(index for index in own if operators[index].owner not in elsewhere)}
     buffers = (lambda moving: 0) if step.lane is None else step.lane.buffers(found.away.values(), found.window)
-    gone = set[int]()
+    gone, coded = set[int](), set[int]()
+
+    def payloads(now: set[int]) -> int:
+        """Bytes of payloads, and those to encode or to decode the ones of this moment."""
+        return sum(found.encoded[owner] for owner in coded) + sum(operators[owner].code_workspace for owner in now)
+
     live: tuple[list[int], list[int]] = ([], [])
     exists = set[int]()
     for position, index in enumerate(found.forward):
         exists.add(operators[index].owner)
-        gone |= found.away.keys() & exists - needed_behind(found.forward, position + 1, stays)
-        live[0].append(size(exists) + buffers(size(gone)))
+        free = exists - needed_behind(found.forward, position + 1, stays)
+        gone |= found.away.keys() & free
+        now = found.encoded.keys() & free - coded
+        coded |= now
+        live[0].append(size(exists) + buffers(size(gone)) + payloads(now))
         exists &= needed_behind(found.forward, position + 1, stays)
     kept = {("forward", operators[index].owner) for index in stays}
     kept |= {("forward", index) for index, each in enumerate(operators) if each.given and each.late}
@@ -128,9 +139,11 @@ def interpreted(step: RegionStep, found: RegionEvaluation) -> tuple[list[int], l
     for position, index in enumerate(found.backward):
         kept.add(place[index])
         read = {place[source] for source in operators[index].inputs}
-        kept |= {("forward", owner) for owner in found.away if ("forward", owner) in read}
+        kept |= {("forward", owner) for owner in elsewhere if ("forward", owner) in read}
         gone -= {owner for owner in found.away if ("forward", owner) in read}
-        live[1].append(sum(operators[owner].nbytes for _, owner in kept) + buffers(size(gone)))
+        now = {owner for owner in coded if ("forward", owner) in read}
+        live[1].append(sum(operators[owner].nbytes for _, owner in kept) + buffers(size(gone)) + payloads(now))
+        coded -= now
         later = {source for each in found.backward[position + 1 :] for source in operators[each].inputs}
         kept &= {place[source] for source in later | set(step.gradients)} | returned
     return live
@@ -162,6 +175,42 @@ def test_bytes_of_what_waits_in_a_tier_are_those_of_a_naive_interpreter(seed: in
                     assert found.ms >= there.ms
                     moved += bool(away)
     assert moved
+
+
+@pytest.mark.parametrize("lane", [None, LANE], ids=["no tier", "a tier"])
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_of_payloads_are_those_of_a_naive_interpreter(seed: int, lane: TierLane | None) -> None:
+    step, plain = random_step(seed, lane=lane, encodes=True)
+    tried = 0
+    for count in (1, 2, len(plain)):
+        for wanted in list(combinations(sorted(plain), count))[:10]:
+            there = step.evaluate(frozenset(wanted))
+            encodable = step.encodable(there)
+            for encoded in ({*encodable}, {*encodable[::2]}, {*encodable[:1]}):
+                found = step.encoding(there, encoded)
+                assert found.encoded == {owner: step.operators[owner].nbytes // 4 for owner in encoded}
+                assert found.held == there.held | found.encoded
+                assert found.live == interpreted(step, found)
+                assert found.ms == there.ms + 2 * 0.25 * len(encoded)
+                movable = set(step.movable(found))
+                assert movable.isdisjoint(encoded)
+                both = step.leaving(found, movable)
+                assert both.away.keys() == movable if lane else both is found
+                assert both.live == interpreted(step, both)
+                assert step.encoding(both, encoded) == found
+                assert step.encoding(both, set()) is there
+                tried += bool(encoded) and (lane is None or bool(movable))
+    assert tried
+
+
+def test_what_is_returned_and_steps_without_a_loss_encode_nothing() -> None:
+    operators = [replace(each, encoded=10 if each.owner == at else 0) for at, each in enumerate(chain().operators)]
+    step = RegionStep(operators, (3,), (6,), encodes=True)
+    assert step.encodable(step.evaluate(frozenset({2, 3}))) == [1]
+    assert replace(step, encodes=False).encodable(step.evaluate(frozenset({2, 3}))) == []
+    step = RegionStep(operators, (2,), (6,), encodes=True)
+    assert step.encodable(step.evaluate(frozenset({2, 3}))) == [3]
+    assert step.evaluate(frozenset({2, 3})).with_masks(7).peak == step.evaluate(frozenset({2, 3})).peak + 7
 
 
 def test_what_cannot_wait_in_a_tier_stays() -> None:
