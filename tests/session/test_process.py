@@ -103,11 +103,12 @@ def test_a_store_may_be_collected_in_the_midst_of_an_optimizers_step(model: nn.M
     """Which goes through all hooks: none may go then."""
     optimizer, before = torch.optim.SGD(model.parameters(), 0.1), len(_global_optimizer_post_hooks)
     watching = [SteppedOptimizers(model, WeakSet())]
-    hook = register_optimizer_step_post_hook(lambda *_: watching.clear())
+    hooks = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: watching.clear(), lambda *_: None)]
     try:
         optimizer.step()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     assert not watching
     SteppedOptimizers(model, WeakSet()).close()
     assert len(_global_optimizer_post_hooks) == before
