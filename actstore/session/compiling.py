@@ -104,17 +104,19 @@ class StoreGraphs(StoreFigures):
     def _plan_in_graphs(self, budget: RegionBudget, compiles: Callable[[], None]) -> None:
         """Leave the budget to the graphs, with the tiers that the user grants to "auto"."""
         assert isinstance(self._chooser, Auto)
-        max_noise, eager = self._chooser.max_noise, self._controller
         tiers, window = read_tiers(self._options["tiers"])
         device = device_of(self._model) or torch.device("cpu")
         windows = windows_of(window, device)
         tier = tier_of(wish_of(self._chooser, tiers), window, device)
         budget.allow(tier, windows, lanes_of(self._store, tier, windows))
-        if eager is not None and not max_noise:
+        before, noise = self._controller, self._chooser.max_noise
+        eager = before.eager if isinstance(before, GraphController) else before  # or it is compiled again
+        budget.allow_loss(before.lossy if isinstance(before, GraphController) else None)
+        if eager is not None and not noise:
             eager.close()
             eager = None
         assert eager is None or isinstance(eager, AutoController)
-        self._controller = GraphController(budget, self._ledger, compiles, eager, max_noise)
+        self._controller = GraphController(budget, self._ledger, compiles, eager, noise)
 
 
 def _wrapped(part: Module) -> AbstractContextManager[Any]:

@@ -32,8 +32,11 @@ class GraphController:
     ----------
     ledger : of the store
     compiles : compiles the model
-    eager : the controller of the first steps; None where all payloads are exact
     max_noise : variance that payloads may add to the gradients, as a fraction of their variance from batch to batch
+
+    Attributes
+    ----------
+    eager : the controller of the first steps; None behind them, and where all payloads are exact
     """
 
     name = "auto"
@@ -49,11 +52,16 @@ class GraphController:
         self._budget = budget
         self._ledger = ledger
         self._compiles = compiles
-        self._eager = eager
+        self.eager = eager
         self._max_noise = max_noise
         self._rules = Rules([])
         if eager is None:
-            self._compile(None)
+            self._compile()
+
+    @property
+    def lossy(self) -> LossyModules | None:
+        """Modules that may lose; None for none, or while eager steps measure them."""
+        return self._budget.lossy
 
     @property
     def plan(self) -> GraphPlan | None:
@@ -63,12 +71,12 @@ class GraphController:
     @property
     def gauge(self) -> Any:
         """Observer of the store's work in eager steps; None behind them."""
-        return None if self._eager is None else self._eager.gauge
+        return None if self.eager is None else self.eager.gauge
 
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
         """Return the rules of an eager step, or those that keep all that the graphs save: it leaves inside of them."""
-        if self._eager is not None:
-            rules = self._next_eager(self._eager, place, modules)
+        if self.eager is not None:
+            rules = self._next_eager(self.eager, place, modules)
             if rules is not None:
                 return rules
         plan = self.plan
@@ -89,20 +97,24 @@ class GraphController:
         lossy = lossy_modules(eager.probes.profile(place.device.torch_device), self._max_noise)
         if why and not lossy.any:
             log.warning("the plan of the compiled model will be exact: its noise was not measured: %s", why)
-        eager.close()
-        self._eager = None
-        self._compile(lossy)
+        self._leave(eager, lossy)
         return None
 
-    def _compile(self, lossy: LossyModules | None) -> None:
+    def _leave(self, eager: AutoController, lossy: LossyModules) -> None:
+        """End the eager steps."""
+        eager.close()
+        self.eager = None
         self._budget.allow_loss(lossy)
+        self._compile()
+
+    def _compile(self) -> None:
         self._ledger.budget.set(inf)
         self._compiles()
 
     def begin(self) -> None:
         """Begin the step, which an eager controller measures."""
-        if self._eager is not None:
-            self._eager.begin()
+        if self.eager is not None:
+            self.eager.begin()
 
     def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return the pack hook as it is."""
@@ -110,27 +122,24 @@ class GraphController:
 
     def end_forward(self, error: BaseException | None, /) -> None:
         """End the forward, which may have failed with `error`."""
-        if self._eager is not None:
-            self._eager.end_forward(error)
+        if self.eager is not None:
+            self.eager.end_forward(error)
 
     def state(self) -> dict[str, Any]:
         """Return the noise that was measured. Another process has graphs and a plan of its own."""
-        lossy = self._budget.lossy
-        return {"plan": None, "noise": None if lossy is None else dict(lossy.noise)}
+        return {"plan": None, "noise": None if self.lossy is None else dict(self.lossy.noise)}
 
     def resume(self, state: dict[str, Any], place: TierSet, /) -> str:
         """Go on with the noise that was measured, without eager steps."""
         noise = state.get("noise")
-        if self._eager is None:
+        if self.eager is None:
             return ""
         if noise is None:
             return "eager steps were still measured when the state was saved: measured again"
-        self._eager.close()
-        self._eager = None
-        self._compile(LossyModules(noise))
+        self._leave(self.eager, LossyModules(noise))
         return ""
 
     def close(self) -> None:
         """Release the measurements of eager steps."""
-        if self._eager is not None:
-            self._eager.close()
+        if self.eager is not None:
+            self.eager.close()

@@ -179,7 +179,7 @@ def test_a_state_has_the_noise_and_needs_no_eager_steps() -> None:
     wanted = gradients(model, x, store)
     state = store.state_dict()
     other, _, resumed = planned(Deep, "30MiB", None)
-    assert resumed._controller._eager is not None
+    assert resumed._controller.eager is not None
     assert resumed.state_dict() != state
     resumed.load_state_dict(state)
     check_same(gradients(other, x, resumed), wanted)
@@ -189,8 +189,22 @@ def test_a_state_has_the_noise_and_needs_no_eager_steps() -> None:
     check_same(gradients(other, x, resumed), wanted)
     again, _, measuring = planned(Deep, "30MiB", None)
     measuring.load_state_dict(unmeasured.state_dict())
-    assert measuring._controller._eager is not None
+    assert measuring._controller.eager is not None
     assert fresh is not again
+
+
+def test_a_model_that_is_compiled_again_keeps_what_was_measured() -> None:
+    model, x, store = planned(Deep, "30MiB", None)
+    eager = store._controller.eager
+    store.compile(backend="aot_eager")
+    assert store._controller.eager is eager
+    store._controller.resume({"plan": None, "noise": NOISE}, None)
+    wanted = gradients(model, x, store)
+    torch._dynamo.reset()
+    store.compile(backend="aot_eager")
+    assert store._controller.eager is None
+    assert store._controller.lossy.noise == NOISE
+    check_same(gradients(model, x, store), wanted)
 
 
 def test_where_eager_steps_do_not_fit_the_plan_is_exact(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +222,7 @@ def test_errors_in_eager_steps_leave_nothing() -> None:
             _ = model(x).sum() / (1 // 0)
         check_drained(store)
         gradients(model, x, store)
-    assert store._controller._eager is not None
+    assert store._controller.eager is not None
     store.close()
 
 
