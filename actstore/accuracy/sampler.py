@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter_ns
@@ -128,26 +129,49 @@ class Sampler:
         before = account.held
 
         def encode(src: Tensor, out: Tensor, key: int) -> int | None:
+            def decoded() -> Tensor:
+                back = torch.empty_like(src)
+                plain.decode(out, back, key)
+                return back
+
             used = bound.encode(src, out, key)
-            losses = self._met(account)
             unbooked = max(0, out.nbytes - (account.held - before))  # bytes of the payload; a tier has booked its own
-            nbytes = unbooked + src.nbytes + scratch_nbytes(src)
-            if self._ledger.fits(nbytes):
-                self._ledger.touch_peak(account, nbytes, "sampling")
-                begin = device.mark(device.current()) if trace is not None else None
-                try:
-                    back = torch.empty_like(src)
-                    plain.decode(out, back, key)
-                    row = measure(src, back)
-                except torch.OutOfMemoryError:
-                    return used
-                span = None if begin is None else Between(begin, device.mark(device.current()))
-                losses.row = row
-                self._expect(losses, account, row, src.nbytes, device, span)
-                self._trace = trace
+            self.take(src, decoded, account, device, trace, unbooked)
             return used
 
         return bound._replace(encode=encode)
+
+    def take(
+        self,
+        src: Tensor,
+        decoded: Callable[[], Tensor],
+        account: Account,
+        device: Device,
+        trace: Trace | None = None,
+        unbooked: int = 0,
+    ) -> None:
+        """Measure a payload of the running step, if there is room.
+
+        Parameters
+        ----------
+        src : the encoded tensor
+        decoded : returns what its payload decodes to
+        unbooked : bytes of the payload that no one has booked
+        """
+        losses = self._met(account)
+        nbytes = unbooked + src.nbytes + scratch_nbytes(src)
+        if not self._ledger.fits(nbytes):
+            return
+        self._ledger.touch_peak(account, nbytes, "sampling")
+        begin = device.mark(device.current()) if trace is not None else None
+        try:
+            row = measure(src, decoded())
+        except torch.OutOfMemoryError:
+            return
+        span = None if begin is None else Between(begin, device.mark(device.current()))
+        losses.row = row
+        self._expect(losses, account, row, src.nbytes, device, span)
+        self._trace = trace
 
     def errors(self) -> dict[Account, ErrorFigures]:
         """Return the errors of each site in the last sampled step. The host waits for figures on their way.

@@ -35,8 +35,9 @@ from actstore.compiled.graph import (
     views_between,
 )  # fmt: skip
 from actstore.compiled.rules import GraphRules
+from actstore.compiled.sampling import add_sample, is_sample, name_samples
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, TOKEN, SavedRow, Table
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
 from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
 from actstore.compiled.treatment import BITS, Treatment, Treatments
 
@@ -52,12 +53,14 @@ class NodeRow:
 
 
 class GraphPayload(NamedTuple):
-    """The payload of one tensor in both graphs: what forward saves, what backward reads, and how to decode it."""
+    """The payload of one tensor in both graphs: what forward saves, what backward reads, how to decode it, and what
+    measures it."""
 
     codec: GraphCodec
     sections: list[Node]
     reads: list[Node]
     decoding: GraphModule
+    sample: Node | None = None
 
 
 Key = tuple[Node, Codec, tuple[str, ...]]  # of a payload: its tensor, its codec and its tiers
@@ -71,6 +74,7 @@ class Editor:
     num_outputs : outputs of the forward graph that the region returns
     decompositions : of operators that the compiler behind takes apart
     last_channels : nodes of the forward graph whose images the compiler keeps with the channels last in memory
+    samples : whether to measure the errors of payloads in the steps that a store samples
     """
 
     def __init__(
@@ -81,7 +85,10 @@ class Editor:
         num_outputs: int,
         decompositions: Decompositions,
         last_channels: Set[Node] = frozenset(),
+        *,
+        samples: bool = False,
     ) -> None:
+        self._samples = samples
         self._last_channels = last_channels
         self._forward = forward.graph
         self._backward = backward.graph
@@ -117,7 +124,9 @@ class Editor:
             module.recompile()
         checked = [row for row in rows if not row.node.meta.get(NO_CHECK)]
         table = _table(checked, rules)
-        name_puts(zip((row.node for row in checked), table, strict=True))
+        named = list(zip((row.node for row in checked), table, strict=True))
+        name_puts(named)
+        name_samples(named)
         return table
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
@@ -170,6 +179,7 @@ class Editor:
             static = all(isinstance(size, int) for size in root.meta["val"].shape)
             made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
             made[0].per_byte = found.codec.per_byte
+            made += [] if found.sample is None else [NodeRow(found.sample, treatment)]
         self._put(self._decode(found, read, key), read, views)
         return made
 
@@ -192,12 +202,17 @@ class Editor:
         form, encoding, decoding = self._trace(codec, tiers, value)
         if _divides(form, value):
             write(source)
-        sections = splice(self._forward, encoding, [source], self._after_uses(source))
+        place = self._after_uses(source)
+        sections = splice(self._forward, encoding, [source], place)
         reads = [
             add_placeholder(self._backward, f"{source.name}_payload_{section.name}", section, before)
             for section in sections
         ]
-        return GraphPayload(form, sections, reads, decoding)
+        sample = None
+        if self._samples and not codec.lossless and all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+            sample = add_sample(self._forward, source, value, sections, codec, place)
+            add_placeholder(self._backward, f"{source.name}_sample", sample, before)
+        return GraphPayload(form, sections, reads, decoding, sample)
 
     def _trace(
         self, codec: Codec, tiers: tuple[str, ...], value: Tensor
@@ -312,6 +327,7 @@ def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
             index = indices[id(treatment)] = counts[treatment.name]
             counts[treatment.name] += 1
         kind = KEPT if row.node is treatment.saved.node else TOKEN if is_token(row.node) else PAYLOAD
+        kind = SAMPLE if is_sample(row.node) else kind
         name, where = rules.relative(treatment.name), treatment.where
         name = f"{name}/{treatment.tag}" if treatment.tag else name
         table.append(

@@ -81,7 +81,9 @@ class Partitioner:
         decisions = {} if self.within is None else self.within.decisions
         treatments = treater.treat((forward, backward), boundary, lambda root, _: decisions.get(root))
         last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
-        editor = Editor(forward, backward, boundary, num_outputs, self._decompositions(), last_channels)
+        editor = Editor(
+            forward, backward, boundary, num_outputs, self._decompositions(), last_channels, samples=self._rules.samples
+        )
         self.table = editor.apply(treatments, self._rules)
         if any(row.kind in (PAYLOAD, TOKEN) for row in self.table):
             setattr(config, DONATES, False)  # until the backend puts it back; nearly every payload would be one

@@ -16,7 +16,7 @@ from actstore.autograd.tracker import SMALL_INDEX, Tracker, current
 from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.note import Note
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, TOKEN, SavedRow, Table, running_table
+from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
 from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
@@ -78,7 +78,7 @@ class _Packing:
         ledger = tracker.frame.place.ledger
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in tracker.storages.parameters:
+        if row.kind == SAMPLE or key in tracker.storages.parameters:
             return tensor.detach(), tensor._version, tracker.frame
         account = ledger.account(site_of(self._prefix, row.name, row.number))
         account.decision, account.exact = row.where, row.exact

@@ -38,6 +38,7 @@ class GraphRules:
     min_nbytes : smaller tensors are kept
     roots, parts : names of modules that run again in backward, and of modules inside of them that do not
     budget : of the region, which then chooses what it saves; None for none
+    samples : whether graphs measure the errors of their payloads in some steps
     """
 
     policy: Policy
@@ -47,6 +48,7 @@ class GraphRules:
     roots: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
     budget: RegionBudget | None = None
+    samples: bool = False
 
     def relative(self, name: str) -> str:
         """Return a module's name relative to the compiled module."""
@@ -76,7 +78,8 @@ class GraphRules:
         calls = [[call for call, _ in names.calls(node)] for node in graph.nodes] if self.roots else []
         order = {call: number for number, call in enumerate(dict.fromkeys(chain.from_iterable(calls)))}
         regions = [[order[call] for call in each] for each in calls]
-        parts = [_source_digest(), self.min_nbytes, names.has_outside, decisions, relative, again, regions]
+        settings = [_source_digest(), self.min_nbytes, self.samples, names.has_outside]
+        parts = [*settings, decisions, relative, again, regions]
         if self.budget is not None:
             status = cpu_memory.status()  # whose blocks a plan counts
             parts += [

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from actstore.base.operators import APPLY_CODE
 
-INPUT, KEPT, PAYLOAD, TOKEN = "input", "kept", "payload", "token"
+INPUT, KEPT, PAYLOAD, TOKEN, SAMPLE = "input", "kept", "payload", "token", "sample"
 _ATTRIBUTE = "_actstore_table"
 _PLAN = "_actstore_plan"
 
@@ -17,7 +17,8 @@ class SavedRow(NamedTuple):
 
     Attributes
     ----------
-    kind : an input of the region, a tensor that is kept, a section of a payload, or the token of one in a tier
+    kind : an input of the region, a tensor that is kept, a section of a payload, the token of one in a tier, or the
+        sign that one was measured
     name, number : its site; the name is relative to the compiled module
     where : the decision, as policy text
     note : why the graph did not follow the decision; empty where it did

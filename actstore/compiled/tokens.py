@@ -7,6 +7,7 @@ autograd and the graph free as they free any saved tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import prod
 from threading import local
@@ -171,6 +172,24 @@ class Puts:
             payload.add_reader()
         return payload
 
+    @property
+    def samples(self) -> bool:
+        """True in a step whose errors are measured."""
+        found: bool = self._store.observers.samples
+        return found
+
+    def sample(self, tensor: Tensor, decoded: Callable[[], Tensor], where: str, name: str, number: int) -> None:
+        """Measure the payload of a tensor under a decision, which `decoded` returns as it comes back."""
+        account = self._store.ledger.account(site_of(self._prefix, name, number))
+        account.decision = where
+        self._store.observers.take(tensor, decoded, account, self._store.place(tensor.device).device)
+
+
+def running_puts() -> Puts | None:
+    """Return the payloads of the region that runs now; None where no store is entered."""
+    found: Puts | None = getattr(_thread, "puts", None)
+    return found
+
 
 def site_of(prefix: str, name: str, number: int) -> Site:
     """Return the site of a tensor in a region, from the name of the compiled module and the name relative to it.
@@ -183,7 +202,7 @@ def site_of(prefix: str, name: str, number: int) -> Site:
 
 def put(tensor: Tensor, decision: str, name: str, number: int, readers: int) -> Tensor:
     """Put a tensor into the store that is entered, or keep a copy where none is. Returns its token."""
-    puts: Puts | None = getattr(_thread, "puts", None)
+    puts = running_puts()
     made = KeptPayload(tensor) if puts is None else puts.put(tensor, decision, name, number, readers)
     return token_of(made, tensor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,9 @@ from actstore.session.figures import StoreFigures
 from actstore.session.graph_controller import GraphController
 from actstore.session.graphs import graph_rules
 from actstore.session.lanes import lanes_of, tier_of, windows_of
+from actstore.session.observers import SampleErrors, Verify
 from actstore.tiers.options import read_tiers
+from actstore.trace import Trace
 
 
 class StoreGraphs(StoreFigures):
@@ -31,6 +33,7 @@ class StoreGraphs(StoreFigures):
     _given_policy: str | Rules | Decision | Policy | Auto | Bits | Plan
     _chooser: Auto | Bits | None
     _inside: set[StoreEntry]
+    _observe: Iterable[SampleErrors | Trace | Verify]
     _options: dict[str, Any]
 
     def compile(self, model: Module | None = None, **options: Any) -> None:
@@ -94,7 +97,8 @@ class StoreGraphs(StoreFigures):
         return backend
 
     def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
-        rules = graph_rules(self._fitted.policy, self._chooser, self._model, part, self._min_nbytes)
+        samples = any(isinstance(each, SampleErrors) and each.every for each in self._observe)
+        rules = graph_rules(self._fitted.policy, self._chooser, self._model, part, self._min_nbytes, samples=samples)
         backend = GraphBackend(rules, inner)
         if self._inside:
             raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")

@@ -13,7 +13,13 @@ from actstore.policy import Auto, Bits, Policy, Recompute, Rules
 
 
 def graph_rules(
-    policy: Policy, chooser: Auto | Bits | None, model: Module | None, part: Module | None, min_nbytes: int
+    policy: Policy,
+    chooser: Auto | Bits | None,
+    model: Module | None,
+    part: Module | None,
+    min_nbytes: int,
+    *,
+    samples: bool,
 ) -> GraphRules:
     """Return the policy of a store for a compiled module.
 
@@ -22,6 +28,7 @@ def graph_rules(
     chooser : the policy that chooses; None for rules
     model : the store's; None for none
     part : the module that is compiled, `model` or one inside of it; None where it is unknown
+    samples : whether graphs measure the errors of their payloads
 
     Raises
     ------
@@ -58,7 +65,7 @@ def graph_rules(
     def modules() -> list[tuple[str, Module]]:  # when a graph is compiled: users replace modules
         return [] if whole is None else named_modules(whole)
 
-    return GraphRules(policy, modules, targets[0], min_nbytes, roots, parts)
+    return GraphRules(policy, modules, targets[0], min_nbytes, roots, parts, samples=samples)
 
 
 def _budget(chooser: Auto | Bits, *, whole: bool) -> RegionBudget:

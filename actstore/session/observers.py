@@ -19,6 +19,7 @@ class SampleErrors:
     In a sampled step, each lossy payload is decoded at once and compared with its tensor, for the errors in
     `Report`, `Trace` and loggers. That takes the memory of the tensor for a moment, and until the next step ends
     at most 1,024 elements of each weight's gradient. It changes nothing else. Steps that `Auto` measures are skipped.
+    Graphs of `ActivationStore.compile` measure where it is given, not by default.
 
     Parameters
     ----------

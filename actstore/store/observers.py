@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from actstore.base.ledger import Account
 from actstore.base.ticket import Between, Ticket
@@ -40,6 +41,9 @@ class PayloadSampler(Protocol):
 
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
         """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
+
+    def take(self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device) -> None:
+        """Measure a payload of `src`, which `decoded` returns as it comes back."""
 
     def read(self, *, wait: bool) -> None:
         """Read the results that are on the host; with `wait`, also those that are on their way."""
@@ -95,6 +99,11 @@ class StoreObservers:
         if samples and self._sampler is not None:
             bound = self._sampler.codec(bound, plain, account, place.device, self.trace)
         return bound
+
+    def take(self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device) -> None:
+        """Measure the payload of a tensor that a graph has encoded, where the step is sampled."""
+        if self.samples and self._sampler is not None:
+            self._sampler.take(src, decoded, account, device)
 
     def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
         """Trace the recomputation of a region. Returns a function to call at its end; None without a trace."""
