@@ -9,18 +9,27 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 
+def turns_images(module: GraphModule) -> bool:
+    """Return whether Inductor lays out what the convolutions of a graph read and return with the channels last."""
+    found: bool = _lowering().decide_layout_opt(module, is_inference=False)
+    return found
+
+
 def channels_last_nodes(forward: GraphModule) -> set[Node]:
     """Return the nodes of a forward graph whose results Inductor lays out so, by its own rule.
 
     A convolution on a CPU does, and what it reads and what reads its result follow. A wrong guess costs time alone.
     """
+    if not turns_images(forward):
+        return set()
+    found = _lowering().find_nodes_prefer_channels_last(SimpleNamespace(module=forward))
+    return {node for node in found if _is_image(node.meta.get("val"))}
+
+
+def _lowering() -> Any:
     from torch._inductor.graph import GraphLowering
 
-    lowering: Any = GraphLowering
-    if not lowering.decide_layout_opt(forward, is_inference=False):
-        return set()
-    found = lowering.find_nodes_prefer_channels_last(SimpleNamespace(module=forward))
-    return {node for node in found if _is_image(node.meta.get("val"))}
+    return GraphLowering
 
 
 def _is_image(value: Any) -> bool:

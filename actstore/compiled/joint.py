@@ -19,6 +19,7 @@ from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
 from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
+from actstore.compiled.channels import turns_images
 from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.choose import graph_codec
@@ -28,6 +29,7 @@ from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of,
 MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
 _SCATTERED = frozenset({"select_scatter", "slice_scatter"})
+_IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}  # places of images among the arguments
 
 
 class JointReader:
@@ -49,6 +51,7 @@ class JointReader:
         self._blocks = Blocks(self.nodes)
         self._reads: dict[Node, frozenset[Node]] = {}  # what the loop of a result reads
         self._types: Any = None
+        self._turns_images = fuses and turns_images(joint)
         if fuses:
             from torch._functorch.partitioners import get_default_op_list
 
@@ -104,7 +107,7 @@ class JointReader:
                 owners = {operators[index].owner for index in operator.inputs}
                 mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
                 key = name_of(node), sum(each.nbytes for each in mine)
-                workspaces[key] = max(workspaces.get(key, 0), self._costs.measured(node).workspace)
+                workspaces[key] = max(workspaces.get(key, 0), self._measured(node).workspace)
         return AroundGraph(
             sum(operators[owner].nbytes for owner in kept if owner not in found.held),
             {self.nodes[index].name for index in found.saved if operators[index].owner in kept},
@@ -177,7 +180,12 @@ class JointReader:
         tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         if not tensors:
             return Cost(0.0)
-        return self._costs.computed(node) if fused else self._costs.measured(node)
+        return self._costs.computed(node) if fused else self._measured(node)
+
+    def _measured(self, node: Node) -> Cost:
+        """Return the cost of an operator alone. A weight has its own strides, also where images are turned."""
+        places = _IMAGES.get(name_of(node), ()) if self._turns_images else ()
+        return self._costs.measured(node, [node.args[at] for at in places])
 
     def _nbytes(self, node: Node) -> tuple[int, int]:
         """Return the bytes of a result; of several results those that no node takes out, and those that nodes do."""

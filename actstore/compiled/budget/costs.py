@@ -6,7 +6,7 @@ of functions such as erf. An operator that writes nothing takes the latter alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -66,17 +66,20 @@ class Costs:
             _known[key] = Cost(_of_chunk(target, node)) if perf_counter() < self._end else Cost(0.0)
         return Cost(_known[key].ms * hint(value.numel()) / CHUNK)
 
-    def measured(self, node: Node) -> Cost:
-        """Return the cost of the node's operator alone, on tensors of its sizes."""
+    def measured(self, node: Node, turned: Sequence[Any] = ()) -> Cost:
+        """Return the cost of the node's operator alone, on tensors of its sizes.
+
+        turned : arguments that have their channels last in memory; with others the operator would copy them
+        """
         target = node.target
         leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val")))
         values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
         tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
         if not isinstance(target, OpOverload) or not tensors:
             return self.by_bytes(node)
-        key = (target, *map(_key, values))
+        key = (target, bool(turned), *map(_key, values))
         if key not in _known:
-            found = self._run(target, node) if perf_counter() < self._end else None
+            found = self._run(target, node, turned) if perf_counter() < self._end else None
             _known[key] = self.by_bytes(node) if found is None else found
         return _known[key]
 
@@ -94,10 +97,16 @@ class Costs:
             _known[key] = _of_form(form, value)
         return _known[key]
 
-    def _run(self, target: OpOverload[..., Any], node: Node) -> Cost | None:
+    def _run(self, target: OpOverload[..., Any], node: Node, turned: Sequence[Any]) -> Cost | None:
         """Return the cost of an operator; None where it does not run on tensors that hold one number everywhere."""
+
+        def made(leaf: Any) -> Any:
+            found = _real(leaf)
+            is_image = isinstance(leaf, Node) and leaf in turned and found.dim() == 4
+            return found.contiguous(memory_format=torch.channels_last) if is_image else found
+
         with _disable_current_modes(), torch.no_grad():
-            args, kwargs = tree_map(_real, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+            args, kwargs = tree_map(made, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
             device = _device_of(args)
             try:
                 ms = _fastest(lambda: target(*args, **kwargs), device)
