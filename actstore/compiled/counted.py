@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from actstore.compiled.graph import IMAGES
+
 _ALLOCATES = "empty_strided_"  # and the kind of device
 _CHECK = "assert_size_stride"
 _VIEW = "reinterpret_tensor"
@@ -40,6 +42,10 @@ class AroundGraph(NamedTuple):
     workspaces: Mapping[tuple[str, int], int]
     away: Mapping[str, int]
     buffers: Callable[[int], int]
+
+    def with_copies(self, names: Set[str]) -> AroundGraph:
+        """Return the same, where inputs of these names are copies of what the caller has brought."""
+        return self._replace(owners={name: owner for name, owner in self.owners.items() if name not in names})
 
     def of_forward(self) -> AroundGraph:
         """Return the same of the forward graph, whose inputs belong to the caller."""
@@ -163,9 +169,11 @@ class _Count:
             self._memory.pop(name, None)
 
     def _workspace_of(self, call: ast.Call) -> int:
-        parts = [part for part in _name_of(call).split(".") if part not in ("default", "out")]
-        numbers = set[int]().union(*map(self._numbers_in, call.args))
-        known = {each: nbytes for (name, each), nbytes in self._around.workspaces.items() if parts[-1:] == [name]}
+        """Return the bytes that a call needs while it runs. The weight of a convolution may be a copy."""
+        called = [part for part in _name_of(call).split(".") if part not in ("default", "out")][-1]
+        arguments = [call.args[at] for at in IMAGES[called]] if called in IMAGES else call.args
+        numbers = set[int]().union(*map(self._numbers_in, arguments))
+        known = {each: nbytes for (name, each), nbytes in self._around.workspaces.items() if name == called}
         return known.get(sum(self._nbytes[number] for number in numbers), max(known.values(), default=0))
 
     def _payload(self, read: ast.expr) -> int:

@@ -17,6 +17,7 @@ SPLITS = frozenset({"split", "split_with_sizes", "unbind", "chunk"})
 CONVERSIONS = frozenset({"_to_copy", "convert_element_type"})
 COPIES = CONVERSIONS | {"clone"}
 GETITEM = "getitem"
+IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}  # places of images among the arguments
 _RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
 

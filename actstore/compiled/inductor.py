@@ -11,7 +11,6 @@ from torch._inductor import compile_fx, config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.partition import Partitioner
 
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
@@ -25,8 +24,7 @@ def counting(partitioner: Partitioner) -> Callable[..., Any]:
         compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
         if partitioner.within is not None and not options.get("is_inference"):
             tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
-            nbytes = {name: hinted_nbytes(value) for name, value in tensors.items()}
-            partitioner.within.count(compiled.source_code, nbytes, backward=bool(options.get("is_backward")))
+            partitioner.within.count(compiled.source_code, tensors, backward=bool(options.get("is_backward")))
         return compiled
 
     return compile_and_count

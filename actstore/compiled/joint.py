@@ -24,12 +24,21 @@ from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint
-from actstore.compiled.graph import GETITEM, SPLITS, VIEWS, name_of, outputs_of, positions, root_of, views_between
+from actstore.compiled.graph import (
+    GETITEM,
+    IMAGES,
+    SPLITS,
+    VIEWS,
+    name_of,
+    outputs_of,
+    positions,
+    root_of,
+    views_between,
+)
 
 MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
 _SCATTERED = frozenset({"select_scatter", "slice_scatter"})
-_IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}  # places of images among the arguments
 
 
 class JointReader:
@@ -184,7 +193,7 @@ class JointReader:
 
     def _measured(self, node: Node) -> Cost:
         """Return the cost of an operator alone. A weight has its own strides, also where images are turned."""
-        places = _IMAGES.get(name_of(node), ()) if self._turns_images else ()
+        places = IMAGES.get(name_of(node), ()) if self._turns_images else ()
         return self._costs.measured(node, [node.args[at] for at in places])
 
     def _nbytes(self, node: Node) -> tuple[int, int]:

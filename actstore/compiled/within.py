@@ -27,6 +27,7 @@ from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
 from actstore.compiled.counted import AroundGraph, peak_of
+from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
@@ -131,6 +132,7 @@ class BudgetPartition:
         self._attempts = attempts
         self._around: AroundGraph | None = None
         self._predicted = self._counted = 0
+        self._strides: dict[str, Any] = {}  # of what the caller brings
 
     def __call__(self, joint: GraphModule, inputs: Any, treater: Treater, **options: Any) -> Graphs:
         """Partition a joint graph as PyTorch's partitioner does, with the saved tensors of the fastest plan.
@@ -225,10 +227,10 @@ class BudgetPartition:
         self.plan, self._around, self._predicted = plan, around, plan.predicted_peak
         self.saved_plan.update(plan.to_dict())
 
-    def count(self, source: str, inputs: Mapping[str, int], *, backward: bool) -> None:
-        """Count the bytes of a graph of the plan in the code that the compiler wrote.
+    def count(self, source: str, inputs: Mapping[str, Tensor], *, backward: bool) -> None:
+        """Count the bytes of a graph of the plan in the code that the compiler wrote: of forward, then of backward.
 
-        inputs : bytes of those of the graph, by name
+        inputs : those of the graph, by name, without data
 
         Raises
         ------
@@ -237,9 +239,13 @@ class BudgetPartition:
         plan, around, attempts = self.plan, self._around, self._attempts
         if plan is None or around is None or attempts is None:
             return
-        # what the caller brings, such as parameters, is not in the budget
-        own = {name: around.nbytes_of(nbytes) for name, nbytes in inputs.items() if not name.startswith("primals")}
-        counted = peak_of(source, own, around if backward else around.of_forward())
+        # what the caller brings, such as parameters, is not in the budget: but a copy is that forward has laid out anew
+        given = {name: value.stride() for name, value in inputs.items() if name.startswith("primals")}
+        self._strides = self._strides if backward else given
+        copies = {name for name, strides in given.items() if strides != self._strides.get(name)}
+        nbytes = {name: around.nbytes_of(hinted_nbytes(value)) for name, value in inputs.items()}
+        own = {name: size for name, size in nbytes.items() if name not in given or name in copies}
+        counted = peak_of(source, own, around.with_copies(copies) if backward else around.of_forward())
         if counted is None:
             counted = ceil(self._predicted * max(1 + FUSED_MARGIN, attempts.ratio))
         self._counted = max(self._counted, counted)

@@ -69,7 +69,7 @@ class Costs:
     def measured(self, node: Node, turned: Sequence[Any] = ()) -> Cost:
         """Return the cost of the node's operator alone, on tensors of its sizes.
 
-        turned : arguments that have their channels last in memory; with others the operator would copy them
+        turned : arguments whose channels are last in memory, as the compiler lays them out
         """
         target = node.target
         leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val")))

@@ -47,7 +47,7 @@ class LossyModules:
 
     @property
     def identity(self) -> list[str]:
-        """What decides about the graphs, as text: the codec, and the modules that may lose, or stay exact."""
+        """Texts that decide about the graphs: the codec, and which modules may lose or stay exact."""
         entries = (f"{name} {noise is not None}" for name, noise in sorted(self.noise.items()))
         return [codec_text(self.codec), *entries]
 

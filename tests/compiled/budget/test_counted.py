@@ -124,6 +124,23 @@ def test_code_of_another_form_is_not_counted(source: str) -> None:
     assert peak_of(source, {}, ALONE) is None
 
 
+def test_a_copy_of_a_weight_does_not_hide_the_workspace_of_a_convolution() -> None:
+    """It is known by its image; other convolutions need more."""
+    body = """
+        weight = empty_strided_cpu((5, ), (1, ), torch.float32)
+        found = extern_kernels.convolution(image, weight, stride=(1, 1))
+    """
+    around = ALONE._replace(workspaces={("convolution", 40): 7, ("convolution", 60): 1000, ("convolution", 20): 500})
+    assert peak(body, around, image=40) == 40 + 20 + 7
+
+
+def test_what_forward_has_laid_out_anew_of_the_callers_counts() -> None:
+    body = "found = empty_strided_cpu((4, ), (1, ), torch.float32)"
+    around = ALONE._replace(owners={"primals_1": ("primals_1", 0)})  # the caller holds its own
+    assert peak(body, around, primals_1=36, gradient=8) == 8 + 16
+    assert peak(body, around.with_copies({"primals_1"}), primals_1=36, gradient=8) == 36 + 8 + 16
+
+
 def test_what_moves_waits_in_buffers() -> None:
     around = ALONE._replace(away={"mm_1": 40, "mm": 64}, buffers=lambda nbytes: min(nbytes, 50))
     forward = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,10 @@ class NoCosts(Costs):
     def by_bytes(self, node: Node) -> Cost:
         return Cost(0.0)
 
-    measured = computed = by_bytes
+    computed = by_bytes
+
+    def measured(self, node: Node, turned: Sequence[Any] = ()) -> Cost:
+        return Cost(0.0)
 
 
 def read(
@@ -54,6 +57,36 @@ def test_a_scatter_into_a_part_is_a_loop() -> None:
 
     assert read(scattered, 1)["select_scatter"].inlined
     assert not read(scattered, 1, fuses=False)["select_scatter"].fused
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_convolutions_are_measured_on_images_as_inductor_lays_them_out(
+    monkeypatch: pytest.MonkeyPatch, fuses: bool
+) -> None:
+    """With the channels last, but for the weight. Otherwise the operator would copy them."""
+    ran = []
+
+    def workspace(call: Callable[[], object], device: torch.device) -> int:
+        ran.append(call)
+        return 0
+
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(costs, "_workspace", workspace)
+
+    def trained(image: Tensor, weight: Tensor) -> list[Tensor]:
+        found = torch.nn.functional.conv2d(image, weight, padding=1)
+        return [found, *torch.autograd.grad(found.sum(), [image, weight])]
+
+    shapes = (2, 16, 8, 8), (16, 16, 3, 3)
+    module = make_fx(trained, tracing_mode="fake")(*(torch.randn(shape, requires_grad=True) for shape in shapes))
+    JointReader(module, 1, Costs(), fuses=fuses).step(())
+    seen = []
+    for call in ran:
+        arguments = [cell.cell_contents for cell in call.__closure__ or ()]  # type: ignore[attr-defined]
+        images = [each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.dim() == 4]
+        seen.append([each.is_contiguous(memory_format=torch.channels_last) for each in images])
+    assert [True, False] in seen if fuses else [False, False] in seen
+    assert [True, True, False] in seen if fuses else [False, False, False] in seen
 
 
 def test_attention_runs_again_and_dropout_does_not() -> None:
