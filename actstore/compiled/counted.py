@@ -9,7 +9,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.utils._pytree import tree_leaves
 
+from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import IMAGES
 
 _ALLOCATES = "empty_strided_"  # and the kind of device
@@ -43,9 +47,18 @@ class AroundGraph(NamedTuple):
     away: Mapping[str, int]
     buffers: Callable[[int], int]
 
-    def with_copies(self, names: Set[str]) -> AroundGraph:
-        """Return the same, where inputs of these names are copies of what the caller has brought."""
-        return self._replace(owners={name: owner for name, owner in self.owners.items() if name not in names})
+    def of_graph(self, graph: Graph, copies: Set[str]) -> AroundGraph:
+        """Return the same of a graph as it is compiled.
+
+        copies : names of inputs that are copies of what the caller has brought
+        """
+        itemsizes: dict[tuple[int, ...], int] = {}
+        for value in (value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))):
+            if isinstance(value, Tensor):
+                shape = tuple(map(hint, value.shape))
+                itemsizes[shape] = max(itemsizes.get(shape, 0), value.itemsize)
+        owners = {name: owner for name, owner in self.owners.items() if name not in copies}
+        return self._replace(itemsizes=itemsizes, owners=owners)
 
     def of_forward(self) -> AroundGraph:
         """Return the same of the forward graph, whose inputs belong to the caller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,11 @@ def counting(partitioner: Partitioner) -> Callable[..., Any]:
     """Return Inductor's compiler of one graph, which counts the bytes of what it wrote for a plan."""
 
     def compile_and_count(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        names, graph = [node.name for node in gm.graph.find_nodes(op="placeholder")], deepcopy(gm.graph)
         compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
         if partitioner.within is not None and not options.get("is_inference"):
             tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
-            partitioner.within.count(compiled.source_code, tensors, backward=bool(options.get("is_backward")))
+            partitioner.within.count(compiled.source_code, graph, tensors, backward=bool(options.get("is_backward")))
         return compiled
 
     return compile_and_count

@@ -103,15 +103,11 @@ class JointReader:
         """Return what the code of the backward graph of a choice does not say."""
         operators = step.operators
         kept = {operators[index].owner for index in step.returned}
-        itemsizes: dict[tuple[int, ...], int] = {}
         workspaces: dict[tuple[str, int], int] = {}
         kind = "cpu"
         for node, operator in zip(self.nodes, operators, strict=True):
-            for value in tree_leaves(node.meta.get("val")):
-                if isinstance(value, Tensor):
-                    shape = tuple(map(hint, value.shape))
-                    itemsizes[shape] = max(itemsizes.get(shape, 0), value.itemsize)
-                    kind = value.device.type
+            values = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+            kind = values[0].device.type if values else kind
             if operator.workspace:
                 owners = {operators[index].owner for index in operator.inputs}
                 mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
@@ -126,7 +122,7 @@ class JointReader:
                 for owner in [operators[index].owner]
             },
             lambda nbytes: self._blocks.of(nbytes, kind),
-            itemsizes,
+            {},
             workspaces,
             {self.nodes[owner].name: nbytes for owner, nbytes in found.away.items()},
             int if step.lane is None else step.lane.buffers(found.away.values(), found.window),

@@ -5,8 +5,9 @@ then runs in its place. Peaks are those of the allocator's count, above what was
 included; the first step compiles, and is not counted. Steps of the plan take turns with plain steps: "times plain" is
 the median of the ratios.
 
-With `--disk` plans may let saved tensors wait in a file. With `--noise` they may encode some with a loss, which eager
-steps measure first: "error" is the relative error of all gradients of a step.
+With `--disk` plans may let saved tensors wait in a file. With `--noise` they may encode some with a loss: eager steps
+within the first budget measure its effect, and later budgets go on with the state. "error" is the relative error of all
+gradients of a step.
 
 With `--rivals` the budgets are the peaks of PyTorch's `activation_memory_budget`, whose steps take turns, too.
 """
@@ -69,12 +70,18 @@ def gradients(job: Job, store: ActivationStore | None) -> list[Tensor]:
 
 
 def compiled(
-    work: Workload, backend: str | Callable[..., Any], budget: int | None, disk: str = "", noise: float = 0.0
+    work: Workload,
+    backend: str | Callable[..., Any],
+    budget: int | None,
+    disk: str = "",
+    noise: float = 0.0,
+    state: dict[str, Any] | None = None,
 ) -> tuple[Job, ActivationStore | None, int]:
     """Return a compiled model, its store, and the peak of its second step.
 
     disk : budget of the disk that plans may use; empty for none
     noise : variance that payloads may add to gradients, as a fraction of that from batch to batch
+    state : of a store that has measured its effect
     """
     torch._dynamo.reset()
     job = workloads.make(work)
@@ -84,6 +91,8 @@ def compiled(
         job.model.compile(backend=backend)
     else:
         store.compile(backend=backend)
+        if state is not None and noise:
+            store.load_state_dict(state)
     for number in range(MAX_EAGER_STEPS):  # the last one compiles, and measures operators
         step(job, store, number)
         if store is None or store.plan is not None:
@@ -95,10 +104,13 @@ def run(
     work: Workload, backend: str, rounds: int, shares: list[float], disk: str, noise: float
 ) -> list[dict[str, Any]]:
     plain, _, plain_peak = compiled(work, backend, None)
-    return [
-        row_of(work, backend, rounds, share, plain, plain_peak, int(share * plain_peak), disk, noise)
-        for share in shares
-    ]
+    rows, state = [], None
+    for share in shares:
+        row, state = row_of(
+            work, backend, rounds, share, plain, plain_peak, int(share * plain_peak), disk, noise, state
+        )
+        rows.append(row)
+    return rows
 
 
 def run_rivals(
@@ -108,7 +120,8 @@ def run_rivals(
     rows = []
     for share in shares:
         theirs, _, peak = compiled(work, rival(share, backend), None)
-        row = row_of(work, backend, rounds, peak / plain_peak, plain, plain_peak, peak, disk, noise, theirs)
+        of_plain = peak / plain_peak
+        row, _ = row_of(work, backend, rounds, of_plain, plain, plain_peak, peak, disk, noise, theirs=theirs)
         rows.append(row | {"rival": share, "rival_peak": peak})
     return rows
 
@@ -123,14 +136,15 @@ def row_of(
     budget: int,
     disk: str,
     noise: float,
+    state: dict[str, Any] | None = None,
     theirs: Job | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     refused = False
     try:
-        job, store, peak = compiled(work, backend, budget, disk, noise)
+        job, store, peak = compiled(work, backend, budget, disk, noise, state)
     except CapacityError as error:
         budget, refused = error.facts["least"], True
-        job, store, peak = compiled(work, backend, budget, disk, noise)
+        job, store, peak = compiled(work, backend, budget, disk, noise, state)
     assert store is not None
     plan: Any = store.plan
     ratios, rivals = [], []
@@ -156,7 +170,7 @@ def row_of(
         row |= {"error": relative_error(gradients(job, store), gradients(plain, None))}
     row |= {"rival_times": median(rivals)} if rivals else {}
     show([row])
-    return row
+    return row, store.state_dict()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
