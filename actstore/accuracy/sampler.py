@@ -147,7 +147,7 @@ class Sampler:
         decoded: Callable[[], Tensor],
         account: Account,
         device: Device,
-        trace: Trace | None = None,
+        trace: Trace | None,
         unbooked: int = 0,
     ) -> None:
         """Measure a payload of the running step, if there is room.

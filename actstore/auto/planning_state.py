@@ -76,6 +76,8 @@ class PlanningState:
         self.profiler.cancel()
         self._forget()
         why = unfit(plan, self._model, place.device.torch_device)
+        if state.get("noise") is not None:
+            why = "the state is of a compiled model, and compile() was not called before load_state_dict()"
         if plan is None or why:
             self._history.append(f"{why}: measured again")
             return self._history[-1]

@@ -18,7 +18,7 @@ from actstore.compiled.graph import IMAGES
 
 _ALLOCATES = "empty_strided_"  # and the kind of device
 _CHECK = "assert_size_stride"
-_VIEW = "reinterpret_tensor"
+_VIEW, _VIEW_OF_TYPE = "reinterpret_tensor", "torch.ops.aten.view.dtype"
 _PUT, _READ = "torch.ops.actstore.put.default", "torch.ops.actstore.read.default"
 _TOKEN = re.compile(r"(.+)_payload_put(_\d+)?")  # as `Editor` names the placeholders of the backward graph
 
@@ -146,7 +146,7 @@ class _Count:
             shape, steps = _numbers(sizes), _numbers(strides)
             elements = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) if all(shape) else 0
             self._memory[name] = {self._new(elements * _itemsize(dtype))}
-        elif isinstance(value, ast.Name) or called == _VIEW:
+        elif isinstance(value, ast.Name) or called in (_VIEW, _VIEW_OF_TYPE):
             source = value if isinstance(value, ast.Name) else value.args[0] if isinstance(value, ast.Call) else None
             self._memory[name] = self._memory.get(_name(source), set())
         elif called == _READ:

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.lossy import LossyModules, LossyPayload
+from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import Boundary, boundary_of, root_of, views_between
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import PAYLOAD
-from actstore.compiled.treatment import Planned, Treatments, treat
+from actstore.compiled.treatment import BITS, Planned, Treatments, treat
 from actstore.errors import StateError
 from actstore.policy import Encode
 
@@ -85,7 +86,7 @@ class Treater:
             if each.kind != PAYLOAD or each.codec is None or each.codec.lossless:
                 whole.add(root)
                 continue
-            single = views_between(root, each.saved.node) is not None
+            single = views_between(root, each.saved.node) is not None and graph_codec(each.codec, root.meta["val"])[0]
             parts.setdefault(root, {}).setdefault(root if single else each.saved.node, set()).add(each.name)
         return {
             root.name: LossyPayload(
@@ -95,7 +96,13 @@ class Treater:
             )
             for root, of_root in parts.items()
             if root not in whole and hinted_nbytes(root.meta["val"]) >= self._rules.min_nbytes
-        }, sum(-(-hint(mask.meta["val"].numel()) // 8) for mask in found.masks)
+        }, sum(map(_mask_nbytes, found.masks))
+
+
+def _mask_nbytes(mask: Node) -> int:
+    """Return the bytes of a mask that forward saves: of bits, or of bools."""
+    numel = hint(mask.meta["val"].numel())
+    return numel if graph_codec(BITS, mask.meta["val"])[0] is None else -(-numel // 8)
 
 
 def _inputs(forward: GraphModule, metadata: Any) -> list[Node]:

@@ -65,14 +65,21 @@ class Choices(NamedTuple):
     ----------
     exact : the step of the region, without a loss
     step : the same, with the payloads that may stand for saved tensors
-    payloads : by the node whose memory each may stand for
     ladder : of the step
     """
 
     exact: RegionStep
     step: RegionStep
-    payloads: dict[str, LossyPayload]
     ladder: PlanLadder
+
+
+class _Partitioned(NamedTuple):
+    """The graphs of a choice, the choice as they have it, and its payloads with a loss."""
+
+    rung: Rung
+    graphs: Graphs
+    found: RegionEvaluation
+    payloads: dict[str, LossyPayload]
 
 
 class _Joint(NamedTuple):
@@ -170,46 +177,47 @@ class BudgetPartition:
         for rung in () if only_least else ladder.rungs:
             if self._needed(rung.evaluation) > self._budget:
                 continue
-            graphs, found = self._partitioned(whole, choices, rung)
-            if self._needed(found) <= self._budget:
-                return self._chosen(whole, choices, rung, graphs, found)
-        lowest = [(rung, *self._partitioned(whole, choices, rung)) for rung in ladder.rungs[-REFUSED_RUNGS:]]
+            chosen = self._partitioned(whole, choices, rung)
+            if self._needed(chosen.found) <= self._budget:
+                return self._chosen(whole, choices, chosen)
+        lowest = [self._partitioned(whole, choices, rung) for rung in ladder.rungs[-REFUSED_RUNGS:]]
         if attempts is None:
-            least = min(max(self._needed(rung.evaluation), self._needed(found)) for rung, _, found in lowest)
+            least = min(max(self._needed(each.rung.evaluation), self._needed(each.found)) for each in lowest)
             self.refusal = self._refused(least)
             raise self.refusal
         attempts.only_least = True
-        return self._chosen(whole, choices, *min(lowest, key=lambda each: each[2].peak))
+        return self._chosen(whole, choices, min(lowest, key=lambda each: each.found.peak))
 
     def _search(self, whole: _Joint, exact: RegionStep, plain: Graphs) -> Choices:
         """Return the choices of a region, where `plain` is PyTorch's partition."""
         others = list(_shares(whole))
         step, payloads = exact, dict[str, LossyPayload]()
         if self._lossy is not None:
-            for graphs in (*others, plain):
-                payloads |= whole.treater.lossy(graphs, self._lossy)[0]
+            for graphs in (plain, *others):
+                for name, payload in whole.treater.lossy(graphs, self._lossy)[0].items():
+                    payloads[name] = max(payload, payloads.get(name, payload), key=lambda each: sum(each.sizes))
             step = whole.reader.encoding(exact, payloads)
         saved = [whole.saved(forward) for forward, _ in (plain, *others)]
-        return Choices(exact, step, payloads, ladder_of(step, saved[0], saved[1:]))
+        return Choices(exact, step, ladder_of(step, saved[0], saved[1:]))
 
-    def _partitioned(self, whole: _Joint, choices: Choices, rung: Rung) -> tuple[Graphs, RegionEvaluation]:
+    def _partitioned(self, whole: _Joint, choices: Choices, rung: Rung) -> _Partitioned:
         """Return the graphs of a choice, and what PyTorch and the treatment of its tensors have made of it."""
         step, reader, wanted = choices.step, whole.reader, rung.evaluation
-        graphs = whole.partition(_marked(whole.graph, reader, rung))
-        found, masks = step.evaluate(whole.saved(graphs[0])), 0
+        graphs, payloads, masks = whole.partition(_marked(whole.graph, reader, rung)), dict[str, LossyPayload](), 0
         if wanted.encoded and self._lossy is not None:
             names = {reader.nodes[owner].name for owner in wanted.encoded}
             payloads, masks = whole.treater.lossy(graphs, self._lossy, names)
-            found = step.encoding(found, reader.indices(payloads.keys() & names))
+            step = reader.encoding(choices.exact, payloads)  # it may save other parts of a result than the search knew
+        found = step.encoding(step.evaluate(whole.saved(graphs[0])), reader.indices(payloads.keys()))
         found = step.leaving(found, wanted.away.keys(), wanted.window).with_masks(masks)
         if step.ordered:
             arrange(graphs[1].graph, [reader.nodes[index].name for index in found.backward])
-        return graphs, found
+        return _Partitioned(rung, graphs, found, payloads)
 
-    def _chosen(self, whole: _Joint, choices: Choices, rung: Rung, graphs: Graphs, found: RegionEvaluation) -> Graphs:
+    def _chosen(self, whole: _Joint, choices: Choices, chosen: _Partitioned) -> Graphs:
         """Return the graphs of a plan, with what the compiler behind must respect."""
-        step, reader = choices.step, whole.reader
-        self._set_plan(self._described(choices, rung, found, reader), reader.surroundings(step, found))
+        step, reader, graphs, found = choices.step, whole.reader, chosen.graphs, chosen.found
+        self._set_plan(self._described(choices, chosen, reader), reader.surroundings(step, found))
         if step.lane is not None:
             waits = Offload(Raw(), (step.lane.tier,))
             self.decisions |= {reader.nodes[owner].name: waits for owner in found.away}
@@ -278,8 +286,8 @@ class BudgetPartition:
             limit=budget,
         )
 
-    def _described(self, choices: Choices, rung: Rung, found: RegionEvaluation, reader: JointReader) -> GraphPlan:
-        step, ladder = choices.step, choices.ladder
+    def _described(self, choices: Choices, chosen: _Partitioned, reader: JointReader) -> GraphPlan:
+        step, ladder, rung, found = choices.step, choices.ladder, chosen.rung, chosen.found
         firsts = [unit.first for unit in rung.units]
         again = [0] * len(firsts)
         for index in found.again - ladder.plain.again:
@@ -300,7 +308,7 @@ class BudgetPartition:
         plan = self._plan(found, ladder.plain, least, rung.certificate, tuple(units), tier)
         if self._lossy is None or not found.encoded:
             return plan
-        payloads = [choices.payloads[reader.nodes[owner].name] for owner in found.encoded]
+        payloads = [chosen.payloads[reader.nodes[owner].name] for owner in found.encoded]
         return replace(
             plan,
             encoded=sum(found.encoded.values()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -55,8 +56,9 @@ class SteppedOptimizers:
     def __init__(self, model: Module, found: WeakSet[Optimizer]) -> None:
         self.found = found
         self._model = model
-        while _left:
-            _left.popleft().remove()
+        with suppress(IndexError):  # of no further one
+            while True:
+                _left.popleft().remove()
         self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
         self._left_behind = finalize(self, _left.append, self._hook)
 

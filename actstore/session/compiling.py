@@ -19,7 +19,7 @@ from actstore.policy import Auto, Bits, Decision, Policy, Rules
 from actstore.session.controllers import wish_of
 from actstore.session.entries import StoreEntry
 from actstore.session.figures import StoreFigures
-from actstore.session.graph_controller import GraphController
+from actstore.session.graph_controller import EagerObservers, GraphController
 from actstore.session.graphs import graph_rules
 from actstore.session.lanes import lanes_of, tier_of, windows_of
 from actstore.session.observers import SampleErrors, Verify
@@ -61,18 +61,12 @@ class StoreGraphs(StoreFigures):
             raise ConfigError(
                 "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
             )
-
-        def compiles() -> None:
-            self._sampler.resume(self._sampler.step)  # errors of eager steps are not those of the graphs
-            if self._influence is not None:
-                self._influence.close()
-            with _wrapped(part):
-                part.compile(backend=backend, **options)
-
+        with _wrapped(part):
+            compiled = torch.compile(part._call_impl, backend=backend, **options)  # as Module.compile, but for later
         if backend.budget is None:
-            compiles()
+            part._compiled_call_impl = compiled
         else:
-            self._plan_in_graphs(backend.budget, compiles)
+            self._plan_in_graphs(backend.budget, part, compiled)
 
     def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
         """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
@@ -105,7 +99,7 @@ class StoreGraphs(StoreFigures):
         self._fitted.leave_to_graphs(rules.target)
         return backend
 
-    def _plan_in_graphs(self, budget: RegionBudget, compiles: Callable[[], None]) -> None:
+    def _plan_in_graphs(self, budget: RegionBudget, part: Module, compiled: Callable[..., Any]) -> None:
         """Leave the budget to the graphs, with the tiers that the user grants to "auto"."""
         assert isinstance(self._chooser, Auto)
         tiers, window = read_tiers(self._options["tiers"])
@@ -120,7 +114,8 @@ class StoreGraphs(StoreFigures):
             eager.close()
             eager = None
         assert eager is None or isinstance(eager, AutoController)
-        self._controller = GraphController(budget, self._ledger, compiles, eager, noise)
+        observers = EagerObservers(self._ledger, self._sampler, self._influence)
+        self._controller = GraphController(budget, (part, compiled), observers, eager, noise)
 
 
 def _wrapped(part: Module) -> AbstractContextManager[Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
+from actstore.accuracy import Sampler
+from actstore.accuracy.influence.influence import Influence
 from actstore.auto.controller import AutoController
 from actstore.base.ledger import Ledger
 from actstore.compiled.budget.lossy import LossyModules
@@ -22,6 +24,20 @@ from actstore.store.tierset import TierSet
 log = logging.getLogger("actstore")
 
 
+class EagerObservers(NamedTuple):
+    """Observers of a store whose figures of eager steps are not those of graphs."""
+
+    ledger: Ledger
+    sampler: Sampler
+    influence: Influence | None
+
+    def close(self) -> None:
+        """Forget what eager steps have shown."""
+        self.sampler.resume(self.sampler.step)
+        if self.influence is not None:
+            self.influence.close()
+
+
 class GraphController:
     """The controller of a store whose model is compiled within a budget.
 
@@ -30,8 +46,8 @@ class GraphController:
 
     Parameters
     ----------
-    ledger : of the store
-    compiles : compiles the model
+    call : the model, and its compiled call
+    observers : of eager steps
     max_noise : variance that payloads may add to the gradients, as a fraction of their variance from batch to batch
 
     Attributes
@@ -40,18 +56,19 @@ class GraphController:
     """
 
     name = "auto"
+    gauge = None
 
     def __init__(
         self,
         budget: RegionBudget,
-        ledger: Ledger,
-        compiles: Callable[[], None],
+        call: tuple[Module, Callable[..., Any]],
+        observers: EagerObservers,
         eager: AutoController | None,
         max_noise: float,
     ) -> None:
         self._budget = budget
-        self._ledger = ledger
-        self._compiles = compiles
+        self._call = call
+        self._observers = observers
         self.eager = eager
         self._max_noise = max_noise
         self._rules = Rules([])
@@ -67,11 +84,6 @@ class GraphController:
     def plan(self) -> GraphPlan | None:
         """Plan of the compiled model; None until its first step."""
         return self._budget.plan
-
-    @property
-    def gauge(self) -> Any:
-        """Observer of the store's work in eager steps; None behind them."""
-        return None if self.eager is None else self.eager.gauge
 
     def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
         """Return the rules of an eager step, or those that keep all that the graphs save: it leaves inside of them."""
@@ -105,11 +117,14 @@ class GraphController:
         eager.close()
         self.eager = None
         self._budget.allow_loss(lossy)
+        self._observers.close()
         self._compile()
 
     def _compile(self) -> None:
-        self._ledger.budget.set(inf)
-        self._compiles()
+        """Let the model run as it is compiled."""
+        model, compiled = self._call
+        model._compiled_call_impl = compiled
+        self._observers.ledger.budget.set(inf)
 
     def begin(self) -> None:
         """Begin the step, which an eager controller measures."""

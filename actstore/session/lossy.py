@@ -6,7 +6,7 @@ from math import inf
 
 from actstore.compiled.budget.lossy import LossyModules
 from actstore.plan.build import noise_of
-from actstore.plan.profile import Profile
+from actstore.plan.profile import Profile, UnitBytes
 
 CODEC = "int8"  # the decision of eager steps whose errors are those of the codec of a plan
 
@@ -15,7 +15,8 @@ def lossy_modules(profile: Profile, max_noise: float) -> LossyModules:
     """Return the modules whose payloads may lose: those that save most bytes for their noise, within the limit.
 
     The noise is that of int8 for all that a module saves in an eager step. The graphs of the compiled model save
-    other tensors of it, with errors of the same size.
+    other tensors of it, with errors of the same size. A module whose eager payloads were all exact may read what others
+    have made: its noise is that of its whole unit.
 
     Parameters
     ----------
@@ -27,9 +28,13 @@ def lossy_modules(profile: Profile, max_noise: float) -> LossyModules:
         figures = profile.figures[unit.kind].get(CODEC)
         for part in {"": None, **dict.fromkeys(unit.parts)} if unit.name else ():
             name = f"{unit.name}.{part}" if part else unit.name
-            noise = inf if figures is None else noise_of(unit, part, figures)
-            saved = 0 if figures is None or part not in figures.parts else figures.parts[part].saved
             found[name] = None
+            if figures is None:
+                continue
+            noise, saved = noise_of(unit, part, figures), figures.parts.get(part, UnitBytes()).saved
+            if not noise:
+                noise = sum(noise_of(unit, other, figures) for other in figures.parts) or inf
+                saved = figures.total("saved")
             if noise < inf:
                 prices[name] = (noise / max(1, saved), noise)
     total = 0.0

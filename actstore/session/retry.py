@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from actstore.auto.attempt import Attempt
 from actstore.auto.controller import AutoController
+from actstore.session.graph_controller import GraphController
 from actstore.session.step_policy import StepPolicy
 
 
@@ -22,7 +23,8 @@ def call_inside(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call `function` inside of `store`: once more if memory runs out and its effects can be undone."""
-    if not isinstance(controller, AutoController) or model is None:
+    eager = controller.eager if isinstance(controller, GraphController) else controller
+    if not isinstance(eager, AutoController) or model is None:
         with store:
             return function(*args, **kwargs)
     attempt = Attempt(model, (args, kwargs))
@@ -30,7 +32,7 @@ def call_inside(
         with store:
             return function(*args, **kwargs)
     except BaseException as error:
-        if not controller.tightened(error):
+        if not eager.tightened(error):
             raise
         why = attempt.undo()
         if why:

@@ -42,7 +42,9 @@ class PayloadSampler(Protocol):
     def codec(self, bound: Bound, plain: Bound, account: Account, device: Device, trace: Trace | None) -> Bound:
         """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
 
-    def take(self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device) -> None:
+    def take(
+        self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device, trace: Trace | None
+    ) -> None:
         """Measure a payload of `src`, which `decoded` returns as it comes back."""
 
     def read(self, *, wait: bool) -> None:
@@ -103,7 +105,7 @@ class StoreObservers:
     def take(self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device) -> None:
         """Measure the payload of a tensor that a graph has encoded, where the step is sampled."""
         if self.samples and self._sampler is not None:
-            self._sampler.take(src, decoded, account, device)
+            self._sampler.take(src, decoded, account, device, self.trace)
 
     def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:
         """Trace the recomputation of a region. Returns a function to call at its end; None without a trace."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from actstore import ActivationStore, SampleErrors
+from actstore import ActivationStore, SampleErrors, Trace
 from actstore.errors import AccuracyError
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.models import AttentionNet, Convolutions, Mlp, ReluNet, gradients, make
@@ -115,6 +115,19 @@ def test_a_forward_outside_of_the_store_is_not_sampled() -> None:
     wanted = gradients(model, x)
     assert not store.report().sites
     check_same(gradients(model, x, store), wanted)
+
+
+def test_a_trace_has_the_errors() -> None:
+    torch._dynamo.reset()
+    model, x = make(Mlp)
+    store = ActivationStore(model, "int8", observe=[EACH, Trace()], min_bytes=0)
+    store.compile(backend="aot_eager")
+    for _ in range(2):
+        gradients(model, x, store)
+    sites = [site for site in store.report().sites if site.error is not None]
+    measured = [event for event in store.trace.events() if event.kind == "measure"]
+    assert len(measured) == 2 * len(sites) > 0
+    assert {event.step for event in measured} == {1, 2}
 
 
 def test_regions_of_one_model_and_sizes_that_change() -> None:

@@ -28,6 +28,7 @@ from actstore.devices.cpu_memory import most_during
 RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
+CODE_COPIES, CODE_FLOAT_NBYTES = 5, 4  # copies in float32 that a codec makes at most, operator by operator
 CODE_PASSES = 1.0  # of a loop that encodes or decodes, in times of a loop that writes as many bytes
 CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
@@ -94,7 +95,7 @@ class Costs:
         if key not in _known:
             form, reason = graph_codec(codec, value)
             assert form is not None, reason
-            _known[key] = _of_form(form, value)
+            _known[key] = _of_form(form, value) if perf_counter() < self._end else _unmeasured(value)
         return _known[key]
 
     def _run(self, target: OpOverload[..., Any], node: Node, turned: Sequence[Any]) -> Cost | None:
@@ -115,12 +116,21 @@ class Costs:
                 return None
 
 
+def _unmeasured(value: Tensor) -> Cost:
+    """Return a cost of a codec that has no room, or no time, to be measured."""
+    nbytes = hinted_nbytes(value) * CODE_FLOAT_NBYTES // value.itemsize
+    return Cost(CODE_COPIES * nbytes / bytes_per_ms(value.device), CODE_COPIES * nbytes)
+
+
 def _of_form(form: GraphCodec, value: Tensor) -> Cost:
     with _disable_current_modes(), torch.no_grad():
-        made = _real(value)
-        payload = form.encode(made)
-        calls: list[Callable[[], Any]] = [lambda: form.encode(made), lambda: form.decode(payload)]
-        costs = [Cost(_fastest(call, made.device), _workspace(call, made.device)) for call in calls]
+        try:
+            made = _real(value)
+            payload = form.encode(made)
+            calls: list[Callable[[], Any]] = [lambda: form.encode(made), lambda: form.decode(payload)]
+            costs = [Cost(_fastest(call, made.device), _workspace(call, made.device)) for call in calls]
+        except RuntimeError:  # out of memory
+            return _unmeasured(value)
     return Cost(max(cost.ms for cost in costs), max(cost.workspace for cost in costs))
 
 

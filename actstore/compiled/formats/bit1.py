@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.groups import Grouping
-from actstore.compiled.formats.planes import BYTE, join_bits, split_bits
+from actstore.compiled.formats.planes import BYTE, join_bits, spread_bits
 
 
 class Bit1Graph(GraphCodec):
@@ -25,5 +25,4 @@ class Bit1Graph(GraphCodec):
         return (join_bits(self._grouping.rows(tensor).to(torch.uint8), 1),)
 
     def decode(self, payload: Sequence[Tensor]) -> Tensor:
-        rows = split_bits(payload[0], 1)[..., : self._grouping.numel].to(torch.bool)
-        return self._grouping.restore(rows)
+        return self._grouping.restore(spread_bits(payload[0])[..., : self._grouping.numel])
