@@ -34,8 +34,10 @@ def spread_bits(joined: Tensor) -> Tensor:
     """
     if joined.device.type != "cpu" or sys.byteorder != "little":
         return split_bits(joined, 1).to(torch.bool)
-    eight = (joined.to(torch.int64) * COPIES) & BITS_OF_BYTES
-    return eight.view(torch.uint8).to(torch.float32) != 0
+    flat = joined.reshape(-1)  # of one dimension: Inductor might turn others, and a view of bytes needs them in order
+    eight = (flat.to(torch.int64) * COPIES) & BITS_OF_BYTES
+    bits = eight.view(torch.uint8).reshape(*joined.shape[:-1], BYTE * joined.shape[-1])
+    return bits.to(torch.float32) != 0
 
 
 def split_bits(joined: Tensor, width: int) -> Tensor:
