@@ -188,9 +188,10 @@ class JointReader:
         return self._costs.computed(node) if fused else self._measured(node)
 
     def _measured(self, node: Node) -> Cost:
-        """Return the cost of an operator alone. A weight has its own strides, also where images are turned."""
-        places = IMAGES.get(name_of(node), ()) if self._turns_images else ()
-        return self._costs.measured(node, [node.args[at] for at in places])
+        """Return the cost of an operator alone. What the caller brings is not turned: images, and weights."""
+        images = [node.args[at] for at in IMAGES.get(name_of(node), ())] if self._turns_images else []
+        turned = [each for each in images if isinstance(each, Node) and each.op != "placeholder"]
+        return self._costs.measured(node, turned)
 
     def _nbytes(self, node: Node) -> tuple[int, int]:
         """Return the bytes of a result; of several results those that no node takes out, and those that nodes do."""

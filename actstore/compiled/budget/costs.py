@@ -78,7 +78,7 @@ class Costs:
         tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
         if not isinstance(target, OpOverload) or not tensors:
             return self.by_bytes(node)
-        key = (target, bool(turned), *map(_key, values))
+        key = (target, *(leaf in turned for leaf in leaves if isinstance(leaf, Node)), *map(_key, values))
         if key not in _known:
             found = self._run(target, node, turned) if perf_counter() < self._end else None
             _known[key] = self.by_bytes(node) if found is None else found
