@@ -15,8 +15,8 @@ def lossy_modules(profile: Profile, max_noise: float) -> LossyModules:
     """Return the modules whose payloads may lose: those that save most bytes for their noise, within the limit.
 
     The noise is that of int8 for all that a module saves in an eager step. The graphs of the compiled model save
-    other tensors of it, with errors of the same size. A module whose eager payloads were all exact may read what others
-    have made: its noise is that of its whole unit.
+    other tensors of it, with errors of the same size. A module whose eager payloads were all exact may read there what
+    another one of its unit has made: its noise is that of the unit.
 
     Parameters
     ----------

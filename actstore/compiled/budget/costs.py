@@ -29,7 +29,7 @@ RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
 CODE_COPIES, CODE_FLOAT_NBYTES = 5, 4  # copies in float32 that a codec makes at most, operator by operator
-CODE_PASSES = 1.0  # of a loop that encodes or decodes, in times of a loop that writes as many bytes
+CODE_PASSES = 1.5  # of loops that encode and decode, each in times of a loop that writes as many numbers in float32
 CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
 
@@ -90,7 +90,8 @@ class Costs:
         fused : whether a compiler makes loops of it, whose time is that of the bytes
         """
         if fused:
-            return Cost(CODE_PASSES * hinted_nbytes(value) / bytes_per_ms(value.device))
+            nbytes = hinted_nbytes(value) * CODE_FLOAT_NBYTES // value.itemsize
+            return Cost(CODE_PASSES * nbytes / bytes_per_ms(value.device))
         key = (codec, _key(value))
         if key not in _known:
             form, reason = graph_codec(codec, value)

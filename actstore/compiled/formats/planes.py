@@ -34,7 +34,7 @@ def spread_bits(joined: Tensor) -> Tensor:
     """
     if joined.device.type != "cpu" or sys.byteorder != "little":
         return split_bits(joined, 1).to(torch.bool)
-    flat = joined.reshape(-1)  # of one dimension: Inductor might turn others, and a view of bytes needs them in order
+    flat = joined.reshape(-1)  # of one dimension: Inductor turns some of four, and a view of bytes needs them in order
     eight = (flat.to(torch.int64) * COPIES) & BITS_OF_BYTES
     bits = eight.view(torch.uint8).reshape(*joined.shape[:-1], BYTE * joined.shape[-1])
     return bits.to(torch.float32) != 0
