@@ -89,9 +89,12 @@ class JointReader:
             value = node.meta["val"]
             nbytes = sum(self._blocks.of(size, value.device.type) for size in payload.sizes)
             cost = self._costs.of_codec(payload.codec, value, fused=self._types is not None)
+            code_ms = cost.ms + (
+                self._costs.of_masks(payload.decisions, value.device) if self._types is not None else 0.0
+            )
             if nbytes < operators[index].nbytes:
                 operators[index] = replace(
-                    operators[index], encoded=nbytes, code_ms=cost.ms, code_workspace=cost.workspace
+                    operators[index], encoded=nbytes, code_ms=code_ms, code_workspace=cost.workspace
                 )
         return replace(step, operators=operators, encodes=True)
 

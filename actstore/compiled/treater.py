@@ -93,6 +93,9 @@ class Treater:
                 modules.codec,
                 tuple(size for part in of_root for size in modules.sizes(part.meta["val"])),
                 frozenset().union(*of_root.values()),
+                sum(
+                    hint(mask.meta["val"].numel()) for mask, of in found.masks.items() if root_of(of.saved.node) is root
+                ),
             )
             for root, of_root in parts.items()
             if root not in whole and hinted_nbytes(root.meta["val"]) >= self._rules.min_nbytes

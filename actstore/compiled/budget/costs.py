@@ -29,6 +29,7 @@ RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
 CODE_COPIES, CODE_FLOAT_NBYTES = 5, 4  # copies in float32 that a codec makes at most, operator by operator
+MASK_PASSES = 12.0  # of a loop on a CPU that writes a mask and one that reads it, as below
 CODE_PASSES = 1.5  # of loops that encode and decode, each in times of a loop that writes as many numbers in float32
 CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
@@ -98,6 +99,10 @@ class Costs:
             assert form is not None, reason
             _known[key] = _of_form(form, value) if perf_counter() < self._end else _unmeasured(value)
         return _known[key]
+
+    def of_masks(self, numel: int, device: torch.device) -> float:
+        """Return half of the ms in which loops write and read masks: on a CPU they write one byte after the other."""
+        return MASK_PASSES * numel * CODE_FLOAT_NBYTES / bytes_per_ms(device) if device.type == "cpu" else 0.0
 
     def _run(self, target: OpOverload[..., Any], node: Node, turned: Sequence[Any]) -> Cost | None:
         """Return the cost of an operator; None where it does not run on tensors that hold one number everywhere."""

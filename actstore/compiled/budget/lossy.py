@@ -17,12 +17,13 @@ SCALE_NBYTES = 2  # of a group
 
 
 class LossyPayload(NamedTuple):
-    """A payload that may stand for a saved tensor: the codec, the bytes of its sections, and the modules that read
-    the tensor."""
+    """A payload that may stand for a saved tensor: the codec, the bytes of its sections, the modules that read the
+    tensor, and the elements of the masks that forward saves because of the loss."""
 
     codec: Codec
     sizes: tuple[int, ...]
     modules: frozenset[str]
+    decisions: int = 0
 
 
 @dataclass(frozen=True)
