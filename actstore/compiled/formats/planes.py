@@ -30,7 +30,7 @@ def join_bits(codes: Tensor, width: int) -> Tensor:
 def spread_bits(joined: Tensor) -> Tensor:
     """Return what `join_bits` has joined of single bits as bools, the fill too.
 
-    On a CPU eight of them are one product, and compared as float32: loops of Inductor take a twentieth of the time.
+    On a CPU eight of them are one product, and compared as float32, which loops of Inductor do many at once.
     """
     if joined.device.type != "cpu" or sys.byteorder != "little":
         return split_bits(joined, 1).to(torch.bool)
