@@ -47,22 +47,28 @@ class AroundGraph(NamedTuple):
     away: Mapping[str, int]
     buffers: Callable[[int], int]
 
-    def of_graph(self, graph: Graph, copies: Set[str]) -> AroundGraph:
+    def of_graph(self, itemsizes: Mapping[tuple[int, ...], int], copies: Set[str]) -> AroundGraph:
         """Return the same of a graph as it is compiled.
 
+        itemsizes : of its results, by their shapes
         copies : names of inputs that are copies of what the caller has brought
         """
-        itemsizes: dict[tuple[int, ...], int] = {}
-        for value in (value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))):
-            if isinstance(value, Tensor):
-                shape = tuple(map(hint, value.shape))
-                itemsizes[shape] = max(itemsizes.get(shape, 0), value.itemsize)
         owners = {name: owner for name, owner in self.owners.items() if name not in copies}
         return self._replace(itemsizes=itemsizes, owners=owners)
 
     def of_forward(self) -> AroundGraph:
         """Return the same of the forward graph, whose inputs belong to the caller."""
         return self._replace(kept=0, lasting=frozenset())
+
+
+def itemsizes_of(graph: Graph) -> dict[tuple[int, ...], int]:
+    """Return the largest itemsize of the results of a graph, by their shapes."""
+    found: dict[tuple[int, ...], int] = {}
+    for value in (value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))):
+        if isinstance(value, Tensor):
+            shape = tuple(map(hint, value.shape))
+            found[shape] = max(found.get(shape, 0), value.itemsize)
+    return found
 
 
 def peak_of(source: str, inputs: Mapping[str, int], around: AroundGraph) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch._inductor import compile_fx, config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+from actstore.compiled.counted import itemsizes_of
 from actstore.compiled.partition import Partitioner
 
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
@@ -21,11 +21,13 @@ def counting(partitioner: Partitioner) -> Callable[..., Any]:
     """Return Inductor's compiler of one graph, which counts the bytes of what it wrote for a plan."""
 
     def compile_and_count(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        names, graph = [node.name for node in gm.graph.find_nodes(op="placeholder")], deepcopy(gm.graph)
+        names, itemsizes = [node.name for node in gm.graph.find_nodes(op="placeholder")], itemsizes_of(gm.graph)
         compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
         if partitioner.within is not None and not options.get("is_inference"):
             tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
-            partitioner.within.count(compiled.source_code, graph, tensors, backward=bool(options.get("is_backward")))
+            partitioner.within.count(
+                compiled.source_code, itemsizes, tensors, backward=bool(options.get("is_backward"))
+            )
         return compiled
 
     return compile_and_count

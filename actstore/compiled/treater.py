@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -86,20 +87,23 @@ class Treater:
             if each.kind != PAYLOAD or each.codec is None or each.codec.lossless:
                 whole.add(root)
                 continue
-            single = views_between(root, each.saved.node) is not None and graph_codec(each.codec, root.meta["val"])[0]
+            known = views_between(root, each.saved.node) is not None
+            single = known and graph_codec(each.codec, root.meta["val"])[0] is not None
             parts.setdefault(root, {}).setdefault(root if single else each.saved.node, set()).add(each.name)
-        return {
+        decisions = Counter[Node]()
+        for mask, owner in found.masks.items():
+            decisions[root_of(owner.saved.node)] += hint(mask.meta["val"].numel())
+        payloads = {
             root.name: LossyPayload(
                 modules.codec,
                 tuple(size for part in of_root for size in modules.sizes(part.meta["val"])),
                 frozenset().union(*of_root.values()),
-                sum(
-                    hint(mask.meta["val"].numel()) for mask, of in found.masks.items() if root_of(of.saved.node) is root
-                ),
+                decisions[root],
             )
             for root, of_root in parts.items()
             if root not in whole and hinted_nbytes(root.meta["val"]) >= self._rules.min_nbytes
-        }, sum(map(_mask_nbytes, found.masks))
+        }
+        return payloads, sum(map(_mask_nbytes, found.masks))
 
 
 def _mask_nbytes(mask: Node) -> int:

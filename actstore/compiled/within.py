@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._functorch import config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
@@ -235,10 +235,17 @@ class BudgetPartition:
         self.plan, self._around, self._predicted = plan, around, plan.predicted_peak
         self.saved_plan.update(plan.to_dict())
 
-    def count(self, source: str, graph: Graph, inputs: Mapping[str, Tensor], *, backward: bool) -> None:
+    def count(
+        self,
+        source: str,
+        itemsizes: Mapping[tuple[int, ...], int],
+        inputs: Mapping[str, Tensor],
+        *,
+        backward: bool,
+    ) -> None:
         """Count the bytes of a graph of the plan in the code that the compiler wrote: of forward, then of backward.
 
-        graph : as the compiler got it
+        itemsizes : of the results of the graph, by their shapes
         inputs : of the graph, by name, without data
 
         Raises
@@ -254,7 +261,7 @@ class BudgetPartition:
         copies = {name for name, strides in given.items() if strides != self._strides.get(name)}
         nbytes = {name: around.nbytes_of(hinted_nbytes(value)) for name, value in inputs.items()}
         own = {name: size for name, size in nbytes.items() if name not in given or name in copies}
-        around = around.of_graph(graph, copies)
+        around = around.of_graph(itemsizes, copies)
         counted = peak_of(source, own, around if backward else around.of_forward())
         if counted is None:
             counted = ceil(self._predicted * max(1 + FUSED_MARGIN, attempts.ratio))

@@ -91,8 +91,7 @@ class Costs:
         fused : whether a compiler makes loops of it, whose time is that of the bytes
         """
         if fused:
-            nbytes = hinted_nbytes(value) * CODE_FLOAT_NBYTES // value.itemsize
-            return Cost(CODE_PASSES * nbytes / bytes_per_ms(value.device))
+            return Cost(CODE_PASSES * _float_nbytes(value) / bytes_per_ms(value.device))
         key = (codec, _key(value))
         if key not in _known:
             form, reason = graph_codec(codec, value)
@@ -124,8 +123,13 @@ class Costs:
 
 def _unmeasured(value: Tensor) -> Cost:
     """Return a cost of a codec that has no room, or no time, to be measured."""
-    nbytes = hinted_nbytes(value) * CODE_FLOAT_NBYTES // value.itemsize
+    nbytes = _float_nbytes(value)
     return Cost(CODE_COPIES * nbytes / bytes_per_ms(value.device), CODE_COPIES * nbytes)
+
+
+def _float_nbytes(value: Tensor) -> int:
+    """Return the bytes of a tensor's numbers in float32, in which codecs compute."""
+    return hint(value.numel()) * CODE_FLOAT_NBYTES
 
 
 def _of_form(form: GraphCodec, value: Tensor) -> Cost:

@@ -6,10 +6,9 @@ from textwrap import dedent
 
 import pytest
 import torch
-from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from actstore.compiled.counted import AroundGraph, peak_of
+from actstore.compiled.counted import AroundGraph, itemsizes_of, peak_of
 
 ALONE = AroundGraph(0, frozenset(), {}, lambda nbytes: nbytes, {}, {}, {}, int)
 
@@ -141,7 +140,7 @@ def test_what_forward_has_laid_out_anew_of_the_callers_counts() -> None:
     body = "found = empty_strided_cpu((4, ), (1, ), torch.float32)"
     around = ALONE._replace(owners={"primals_1": ("primals_1", 0)})  # the caller holds its own
     assert peak(body, around, primals_1=36, gradient=8) == 8 + 16
-    assert peak(body, around.of_graph(Graph(), {"primals_1"}), primals_1=36, gradient=8) == 36 + 8 + 16
+    assert peak(body, around.of_graph({}, {"primals_1"}), primals_1=36, gradient=8) == 36 + 8 + 16
 
 
 def test_results_have_the_types_of_the_graph() -> None:
@@ -152,9 +151,9 @@ def test_results_have_the_types_of_the_graph() -> None:
     """
     module = make_fx(lambda x: (x > 0, x.half()), tracing_mode="fake")(torch.randn(3))
     assert peak(body, a=5) == 5 + 3 * 8, "unknown"
-    assert peak(body, ALONE.of_graph(module.graph, set()), a=5) == 5 + 3 * 4, "the largest of that shape"
+    assert peak(body, ALONE.of_graph(itemsizes_of(module.graph), set()), a=5) == 5 + 3 * 4, "the largest of that shape"
     module = make_fx(lambda x: (x.view(-1) > 0, x.half()), tracing_mode="fake")(torch.randn(1, 3))
-    assert peak(body, ALONE.of_graph(module.graph, set()), a=5) == 5 + 3 * 4, "a view has that shape, too"
+    assert peak(body, ALONE.of_graph(itemsizes_of(module.graph), set()), a=5) == 5 + 3 * 4, "a view has that shape, too"
 
 
 def test_what_moves_waits_in_buffers() -> None:
