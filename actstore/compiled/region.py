@@ -15,9 +15,13 @@ from actstore.autograd.handles import Kept
 from actstore.autograd.tracker import SMALL_INDEX, Tracker, current
 from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.ledger import Account
 from actstore.base.note import Note
+from actstore.base.reaper import Finalizer
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
 from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
+from actstore.errors import PayloadError
+from actstore.store.verified import Seal
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
 _HOOKS = "actstore."
@@ -90,7 +94,8 @@ class _Packing:
         if row.kind == PAYLOAD:
             account.count += row.saved != 0
             saved = row.per_byte * nbytes if row.saved < 0 else row.saved
-            return Kept(tensor, account, ledger.hold(account, saved, nbytes, nbytes))
+            kind = Sealed if tracker.home[0].observers.verifies else Kept
+            return kind(tensor, account, ledger.hold(account, saved, nbytes, nbytes))
         account.count += 1
         saved = tracker.saved_nbytes(key, storage)
         weak = tracker.storages.kept.get(key)
@@ -101,3 +106,27 @@ class _Packing:
         kept = Kept(tensor, account, ledger.hold(account, saved, 0, nbytes))
         tracker.storages.kept[key] = ref(kept)
         return kept
+
+
+class Sealed(Kept):
+    """A section of a payload in memory, whose bytes are compared with their checksum at each read."""
+
+    __slots__ = ("_seal",)
+
+    def __init__(self, tensor: Tensor, account: Account, holds: Finalizer | Kept) -> None:
+        super().__init__(tensor, account, holds)
+        self._seal = Seal(_bytes_of(tensor))
+
+    def get(self) -> Tensor:
+        tensor = super().get()
+        try:
+            self._seal.check(_bytes_of(tensor))
+        except PayloadError as error:
+            error.add_context(f"while decoding {self.account.site} ({self.account.where}) in a compiled graph")
+            raise
+        return tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return all memory under a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

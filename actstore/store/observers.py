@@ -61,6 +61,7 @@ class StoreObservers:
     ----------
     are_active : whether this step verifies, traces or measures all codecs
     samples : whether it samples lossy ones
+    verifies : whether each payload is compared with its checksum
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StoreObservers:
         self.gauge = gauge
         self.samples = False
         self.are_active = True
-        self._verify = verify
+        self.verifies = verify
         self._sampler = sampler
         self._backward: tuple[TierSet, Ticket, Ticket] | None = None  # its first and its last work
 
@@ -86,12 +87,12 @@ class StoreObservers:
         AccuracyError : the last sampled payloads lost more than the limit
         """
         self.samples = self._sampler is not None and self._sampler.start(step)
-        self.are_active = self._verify or self.trace is not None or self.gauge is not None
+        self.are_active = self.verifies or self.trace is not None or self.gauge is not None
         self.end_backward()
 
     def around(self, bound: Bound, codec: Codec, account: Account, place: TierSet) -> Bound:
         """Return the same codec, whose work is verified, measured, traced or sampled."""
-        plain = bound = verified(bound) if self._verify else bound
+        plain = bound = verified(bound) if self.verifies else bound
         if self.gauge is not None:
             bound = self.gauge.codec(bound, codec, account)
         if self.trace is not None:

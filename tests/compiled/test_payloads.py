@@ -3,11 +3,14 @@
 from contextlib import nullcontext
 
 import pytest
+import torch
+from torch import Tensor
 from torch._functorch import config as functorch
 
-from actstore import ActivationStore
-from tests.autograd.checks import check_drained
-from tests.compiled.models import FusedAttention, Mlp, ReadTwice, compiled, error, gradients, make, plain
+from actstore import ActivationStore, Verify
+from actstore.errors import PayloadError
+from tests.autograd.checks import check_drained, check_same
+from tests.compiled.models import FusedAttention, Mlp, ReadTwice, ReluNet, compiled, error, gradients, make, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
@@ -50,4 +53,35 @@ def test_without_payloads_backward_donates_as_in_plain_compilation(policy: str, 
             loss.backward()
         assert functorch.donated_buffer == donates
     del loss
+    check_drained(store)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_a_payload_that_something_writes_to_is_refused_under_verify(verifies: bool) -> None:
+    """Each section, at the end too. Without Verify backward reads what was written."""
+    wanted = gradients(*compiled(ReluNet))
+    torch._dynamo.reset()
+    model, x = make(ReluNet)
+    store = ActivationStore(model, "int8", observe=[Verify()] if verifies else [], min_bytes=0)
+    store.compile(backend="aot_eager")
+    check_same(gradients(model, x, store), wanted)
+
+    def sections() -> tuple[Tensor, list[Tensor]]:
+        """A loss, and the payloads' sections that its graph holds."""
+        with store:
+            loss = model(x).square().mean()
+        node = loss.grad_fn
+        while not hasattr(node, "saved_tensors"):
+            node = node.next_functions[0][0]
+        return loss, [each for each in node.saved_tensors if each.dtype in (torch.int8, torch.bfloat16)]
+
+    count = len(sections()[1])
+    assert count == 6  # codes and scales of three payloads
+    for number in range(count):
+        loss, found = sections()
+        found[number].data.flatten()[-1] += 1
+        refuses = pytest.raises(PayloadError, match=r"while decoding \S+ \(int8\) in a compiled graph")
+        with refuses if verifies else nullcontext():
+            loss.backward()
+        del loss, found, refuses
     check_drained(store)

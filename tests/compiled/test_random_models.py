@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from actstore import ActivationStore, SampleErrors
+from actstore import ActivationStore, SampleErrors, Verify
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.random_models import EXACT, LOSSY, WAYS, make, policy, train
 
@@ -60,7 +60,8 @@ def with_store(seed: int, rules: str, way: str, autocast: bool, backend: str) ->
     """What training leaves of a model that is compiled with a policy. Nothing is left in the store."""
     torch._dynamo.reset()
     model = make(seed)
-    store = ActivationStore(model, rules, observe=[SampleErrors(every=0)], min_bytes=0)  # samples are held, too
+    observe = [SampleErrors(every=0), *([Verify()] if seed % 2 else [])]  # samples are held, too
+    store = ActivationStore(model, rules, observe=observe, min_bytes=0)
     store.compile(backend=backend)
     with gc_off():
         found = train(model, way, autocast, store)
