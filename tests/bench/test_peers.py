@@ -118,6 +118,7 @@ def test_a_peer_without_its_package_says_so(tiny: Workload, row: Row, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize(
     "name", ["compile", "compile, budget 0.5", "recompute, compiled", "int8, compiled", "int8 in the graph"]
 )
