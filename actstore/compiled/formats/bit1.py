@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.groups import Grouping
-from actstore.compiled.formats.planes import BYTE, join_bits, spread_bits
+from actstore.compiled.formats.planes import BYTE, gather_bits, spread_bits
 
 
 class Bit1Graph(GraphCodec):
@@ -22,7 +22,7 @@ class Bit1Graph(GraphCodec):
         self._grouping = grouping
 
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:
-        return (join_bits(self._grouping.rows(tensor).to(torch.uint8), 1),)
+        return (gather_bits(self._grouping.rows(tensor)),)
 
     def decode(self, payload: Sequence[Tensor]) -> Tensor:
         return self._grouping.restore(spread_bits(payload[0])[..., : self._grouping.numel])

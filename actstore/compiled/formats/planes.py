@@ -10,6 +10,7 @@ from torch import Tensor
 BYTE = 8  # bits
 COPIES = 0x0101010101010101  # times a byte: the same in all eight bytes
 BITS_OF_BYTES = 0x8040201008040201 - (1 << 64)  # in each byte another bit, the lowest first
+JOINED = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has them as bits, the first one lowest
 
 
 def join_bits(codes: Tensor, width: int) -> Tensor:
@@ -17,22 +18,32 @@ def join_bits(codes: Tensor, width: int) -> Tensor:
     if width == BYTE:
         return codes
     count = BYTE // width
-    codes = codes & ((1 << width) - 1)
-    if fill := -codes.shape[-1] % count:
-        codes = torch.nn.functional.pad(codes, (0, fill))
-    codes = codes.unflatten(-1, (-1, count))
+    codes = _filled(codes & ((1 << width) - 1), count).unflatten(-1, (-1, count))
     joined = codes[..., 0]
     for place in range(1, count):
         joined = joined | (codes[..., place] << (place * width))
     return joined
 
 
+def gather_bits(bools: Tensor) -> Tensor:
+    """Return bools as `join_bits` joins single bits.
+
+    On a CPU loops of Inductor write a bool byte by byte; bytes of a float32 they write many at once, and eight of those
+    are one product.
+    """
+    if not _has_words(bools):
+        return join_bits(bools.to(torch.uint8), 1)
+    filled = _filled(bools.to(torch.float32).to(torch.uint8), BYTE)
+    eight = filled.reshape(-1).view(torch.int64)
+    return ((eight * JOINED) >> 56).to(torch.uint8).reshape(*filled.shape[:-1], filled.shape[-1] // BYTE)
+
+
 def spread_bits(joined: Tensor) -> Tensor:
-    """Return what `join_bits` has joined of single bits as bools, the fill too.
+    """Return what `gather_bits` has joined, the fill too.
 
     On a CPU eight of them are one product, and compared as float32, which loops of Inductor do many at once.
     """
-    if joined.device.type != "cpu" or sys.byteorder != "little":
+    if not _has_words(joined):
         return split_bits(joined, 1).to(torch.bool)
     flat = joined.reshape(-1)  # of one dimension: Inductor turns some of four, and a view of bytes needs them in order
     eight = (flat.to(torch.int64) * COPIES) & BITS_OF_BYTES
@@ -46,3 +57,14 @@ def split_bits(joined: Tensor, width: int) -> Tensor:
         return joined
     mask = (1 << width) - 1
     return torch.stack([(joined >> place) & mask for place in range(0, BYTE, width)], -1).flatten(-2)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """Return whether to take eight bytes for a number: on a CPU whose lowest byte is the first one."""
+    return tensor.device.type == "cpu" and sys.byteorder == "little"
+
+
+def _filled(codes: Tensor, count: int) -> Tensor:
+    """Return codes with zeros at the end of each row, to a multiple of `count`."""
+    fill = -codes.shape[-1] % count
+    return torch.nn.functional.pad(codes, (0, fill)) if fill else codes

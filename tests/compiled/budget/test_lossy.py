@@ -141,7 +141,10 @@ def test_budgets_are_kept(backend: str) -> None:
     for row in rows:
         assert row["peak"] <= row["budget"] + OUTSIDE_NBYTES
         assert row["plan"]["predicted_peak"] <= row["budget"]
-        assert (row["grads"] == plain["grads"]) == (backend == "aot_eager" and not row["plan"]["encoded"])
+        if row["plan"]["encoded"]:
+            assert row["grads"] != plain["grads"]
+        elif backend == "aot_eager":  # Inductor may add numbers in another order
+            assert row["grads"] == plain["grads"]
     assert any(row["plan"]["encoded"] for row in rows)
     assert rows[-1]["budget"] <= exact["budget"]
 
