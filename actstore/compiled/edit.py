@@ -20,7 +20,7 @@ from actstore.base.note import SMALL
 from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.formats.base import GraphCodec
-from actstore.compiled.formats.choose import graph_codec
+from actstore.compiled.formats.choose import graph_codec, payload_node
 from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
@@ -165,12 +165,9 @@ class Editor:
             own = [row for row in rows if row.treatment is treatment]
             (own or rows)[0].saved += hinted_nbytes(treatment.saved.value)
             return []
-        root = root_of(node)
+        parts = (root_of(node), treatment.codec, treatment.tiers) in self._whole
+        root, views = payload_node(node, treatment.codec, parts=parts)
         key = root, treatment.codec, treatment.tiers
-        views = views_between(root, node, parts=key in self._whole) if root.op == "call_function" else None
-        if views is None or graph_codec(treatment.codec, root.meta["val"])[0] is None:
-            root, views = node, []
-            key = root, treatment.codec, treatment.tiers
         found = self._payloads.get(key)
         made: list[NodeRow] = []
         if found is None:

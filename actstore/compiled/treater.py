@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.lossy import LossyModules, LossyPayload
-from actstore.compiled.formats.choose import graph_codec
+from actstore.compiled.formats.choose import graph_codec, payload_node
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
-from actstore.compiled.graph import Boundary, boundary_of, root_of, views_between
+from actstore.compiled.graph import Boundary, boundary_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import PAYLOAD
@@ -87,9 +87,8 @@ class Treater:
             if each.kind != PAYLOAD or each.codec is None or each.codec.lossless:
                 whole.add(root)
                 continue
-            known = views_between(root, each.saved.node) is not None
-            single = known and graph_codec(each.codec, root.meta["val"])[0] is not None
-            parts.setdefault(root, {}).setdefault(root if single else each.saved.node, set()).add(each.name)
+            node, _ = payload_node(each.saved.node, each.codec)
+            parts.setdefault(root, {}).setdefault(node, set()).add(each.name)
         decisions = Counter[Node]()
         for mask, owner in found.masks.items():
             decisions[root_of(owner.saved.node)] += hint(mask.meta["val"].numel())
