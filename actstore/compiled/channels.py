@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from actstore.compiled.arrange import IMAGE_DIM
+from actstore.compiled.formats.sizes import is_fixed
+
 
 def turns_images(module: GraphModule) -> bool:
     """Return whether Inductor lays out what the convolutions of a graph read and return with the channels last."""
@@ -33,6 +36,4 @@ def _lowering() -> Any:
 
 
 def _is_image(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.dim() != 4:
-        return False
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride())) and value.is_contiguous()
+    return isinstance(value, Tensor) and value.dim() == IMAGE_DIM and is_fixed(value) and value.is_contiguous()

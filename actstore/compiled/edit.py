@@ -21,7 +21,7 @@ from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec, payload_node
-from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
 from actstore.compiled.graph import (
     GETITEM,
     SPLITS,
@@ -173,8 +173,7 @@ class Editor:
         if found is None:
             found = self._payloads[key] = self._encode(root, treatment.codec, treatment.tiers, read)
             made = [NodeRow(section, treatment) for section in found.sections]
-            static = all(isinstance(size, int) for size in root.meta["val"].shape)
-            made[0].saved = hinted_nbytes(root.meta["val"]) if static else -1
+            made[0].saved = hinted_nbytes(root.meta["val"]) if is_fixed(root.meta["val"]) else -1
             made[0].per_byte = found.codec.per_byte
             made += [] if found.sample is None else [NodeRow(found.sample, treatment)]
         self._put(self._decode(found, read, key), read, views)
@@ -206,7 +205,7 @@ class Editor:
             for section in sections
         ]
         sample = None
-        if self._samples and not codec.lossless and all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        if self._samples and not codec.lossless and is_fixed(value):
             sample = add_sample(self._forward, source, value, sections, codec, place)
             add_placeholder(self._backward, f"{source.name}_sample", sample, before)
         return GraphPayload(form, sections, reads, decoding, sample)
@@ -215,8 +214,8 @@ class Editor:
         self, codec: Codec, tiers: tuple[str, ...], value: Tensor
     ) -> tuple[GraphCodec, GraphModule, GraphModule]:
         """Return the form of a codec for a tensor, and its traced functions; those of one shape are traced once."""
-        static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        key = (codec, tiers, tuple(value.shape), value.stride(), value.dtype, value.device) if static else None
+        shape = tuple(value.shape)
+        key = (codec, tiers, shape, value.stride(), value.dtype, value.device) if is_fixed(value) else None
         if key is not None and key in self._traces:
             return self._traces[key]
         inner, reason = graph_codec(codec, value)
@@ -298,11 +297,10 @@ def _divides(codec: GraphCodec, value: Tensor) -> bool:
 
 def _are_all(parts: list[SavedNode], root: Node, codec: Codec) -> bool:
     """Return whether parts have as many bytes as a result of fixed sizes; without a codec, or each of them as many."""
-    value = root.meta["val"]
-    fixed = all(isinstance(size, int) for size in value.shape)
-    nbytes = [hinted_nbytes(part.value) for part in parts] if fixed else []
-    whole = hinted_nbytes(value) if fixed else -1
-    return sum(nbytes) == whole or (isinstance(codec, Raw) and all(each == whole for each in nbytes) and fixed)
+    if not is_fixed(root.meta["val"]):
+        return False
+    nbytes, whole = [hinted_nbytes(part.value) for part in parts], hinted_nbytes(root.meta["val"])
+    return sum(nbytes) == whole or (isinstance(codec, Raw) and all(each == whole for each in nbytes))
 
 
 def _table(rows: list[NodeRow], rules: GraphRules) -> Table:

@@ -23,7 +23,7 @@ from actstore.compiled.channels import turns_images
 from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.choose import graph_codec
-from actstore.compiled.formats.sizes import hint
+from actstore.compiled.formats.sizes import hint, is_fixed
 from actstore.compiled.graph import (
     GETITEM,
     IMAGES,
@@ -236,8 +236,7 @@ def _movable(node: Node) -> int:
     whole = root.meta.get("val")
     if not isinstance(whole, Tensor) or not isinstance(value, Tensor) or root.op != "call_function":
         return 0
-    fixed = all(isinstance(size, int) for size in (*whole.shape, *whole.stride()))
-    if not fixed or not whole.dtype.is_floating_point or whole.nbytes < MIN_NBYTES:
+    if not is_fixed(whole) or not whole.dtype.is_floating_point or whole.nbytes < MIN_NBYTES:
         return 0
     by_place = any(name_of(user) == "as_strided" for user in node.users)
     known = views_between(root, node, parts=True) is not None and graph_codec(Raw(), whole)[0] is not None

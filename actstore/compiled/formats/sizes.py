@@ -22,6 +22,11 @@ def hint(size: Any) -> int:
     return int(found)
 
 
+def is_fixed(tensor: Tensor) -> bool:
+    """Return whether all sizes and strides are numbers, the same in each run."""
+    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
+
+
 def hinted_nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, by the hints of its sizes."""
     return hint(tensor.numel()) * tensor.dtype.itemsize
