@@ -28,6 +28,7 @@ from actstore.autograd.tracker import Frame
 from actstore.autograd.unpack import unpack
 from actstore.base.caller import stacklevel
 from actstore.base.note import CACHED
+from actstore.base.tracing import is_traced
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -132,7 +133,7 @@ def current() -> Scope | None:
 
 def _enter(mode: Any) -> Any:
     scope = _thread.scope
-    if scope is not None and _current_graph_task_id() == -1:
+    if scope is not None and _current_graph_task_id() == -1 and not is_traced():
         if _KNOWN:
             setattr(mode, _RUN, CachingRun(scope))
         else:

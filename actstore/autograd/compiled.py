@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from actstore.autograd.tracker import after_call, before_call
+from actstore.autograd.modules import after_call, before_call
 from actstore.base.compiler import tell_compiler
 from actstore.base.operators import APPLY_CODE
 

@@ -192,12 +192,12 @@ def is_plain(tensor: Tensor, root: Tensor) -> bool:
     )
 
 
-def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
+def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None:
     """Return the recipe of an operator's output from what its node saved through a store; None where one is impossible.
 
     Parameters
     ----------
-    unpack : the unpack hook of the store
+    is_ours : returns whether an unpack hook is a store's
     """
     node: Any = tensor.grad_fn
     rule = RULES.get(node.name())
@@ -219,7 +219,7 @@ def find_recipe(tensor: Tensor, unpack: Any) -> Recipe | None:
             continue
         if isinstance(handle, Reader):
             handle = handle.handle
-        if saved.unpack_hook is not unpack or not _comes_back_exactly(handle):
+        if not is_ours(saved.unpack_hook) or not _comes_back_exactly(handle):
             return None
         if rule.norm and not tensor.is_cpu and isinstance(handle, Stored) and handle.region is not None:
             return None  # it may come back with another alignment, and a GPU's kernel then adds in another order

@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _current_graph_task_id, _get_dispatch_mode, _len_torch_dispatch_stack
+from torch._C import _current_graph_task_id, _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
@@ -30,12 +30,13 @@ from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, W
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
-from actstore.autograd.unpack import COMPILER, Handle, turns, unpack
+from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
 from actstore.autograd.verdict import Facts, judge, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.note import FOLLOWED, Note
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import free_weak, hold_weak
+from actstore.base.tracing import is_traced
 from actstore.errors import ActstoreError
 from actstore.policy.rules import asks_operators, derives
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from actstore.policy import Policy
     from actstore.store.payload import ForwardPass
     from actstore.store.store import Store
-
-_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # bytes would be lost to a trace
 
 
 class Scope:
@@ -100,7 +99,7 @@ class Scope:
         unsettled, follow = encoder.unsettled, self._follow
 
         def pack(tensor: Tensor, outer: Tensor | None = None) -> Handle:
-            if _len_torch_dispatch_stack() and any(_get_dispatch_mode(mode) is not None for mode in _TRACING):
+            if _len_torch_dispatch_stack() and is_traced():  # bytes would be lost to a trace
                 return alias_of(tensor), tensor._version, tracker.frame
             if unsettled and _get_sequence_nr() != encoder.unsettled_nr:
                 self.settle()
@@ -319,7 +318,7 @@ class Scope:
         if root.is_leaf or tensor._version or self._looked == MAX_NODES_INSPECTED or not is_plain(tensor, root):
             return None
         self._looked += 1
-        recipe = None if self.allows_mutation() else find_recipe(root, unpack)
+        recipe = None if self.allows_mutation() else find_recipe(root, is_ours)
         if recipe is None:
             return None
         self.ledger.add(account, self.tracker.saved_nbytes(key, storage), 0, 0)

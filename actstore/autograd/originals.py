@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from actstore.autograd.deciders import caller
-from actstore.autograd.unpack import unpack
+from actstore.autograd.unpack import is_ours
 from actstore.base.operators import APPLY_CODE
 
 _C_FUNCTION: Any = torch._C._FunctionBase
@@ -38,6 +38,6 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 def _original(saved: Any, tensor: Tensor | None) -> Tensor | None:
     """Return the Parameter that a store has kept for a saved tensor; for any other saved tensor, `tensor`."""
     handle = saved.data
-    if type(handle) is tuple and saved.unpack_hook is unpack and type(handle[0]) is Parameter:
+    if type(handle) is tuple and is_ours(saved.unpack_hook) and type(handle[0]) is Parameter:
         return handle[0]
     return tensor

@@ -56,6 +56,11 @@ def unpack(handle: Handle | Reader) -> Tensor:
     return tensor
 
 
+def is_ours(hook: Any) -> bool:
+    """Return whether an unpack hook is a store's: `unpack`, or a copy of it."""
+    return getattr(hook, "__code__", None) is unpack.__code__
+
+
 def forget_turn(scope: Turning) -> None:
     """Forget a scope that has ended, where no backward has begun."""
     with suppress(ValueError):

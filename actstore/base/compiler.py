@@ -21,7 +21,7 @@ _PACKAGES = [
     "tiers",
     "transfer",
 ]
-# Without `tracker`, whose hooks are compiled with a model (they do nothing then), and `tagging`, which models call.
+# Without `modules`, whose hooks are compiled with a model (they do nothing then), and `tagging`, which models call.
 _AUTOGRAD = [
     "called",
     "census",

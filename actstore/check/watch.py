@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from actstore.autograd.tracker import GlobalHook
+from actstore.autograd.modules import GlobalHook
 from actstore.base.operators import ACCUMULATE_GRAD
 from actstore.rerun.values import copies, digest
 

@@ -21,12 +21,22 @@ def turns_images(module: GraphModule) -> bool:
 def channels_last_nodes(forward: GraphModule) -> set[Node]:
     """Return the nodes of a forward graph whose results Inductor lays out so, by its own rule.
 
-    A convolution on a CPU does, and what it reads and what reads its result follow. A wrong guess costs time alone.
+    A convolution on a CPU does, and what it reads and what reads its result follow. The rule ends at the last
+    convolution: loops behind it write as they read. A wrong guess costs time alone.
     """
     if not turns_images(forward):
         return set()
-    found = _lowering().find_nodes_prefer_channels_last(SimpleNamespace(module=forward))
-    return {node for node in found if _is_image(node.meta.get("val"))}
+    preferred = _lowering().find_nodes_prefer_channels_last(SimpleNamespace(module=forward))
+    found = set[Node]()
+    for node in forward.graph.nodes:
+        value = node.meta.get("val")
+        if not _is_image(value):
+            continue
+        if node in preferred or any(
+            each in found and each.meta["val"].shape == value.shape for each in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
 
 
 def _lowering() -> Any:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from actstore.base.note import SMALL
 from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
+from actstore.compiled.channels import channels_last_nodes
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec, payload_node
 from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
@@ -73,7 +74,7 @@ class Editor:
     ----------
     num_outputs : outputs of the forward graph that the region returns
     decompositions : of operators that the compiler behind takes apart
-    last_channels : nodes of the forward graph whose images the compiler keeps with the channels last in memory
+    fuses : whether the compiler is Inductor, which keeps images of some nodes with the channels last in memory
     samples : whether to measure the errors of payloads in the steps that a store samples
     """
 
@@ -84,12 +85,13 @@ class Editor:
         boundary: Boundary,
         num_outputs: int,
         decompositions: Decompositions,
-        last_channels: Set[Node] = frozenset(),
         *,
+        fuses: bool = False,
         samples: bool = False,
     ) -> None:
+        self._fuses = fuses
         self._samples = samples
-        self._last_channels = last_channels
+        self._last_channels: Set[Node] = frozenset()  # such nodes of the forward graph
         self._forward = forward.graph
         self._backward = backward.graph
         self._modules = (forward, backward)
@@ -107,6 +109,8 @@ class Editor:
         outputs = outputs_of(self._modules[0])
         returned, rest = outputs[: self._num_outputs], outputs[self._num_outputs + len(self._boundary.tensors) :]
         masks = [(node, owner, self._copy_to_forward(node)) for node, owner in treatments.masks.items()]
+        if self._fuses:
+            self._last_channels = channels_last_nodes(self._modules[0])
         rows: list[NodeRow] = []
         for node, owner, mask in masks:
             rows += self._save_mask(node, owner, mask)

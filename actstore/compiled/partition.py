@@ -11,7 +11,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.plan import GraphPlan
-from actstore.compiled.channels import channels_last_nodes
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
 from actstore.compiled.names import NodeNames
@@ -80,10 +79,8 @@ class Partitioner:
             return forward, backward
         decisions = {} if self.within is None else self.within.decisions
         treatments = treater.treat((forward, backward), boundary, lambda root, _: decisions.get(root))
-        last_channels = channels_last_nodes(forward) if self._fuses else set[Node]()
-        editor = Editor(
-            forward, backward, boundary, num_outputs, self._decompositions(), last_channels, samples=self._rules.samples
-        )
+        decompositions, samples = self._decompositions(), self._rules.samples
+        editor = Editor(forward, backward, boundary, num_outputs, decompositions, fuses=self._fuses, samples=samples)
         self.table = editor.apply(treatments, self._rules)
         if any(row.kind in (PAYLOAD, TOKEN) for row in self.table):
             setattr(config, DONATES, False)  # until the backend puts it back; nearly every payload would be one

@@ -12,7 +12,8 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from actstore.autograd.handles import Kept
-from actstore.autograd.tracker import SMALL_INDEX, Tracker, current
+from actstore.autograd.modules import current
+from actstore.autograd.tracker import SMALL_INDEX, Tracker
 from actstore.autograd.unpack import Handle
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.ledger import Account

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from actstore.autograd.tracker import current
+from actstore.autograd.modules import current
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.layout import layout_of

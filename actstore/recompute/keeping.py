@@ -25,6 +25,7 @@ from actstore.base.checkpoints import innermost_pack
 from actstore.base.note import Note
 from actstore.base.redispatch import OperatorMode, redispatch
 from actstore.base.storage import storages_of
+from actstore.base.tracing import is_traced
 from actstore.base.trees import flatten
 from actstore.model.generators import GeneratorAccess
 from actstore.policy import Encode, Keep, Offload
@@ -33,7 +34,6 @@ from actstore.recompute.collectives import call_shape, is_collective, writes_res
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
 from actstore.recompute.messages import Arrival, Arrivals, comes_later, is_in_batch
-from actstore.recompute.modes import is_traced
 from actstore.recompute.outputs import has_own_memory, is_plain, own_copy
 from actstore.recompute.repeating import Repeating
 from actstore.recompute.results import OperatorCall, ResultTensor

@@ -10,16 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C import _get_dispatch_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from actstore.base.redispatch import OperatorMode
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.operators import DISCRETE
-
-_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 class Mode(OperatorMode):
@@ -76,8 +72,3 @@ def takes_floats(args: Iterable[Any]) -> bool:
 def shape_of(args: Iterable[Any]) -> tuple[int, ...]:
     """Return the shape of the first tensor, and () without a tensor."""
     return next((tuple(value.shape) for value in args if isinstance(value, Tensor)), ())
-
-
-def is_traced() -> bool:
-    """Return whether a compiler's mode is active, whose tensors have no values."""
-    return any(_get_dispatch_mode(mode) is not None for mode in _TRACING)

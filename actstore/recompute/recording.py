@@ -8,10 +8,11 @@ from weakref import ref
 
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.redispatch import redispatch
+from actstore.base.tracing import is_traced
 from actstore.recompute.choices import Packed, choice_of
 from actstore.recompute.decisions import Decision
 from actstore.recompute.gates import gate_of
-from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
+from actstore.recompute.modes import Mode, has_floats, is_choice, shape_of, takes_floats
 from actstore.recompute.operators import DecisionKind, base_name, index_bound, kind_of, peak_of, points_of
 from actstore.recompute.windows import places_of
 

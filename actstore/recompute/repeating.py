@@ -15,11 +15,12 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.base.redispatch import redispatch
+from actstore.base.tracing import is_traced
 from actstore.errors import StateError
 from actstore.recompute.choices import Copy, Packed
 from actstore.recompute.decisions import Decision, Decisions, shape_text
 from actstore.recompute.gates import SharedGate, let_pass
-from actstore.recompute.modes import Mode, has_floats, is_choice, is_traced, shape_of, takes_floats
+from actstore.recompute.modes import Mode, has_floats, is_choice, shape_of, takes_floats
 from actstore.recompute.operators import (
     DecisionKind,
     base_name,

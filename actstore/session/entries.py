@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from threading import local
@@ -12,8 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from actstore.autograd import caches
-from actstore.autograd import tracker as modules
+from actstore.autograd import caches, modules
 from actstore.autograd.hooks import Scope
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
@@ -62,7 +62,8 @@ class StoreEntry:
         caches.start(self.scope)
         self.undos.append(self._deactivate)
         entries().append(self)
-        saved_tensors_hooks(self.pack, unpack).__enter__()
+        hook = modules.lasting(unpack) if "torch._dynamo" in sys.modules else unpack
+        saved_tensors_hooks(self.pack, hook).__enter__()
 
     def _deactivate(self) -> None:
         found = entries()

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from actstore import ActivationStore, SampleErrors
-from actstore.autograd import derived
-from actstore.autograd import tracker as modules
+from actstore.autograd import derived, modules
 from actstore.autograd.derived import MAX_CHAINED_OPERATORS, RULES, Norm
 from actstore.errors import MutationError, StateError
 from tests.autograd.checks import check_drained, check_same, gc_off

@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from actstore import ActivationStore
-from actstore.compiled import partition
+from actstore.compiled import edit
 from actstore.compiled.channels import channels_last_nodes
+from actstore.compiled.graph import name_of
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import (
     AttentionNet,
@@ -69,14 +70,16 @@ def test_no_loop_divides_to_find_the_group_of_an_element() -> None:
 
 
 def test_images_are_encoded_in_the_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor lays them out with the channels last. Loops that encode rows would transpose them."""
+    """Inductor lays them out with the channels last, and masks of them. Loops that encode rows would transpose them."""
     found: list[set[Any]] = []
+    graphs: list[torch.fx.Graph] = []
 
     def watched(forward: torch.fx.GraphModule) -> set[Any]:
+        graphs.append(forward.graph)
         found.append(channels_last_nodes(forward))
         return found[-1]
 
-    monkeypatch.setattr(partition, "channels_last_nodes", watched)
+    monkeypatch.setattr(edit, "channels_last_nodes", watched)
     for policy in ("int8", "raw @ disk", "int8 @ disk"):
         torch._dynamo.reset()
         wanted = plain(Convolutions, backend="inductor")
@@ -84,6 +87,9 @@ def test_images_are_encoded_in_the_order_of_memory(monkeypatch: pytest.MonkeyPat
         model, x, store = compiled(Convolutions, policy, backend="inductor")
         assert error(gradients(model, x, store), wanted) <= 0.02 * (policy != "raw @ disk")
         assert any("relu" in node.name for node in found[-1])
+        masks = [node for node in graphs[-1].nodes if name_of(node) == "le"]
+        assert found[-1].issuperset(masks)
+        assert (len(masks) == 2) == (policy != "raw @ disk")
     torch._dynamo.reset()
     gradients(*compiled(Mlp, "int8", backend="inductor"))
     assert found[-1] == set()

@@ -16,8 +16,7 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from actstore import ActivationStore, Disk, SampleErrors
-from actstore.autograd import compiled
-from actstore.autograd import tracker as modules
+from actstore.autograd import compiled, modules
 from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.job import finish
 from actstore.base.reaper import Finalizer

@@ -23,13 +23,16 @@ from actstore.codecs import Codec
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
+from actstore.compiled.graph import name_of
 from actstore.devices.cpu_memory import most_during
 
 RUNS = 3  # the fastest counts
 LIMIT_S = 10.0  # for all measurements of a region; later operators get a time by their bytes
 RATE_NBYTES = 1 << 24
 CODE_COPIES, CODE_FLOAT_NBYTES = 5, 4  # copies in float32 that a codec makes at most, operator by operator
-MASK_PASSES = 12.0  # of a loop on a CPU that writes a mask and one that reads it, as below
+REDUCED_PASSES = 0.7  # of a loop that reads numbers and returns few, such as their sum, as below
+WELFORD_PASSES = 2.0  # of one on a CPU that returns variances
+MASK_PASSES = 0.7  # of a loop on a CPU that writes the bits of a mask and one that reads them, as below
 CODE_PASSES = 1.5  # of loops that encode and decode, each in times of a loop that writes as many numbers in float32
 CHUNK = 1 << 14  # elements, which stay in the caches of a core
 
@@ -56,8 +59,13 @@ class Costs:
         return Cost(sum(hinted_nbytes(value) / bytes_per_ms(value.device) for value in values))
 
     def computed(self, node: Node) -> Cost:
-        """Return the time in which a loop computes the node's elements, without memory to read or to write."""
+        """Return the time in which a loop computes the node's elements, without memory to write.
+
+        What an elementwise operator reads is in no cost: its loop reads it for others, too.
+        """
         target, value = node.target, node.meta.get("val")
+        if isinstance(target, OpOverload) and torch.Tag.reduction in target.tags:
+            return _reduced(node)
         if not isinstance(value, Tensor) or value.device.type != "cpu" or not isinstance(target, OpOverload):
             return Cost(0.0)
         if torch.Tag.pointwise not in target.tags:
@@ -100,7 +108,7 @@ class Costs:
         return _known[key]
 
     def of_masks(self, numel: int, device: torch.device) -> float:
-        """Return half of the ms in which loops write and read masks: on a CPU they write one byte after the other."""
+        """Return half of the ms in which loops write and read the bits of masks."""
         return MASK_PASSES * numel * CODE_FLOAT_NBYTES / bytes_per_ms(device) if device.type == "cpu" else 0.0
 
     def _run(self, target: OpOverload[..., Any], node: Node, turned: Sequence[Any]) -> Cost | None:
@@ -119,6 +127,14 @@ class Costs:
                 return Cost(ms, _workspace(lambda: target(*args, **kwargs), device))
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return None
+
+
+def _reduced(node: Node) -> Cost:
+    """Return the time in which a loop reads what a node makes few numbers of."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    read = max((value for value in values if isinstance(value, Tensor)), key=_float_nbytes)
+    passes = WELFORD_PASSES if read.device.type == "cpu" and "var" in name_of(node) else REDUCED_PASSES
+    return Cost(passes * _float_nbytes(read) / bytes_per_ms(read.device))
 
 
 def _unmeasured(value: Tensor) -> Cost:

@@ -15,7 +15,7 @@ from math import inf
 from actstore.compiled.budget.descent import descend
 from actstore.compiled.budget.lane import TierLane
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.budget.units import RegionUnit, cuts_of
+from actstore.compiled.budget.units import RegionUnit, cuts_of, small_of
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 from actstore.plan.solver.pareto import pareto
 from actstore.plan.solver.solve import Solution
@@ -77,7 +77,8 @@ def ladder_of(step: RegionStep, saved: Set[int], others: Sequence[Set[int]] = ()
     others : of further partitions, from which choices may begin
     """
     plain = step.evaluate(saved, loops=True)
-    begins = [step.evaluate(each) for each in dict.fromkeys((frozenset(saved), *map(frozenset, others)))]
+    small = small_of(step, plain)
+    begins = [step.evaluate(small.union(each)) for each in dict.fromkeys((frozenset(saved), *map(frozenset, others)))]
     found, cuts = [Rung((), (), plain)], [units for begin in (plain, *begins[1:]) for units in cuts_of(step, begin)]
     for units in cuts:
         points = min(MAX_POINTS, 2 * len(units) + 1)

@@ -13,6 +13,7 @@ MAX_UNITS = 48
 MIN_UNIT_SHARE = 0.5 / MAX_UNITS  # of the saved bytes
 NARROW_SHARE = 0.6  # of the most bytes that pass a place of the units on both sides
 MAX_OPTIONS = 7  # of a unit
+SMALL_SHARE = 1e-3  # of the peak: results of no more bytes, such as the statistics of a norm, are always saved
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RegionUnit:
     ----------
     first, last : indices of the joint graph: the first operator, and the first one behind
     inputs : tensors that pass from earlier operators to these and to later ones
-    options : tensors that are saved of the unit, by option, beside the inputs of all units; the first one is plain's
+    options : tensors that are saved of the unit, by option, beside the inputs of all units; the first one is plain's.
+        Each has the small ones
     """
 
     first: int
@@ -39,17 +41,23 @@ def cuts_of(step: RegionStep, plain: RegionEvaluation) -> list[tuple[RegionUnit,
     """
     passing = _Passing(step)
     bounds = _bounds(step, plain, passing)
-    own = [index for index in plain.saved if not step.operators[index].given]
+    own, small = {index for index in plain.saved if not step.operators[index].given}, small_of(step, plain)
     cuts = []
     while len(bounds) > 1:
-        cuts.append(
-            tuple(
-                RegionUnit(first, last, passing.at(first), _options(step, plain, [i for i in own if first <= i < last]))
-                for first, last in pairwise(bounds)
-            )
-        )
+        units = []
+        for first, last in pairwise(bounds):
+            mine = [index for index in own - small if first <= index < last]
+            stay = frozenset(index for index in small if first <= index < last)
+            units.append(RegionUnit(first, last, passing.at(first), _options(step, plain, mine, stay)))
+        cuts.append(tuple(units))
         bounds = [*bounds[:-1:2], bounds[-1]] if len(bounds) > 2 else []
     return cuts
+
+
+def small_of(step: RegionStep, plain: RegionEvaluation) -> frozenset[int]:
+    """Return the results of forward that take next to no memory, and often much time to compute again."""
+    operators, most = step.operators, SMALL_SHARE * plain.peak
+    return frozenset(index for index in step.forward if 0 < operators[operators[index].owner].nbytes <= most)
 
 
 class _Passing:
@@ -108,8 +116,10 @@ def _bounds(step: RegionStep, plain: RegionEvaluation, passing: _Passing) -> lis
     return bounds
 
 
-def _options(step: RegionStep, plain: RegionEvaluation, mine: Iterable[int]) -> tuple[frozenset[int], ...]:
-    """Return sets of saved tensors: all, fewer and fewer, none. Those that cost most time for their bytes stay longest.
+def _options(
+    step: RegionStep, plain: RegionEvaluation, mine: Iterable[int], stay: frozenset[int]
+) -> tuple[frozenset[int], ...]:
+    """Return sets of saved tensors: all, fewer and fewer, those that `stay`. The costliest for their bytes leave last.
 
     The time of a tensor is that of the operators that make it from other saved tensors.
     """
@@ -130,4 +140,4 @@ def _options(step: RegionStep, plain: RegionEvaluation, mine: Iterable[int]) -> 
         dropped += operators[owner].nbytes
         if dropped >= step_nbytes * len(options) or not left:
             options.append(left)
-    return tuple(dict.fromkeys(options))
+    return tuple(dict.fromkeys(option | stay for option in options))

@@ -113,7 +113,8 @@ def test_a_loop_computes_in_the_time_of_a_chunk_for_each(monkeypatch: pytest.Mon
     nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
     known = Costs()
     found = {name: known.computed(node).ms for name, node in nodes.items()}
-    assert found == {"erf": 4.0, "sum_1": 0.0, "add": 4.0, "erf_1": 4.0}
+    assert found.pop("sum_1") > 0  # reads all of it
+    assert found == {"erf": 4.0, "add": 4.0, "erf_1": 4.0}
     assert len(measured) == 2
 
 
