@@ -1,0 +1,151 @@
+"""Values of attributes: which of them can wait for a second run, and stand-ins for those that cannot."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from copy import copy
+from enum import Enum
+from operator import is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from actstore.errors import StateError
+from actstore.model.weights import is_flat
+
+CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+OF_MODULES = frozenset(vars(Module())) | {"forward"}  # attributes of PyTorch's own, and the wrapper of a store
+ABSENT = object()
+_OPERATORS = (
+    "bool call contains delitem eq format float ge getitem gt index int iter le len lt ne neg next reversed setitem "
+    "add and floordiv matmul mod mul or pow sub truediv xor radd rfloordiv rmatmul rmul rpow rsub rtruediv "
+    "iadd imul isub"
+)
+MAX_WAITING_NBYTES = 2**20  # of a tensor that forward replaces: a larger one would cost what recomputing saves
+
+
+class HiddenAttribute:
+    """A stand-in for a value that is not there in a second run. Whatever uses it raises StateError with `text`."""
+
+    def __init__(self, text: str) -> None:
+        self.__dict__["_text"] = text
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(self.__dict__["_text"])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
+        found = next((arg for arg in args if isinstance(arg, HiddenAttribute)), None)
+        raise StateError("a hidden attribute" if found is None else found.__dict__["_text"])
+
+
+def _refuse(self: HiddenAttribute, *_: Any, **__: Any) -> NoReturn:
+    raise StateError(self.__dict__["_text"])
+
+
+for _name in _OPERATORS.split():
+    setattr(HiddenAttribute, f"__{_name}__", _refuse)
+
+
+def hidden_by_part(module: Module, name: str) -> HiddenAttribute:
+    """Return the stand-in for what an excepted part has put into an attribute."""
+    return HiddenAttribute(
+        f"attribute={type(module).__name__}.{name}: a recomputed region must not read what a part excepted from it "
+        "has put there, because that part does not run again. Return the tensor from the part, or leave its rule out."
+    )
+
+
+def hidden_by_forward(name: str) -> HiddenAttribute:
+    """Return the stand-in for an earlier value that could not wait for the second run."""
+    return HiddenAttribute(
+        f"attribute={name}: a recomputed module must not read what an earlier call has left there, because its "
+        "forward has replaced it since. Only plain values, and tensors of at most 1 MiB without a graph, wait for the "
+        "second run. Give it to the module as an argument, or as a buffer, or write keep in place of recompute."
+    )
+
+
+def hidden_by_code(name: str) -> HiddenAttribute:
+    """Return the stand-in for a value that other code has replaced since forward."""
+    return HiddenAttribute(
+        f"attribute={name}: it was set to another object between forward and backward, and a recomputed module must "
+        "read what forward has read. Only plain values, and tensors of at most 1 MiB without a graph, wait for the "
+        "second run. Set it behind backward, or write keep in place of recompute."
+    )
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a value is plain: nothing can change it, and it holds no tensor."""
+    return isinstance(value, CONSTANTS) or (isinstance(value, tuple) and all(map(is_constant, value)))
+
+
+def names_of(before: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:
+    return (name for name in {**before, **entries} if name not in OF_MODULES)
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a part of a flat parameter: FSDP1 puts these into attributes as it gathers weights."""
+    return isinstance(value, Tensor) and is_flat(value)
+
+
+def waiting_value(name: str, value: Any) -> Any:
+    """Return what can wait for the second run: the value, or a stand-in where much memory would wait with it."""
+    if value is ABSENT or is_constant(value) or isinstance(value, _FUNCTIONS):
+        return value
+    if type(value) in CONTAINERS:
+        parts = value.values() if isinstance(value, dict) else value
+        return value if all(waiting_value(name, part) is part for part in parts) else hidden_by_forward(name)
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_inference():
+        return hidden_by_forward(name)
+    small = value.grad_fn is None and value.untyped_storage().nbytes() <= MAX_WAITING_NBYTES
+    return value if small else hidden_by_forward(name)
+
+
+def waiting(name: str, content: Any) -> Any:
+    """Return a container for the second run, in place: each value that cannot wait is a stand-in."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            content[key] = waiting_value(f"{name}[{key!r}]", value)
+    elif isinstance(content, list | deque):
+        for i, value in enumerate(content):
+            content[i] = waiting_value(f"{name}[{i}]", value)
+    return content
+
+
+def containers_of(entries: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the names of containers among attributes, each with the container and a copy."""
+    return [
+        (name, value, copy(value))
+        for name, value in entries.items()
+        if name not in OF_MODULES and type(value) in CONTAINERS
+    ]
+
+
+def has_same_content(value: Any, was: Any) -> bool:
+    """Return whether a container holds the same objects as its copy, in the same order if it has one."""
+    if isinstance(value, set):
+        return bool(value == was)
+    if len(value) != len(was) or not all(map(is_, value, was)):
+        return False
+    return not isinstance(value, dict) or all(map(is_, value.values(), was.values()))
+
+
+def fill(value: Any, content: Any) -> None:
+    """Give a container other content."""
+    value.clear()
+    (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def put(entries: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute, or delete it where it is to be absent."""
+    if value is ABSENT:
+        entries.pop(name, None)
+    else:
+        entries[name] = value

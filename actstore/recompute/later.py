@@ -1,0 +1,93 @@
+"""Attributes that other code changes between a forward and its second run in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+from torch.nn import Module
+
+from actstore.errors import StateError
+from actstore.recompute.attribute_values import (
+    ABSENT,
+    OF_MODULES,
+    has_same_content,
+    hidden_by_code,
+    is_sharded,
+    waiting_value,
+)  # fmt: skip
+
+MAX_WAITING_LENGTH = 64  # of a container
+_training = attrgetter("training")
+_Entry = tuple[dict[str, Any], str, Any]  # attributes of a module, a name, and the value
+
+
+class LaterChanges:
+    """What a forward found in its modules, and what has replaced it since.
+
+    Parameters
+    ----------
+    modules : in the region
+    """
+
+    __slots__ = ("_children", "_contents", "_modules", "_training", "_values")
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._modules = modules
+        self._training = [*map(_training, modules)]
+        self._children: list[tuple[Module | None, ...]] = []
+        self._values: list[tuple[dict[str, Any], str, Any, Any]] = []  # with the object, or its stand-in
+        self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # a container, and a copy
+
+    def keep(self, module: Module, before: dict[str, Any], containers: Iterable[tuple[str, Any, Any]]) -> None:
+        """Keep what the forward has found in a module, and not changed."""
+        if before.keys() <= OF_MODULES:
+            return
+        entries, kind = vars(module), type(module).__name__
+        for name, value, was in containers:
+            waits = len(was) <= MAX_WAITING_LENGTH and waiting_value(name, was) is was
+            if waits and has_same_content(value, was):
+                self._contents.append((entries, name, value, was))
+        for name, value in before.items():
+            if name not in OF_MODULES and entries.get(name, ABSENT) is value and not is_sharded(value):
+                waits = waiting_value(f"{kind}.{name}", value) is value
+                self._values.append((entries, name, id(value), value if waits else hidden_by_code(f"{kind}.{name}")))
+
+    def ended(self) -> None:
+        """Mark the end of the forward."""
+        self._children = [tuple(module._modules.values()) for module in self._modules]
+
+    def values(self) -> list[_Entry]:
+        """Return the attributes that are other objects now, with the value for the second run.
+
+        Raises
+        ------
+        StateError : a module is another one now
+        """
+        for module, were in zip(self._modules, self._children, strict=False):
+            now = module._modules
+            if len(now) != len(were) or not all(map(is_, now.values(), were)):
+                names = [name for name, was in zip(now, were, strict=False) if now[name] is not was]
+                raise StateError(
+                    f"module={type(module).__name__}.{names[0] if names else ''}: it was replaced between forward and "
+                    "backward, and a recomputed module must run as in forward. Replace it behind backward, or write "
+                    "keep in place of recompute."
+                )
+        found: list[_Entry] = []
+        for module, was in zip(self._modules, self._training, strict=True):
+            if module.training is not was:
+                found.append((vars(module), "training", was))
+        for entries, name, identity, value in self._values:
+            now = entries.get(name, ABSENT)
+            if id(now) != identity and not is_sharded(now):
+                found.append((entries, name, value))
+        return found
+
+    def contents(self) -> list[_Entry]:
+        """Return the containers that have other content now, with that for the second run."""
+        return [
+            (entries, name, was)
+            for entries, name, value, was in self._contents
+            if entries.get(name, ABSENT) is value and not has_same_content(value, was)
+        ]
