@@ -229,7 +229,9 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None = None) -> None:
+def check_version(
+    tensor: Tensor, expected: int, site: Site, spec: Spec | None = None, *, is_weight: bool = False
+) -> None:
     """Raise the error that autograd raises without a store, with the name of the site.
 
     Raises
@@ -238,11 +240,20 @@ def check_version(tensor: Tensor, expected: int, site: Site, spec: Spec | None =
     """
     found = tensor._version
     if found != expected:
+        if is_weight:
+            next_step = (
+                "It is a weight, which is not copied: run backward before what changes weights, such as "
+                "optimizer.step or load_state_dict."
+            )
+        else:
+            next_step = (
+                "Replace the in-place operation that follows in the model. Where a copy is stored and the value at the "
+                "time of saving is meant, use ActivationStore(..., allow_mutation=True)."
+            )
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{spec or describe(tensor)}], saved at {site}, is at version {found}; expected version {expected} "
-            "instead. Replace the in-place operation that follows in the model. Where a copy is stored and the "
-            "value at the time of saving is meant, use ActivationStore(..., allow_mutation=True).",
+            f"instead. {next_step}",
             site=site,
             expected=expected,
             found=found,

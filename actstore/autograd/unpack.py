@@ -48,7 +48,8 @@ def unpack(handle: Handle | Reader) -> Tensor:
     if type(handle) is tuple:
         alias, version, frame = handle
         if alias._version != version:
-            check_version(alias, version, Site(frame.place.name, SMALL_INDEX))
+            is_weight = alias.untyped_storage().nbytes() >= frame.keep_below  # other tensors of that size have sites
+            check_version(alias, version, Site(frame.place.name, SMALL_INDEX), is_weight=is_weight)
         return alias
     tensor = handle.get()  # type: ignore[union-attr]
     if COMPILER in modules:

@@ -16,6 +16,7 @@ from actstore.check.watch import Key, first_difference
 from actstore.errors import ConfigError
 from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState
+from actstore.rerun.step import no_gradient
 from actstore.rerun.values import compare
 from actstore.session.activation_store import ActivationStore
 
@@ -76,6 +77,8 @@ def check_gradients(
         runner = Runner(step, store, leaves, state)
         runner.plain()  # the first step of a process may choose other kernels than later ones
         expected, again = runner.plain(), runner.plain()
+        if not expected.gradients:
+            raise no_gradient()
         twice = _RunComparison(expected, again)
         if not twice.equal:
             return twice.result(store, 0.0, "no verdict", 0)

@@ -12,9 +12,7 @@ from actstore.rerun.values import relative
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
 PRINTED_ROWS = 24
-IDLE_TEXT = (
-    "Every tensor was kept, and so this says little: tensors below min_bytes are kept; min_bytes=0 sends all through."
-)
+IDLE_TEXT = "Every tensor was kept, and so this says little. The store's report has the reasons."
 CANCELLATION_SHARE = 0.01  # of its share of all gradients: a gradient below that counts as zero but for rounding
 
 

@@ -43,7 +43,7 @@ class GraphBackend:
     def __init__(self, rules: GraphRules, inner: str | Compiler = INDUCTOR) -> None:
         if inner not in (INDUCTOR, EAGER) and not callable(inner):
             raise ConfigError(
-                f"inner={inner!r}: must be {INDUCTOR!r}, {EAGER!r}, or a function that compiles a graph of ATen "
+                f"backend={inner!r}: must be {INDUCTOR!r}, {EAGER!r}, or a function that compiles a graph of ATen "
                 f"operators. Use {INDUCTOR!r}."
             )
         self.__name__ = f"actstore_{inner if isinstance(inner, str) else getattr(inner, '__name__', 'graphs')}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from torch.nn import Module, ModuleList, Sequential
+from torch.nn.utils.parametrize import ParametrizationList
 
 from actstore.model.names import named_modules
 
@@ -71,7 +72,7 @@ def _is_plain(module: Module) -> bool:
 
 
 def _is_list(module: Module) -> bool:
-    return isinstance(module, ModuleList | Sequential)
+    return isinstance(module, ModuleList | Sequential) and not isinstance(module, ParametrizationList)
 
 
 def _with_parts(module: Module) -> list[Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actstore.errors import ConfigError, PolicyError
 from actstore.policy import operators
@@ -15,14 +15,14 @@ from actstore.policy.slices import check_ranges, read_slice, split_slice, withou
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
 
 
-def check_tag(name: str) -> None:
+def check_tag(name: Any) -> None:
     """Check the name of a tagged tensor.
 
     Raises
     ------
     ConfigError : it is not one word
     """
-    if not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
+    if not isinstance(name, str) or not name or any(c.isspace() or c in "/:;#@>()[]*?" for c in name):
         raise ConfigError(f"name={name!r}: must be one word. Use letters, digits, '_', '-' and '.'.")
 
 

@@ -69,7 +69,12 @@ def loss_of(outputs: dict[str, Any]) -> Tensor:
                     "loss, a single number, or call backward itself."
                 )
             return value
-    raise ConfigError(
+    raise no_gradient()
+
+
+def no_gradient() -> ConfigError:
+    """Return the error of a step that computes no gradient of the model."""
+    return ConfigError(
         "the step computed no gradient: it ran no backward through the model or `inputs`, and returned no loss that "
         "requires a gradient. Make the store with the model, ActivationStore(model, ...), and have the step call "
         "loss.backward() or return the loss."

@@ -27,7 +27,7 @@ from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
 from actstore.session import former
-from actstore.session.arguments import check_plan, listed, read_chooser, read_model, read_policy
+from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
 from actstore.session.compiling import StoreGraphs
 from actstore.session.controllers import controller_of, window_of
 from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
@@ -113,7 +113,7 @@ class ActivationStore(StoreGraphs):
         observers = read_observers(observe := listed(observe))
         self._given_policy = policy
         self._options = {"tiers": tiers, "min_bytes": min_bytes, "strict": strict, "allow_mutation": allow_mutation}
-        self._options |= {"seed": seed}
+        self._options |= {"seed": check_seed(seed)}
         self._observe = observe
         self._chooser = chooser = read_chooser(model, policy)
         self._given_plan = policy if isinstance(policy, Plan) else None
@@ -167,6 +167,8 @@ class ActivationStore(StoreGraphs):
 
     def __enter__(self) -> ActivationStore:
         refuse_checkpointed_region()
+        if self._closed:
+            raise StateError("this store is closed. Make a new ActivationStore.")
         entry = None
         try:
             with self._lock:

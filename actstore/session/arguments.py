@@ -63,6 +63,18 @@ def read_model(model: Any) -> Module | None:
     return model
 
 
+def check_seed(seed: Any) -> int:
+    """Return the seed.
+
+    Raises
+    ------
+    ConfigError : it is not a whole number
+    """
+    if not isinstance(seed, int):
+        raise ConfigError(f"seed={seed!r}: must be a whole number.")
+    return seed
+
+
 def read_chooser(model: Module | None, policy: Any) -> Auto | Bits | None:
     """Return the policy if it chooses decisions; None for any other policy.
 
@@ -100,7 +112,7 @@ def read_policy(policy: Any, model: Module | None = None) -> Policy:
         return policy if model is None else expand(policy, model)
     if isinstance(policy, Plan):
         return Rules.parse(policy.text)
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):
         return _checked(policy)
     raise PolicyError(
         f"policy={policy!r}: must be text, Rules, a decision such as Encode(Int8()), Auto(...), Bits(...), a Plan, or "

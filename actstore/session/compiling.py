@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from actstore.auto.controller import AutoController
-from actstore.compiled.backend import GraphBackend
+from actstore.compiled.backend import INDUCTOR, GraphBackend
 from actstore.compiled.budget.plan import RegionBudget
 from actstore.errors import ConfigError, StateError
 from actstore.model.units import device_of
@@ -56,7 +56,13 @@ class StoreGraphs(StoreFigures):
         part = self._model if model is None else model
         if part is None:
             raise ConfigError("model=None: the store has no model. Give the module to compile.")
-        backend = self._backend(part, options.pop("backend", "inductor"))
+        inner = options.pop("backend", INDUCTOR)
+        for name in ("mode", "options"):
+            if inner != INDUCTOR and options.get(name):
+                raise ConfigError(
+                    f"{name}={options[name]!r}: is for {INDUCTOR!r}, and backend={inner!r}. Leave it out."
+                )
+        backend = self._backend(part, inner)
         if backend.budget is not None and not options.setdefault("fullgraph", True):
             raise ConfigError(
                 "fullgraph=False: a budget is for one graph. Leave it out, and mend the breaks of graphs."
@@ -68,7 +74,7 @@ class StoreGraphs(StoreFigures):
         else:
             self._plan_in_graphs(backend.budget, part, compiled)
 
-    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    def backend(self, inner: str | Callable[..., Any] = INDUCTOR) -> Callable[..., Any]:
         """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
 
         It is for the whole model, or for a function around it. `compile` also takes a part of the model.

@@ -89,7 +89,7 @@ class Disk:
 
     Raises
     ------
-    ConfigError : the budget does not parse
+    ConfigError : the budget does not parse, or `path` is no path
     """
 
     name: ClassVar[str] = "disk"
@@ -99,6 +99,8 @@ class Disk:
 
     def __post_init__(self) -> None:
         _ = self.budget_nbytes
+        if not isinstance(self.path, str | PathLike | None):
+            raise ConfigError(f"Disk(path)={self.path!r}: must be a folder. For a limit write Disk(budget=...).")
 
     @property
     def budget_nbytes(self) -> int | None:

@@ -397,3 +397,5 @@ def test_what_cannot_be_checked_is_refused_in_words():
     with pytest.raises(StateError, match="Let the step take the store"):
         check_gradients(enters, store)
     assert actstore.check_gradients(step, store).equal
+    with pytest.raises(ConfigError, match="computed no gradient"):  # of this store's model
+        check_gradients(step, ActivationStore(loss_step()[0], "raw"))

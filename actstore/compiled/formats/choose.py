@@ -52,4 +52,5 @@ def why_unavailable(codec: Codec) -> str:
         return f"{codec.name} rounds at random, and compiled graphs have no keys for random bits"
     if isinstance(codec, Bit1 | Raw | AffineCodec) or (isinstance(codec, Int8) and codec.axis == "element"):
         return ""
-    return f"{codec.name} with these options does not run inside of compiled graphs"
+    options = " with these options" if isinstance(codec, Int8) else ""
+    return f"{codec.name}{options} does not run inside of compiled graphs"
