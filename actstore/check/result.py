@@ -12,7 +12,9 @@ from actstore.rerun.values import relative
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
 PRINTED_ROWS = 24
-IDLE_TEXT = "Every tensor was kept, and so this says little. The store's report has the reasons."
+IDLE_TEXT = (
+    "Every tensor was kept, and so this says little. store.report() has the reasons: for small ones give min_bytes=0."
+)
 CANCELLATION_SHARE = 0.01  # of its share of all gradients: a gradient below that counts as zero but for rounding
 
 
@@ -214,7 +216,14 @@ class GradientCheck:
 
     def _more(self) -> list[str]:
         left = len(self._unequal()) - PRINTED_ROWS
-        return [f"and {left} more with smaller errors"] if left > 0 else []
+        lines = [f"and {left} more with smaller errors"] if left > 0 else []
+        if self.verdict == "within tolerance":
+            zero = sum(row.relative_error > self.tolerance for row in self.parameters)
+            if zero:
+                lines.append(
+                    f"{zero} above {self.tolerance:g}: zero but for rounding, and judged by the norm of all gradients"
+                )
+        return lines
 
 
 _PLURALS = ("gradients", "outputs", "buffers")

@@ -90,8 +90,8 @@ def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -
     if not parts[alias]:
         inner = shapes(name for name in named if any(block in parts["@blocks"] for block in ancestry(name)))
         has = ", ".join((inner or shapes(named))[:12])
-        step = f"Name the modules that you mean: it has {has}." if has else "Write a rule for all of it: '* : ...'."
-        raise PolicyError(f"'{alias}' finds nothing in this model. {step}", alias=alias)
+        step = f"Name the modules that you mean: it has {has}" if has else "Write a rule for all of it, '* : recompute'"
+        raise PolicyError(f"'{alias}' finds nothing in this model. {step}.", alias=alias)
     chosen = parts[alias] if text is None else select(alias, text, parts[alias])
     found: list[str] = []
     for pattern in map(Pattern, shapes(chosen)):

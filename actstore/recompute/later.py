@@ -24,7 +24,7 @@ _Entry = tuple[dict[str, Any], str, Any]  # attributes of a module, a name, and 
 
 
 class LaterChanges:
-    """What a forward found in its modules, and what has replaced it since.
+    """Attributes as a forward found them and did not change them, for a second run after other code has.
 
     Parameters
     ----------

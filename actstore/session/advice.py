@@ -229,6 +229,11 @@ def _no_room(f: StepFigures) -> str:
 
 
 def _exact(f: StepFigures) -> str:
+    if f.exact_site.startswith(OUTSIDE_PREFIX) and f.kept_exact == f.saved_bytes:
+        return (
+            "were kept because no module of the store's model has saved anything: another model ran, such as a copy of "
+            "it; make the store with the one that runs."
+        )
     if f.chooser:
         return ""
     remedies = [f"write `{f.exact_decision} @ {f.lower}` for them, where they wait exactly"] if f.lower else []
@@ -272,7 +277,8 @@ def _by_rule(f: StepFigures) -> str:
     most = "" if f.rule_bytes == f.kept_by_rule else f", {format_nbytes(f.rule_bytes)} of them"
     if f.rule_decision.startswith("recompute"):
         return (
-            f"were kept{most} because `{rule}` recomputes the model's blocks, and these lie outside of them; write "
+            f"were kept{most} because `{rule}` recomputes the model's blocks, and these are what blocks read, or lie "
+            "outside of them; write "
             f"`@blocks : {f.rule_decision}; * : {exact}` in its place, which is exact, too."
         )
     if f.rule_decision.startswith("derive"):

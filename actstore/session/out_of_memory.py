@@ -42,6 +42,8 @@ def explain(
     """
     if not (isinstance(error, CapacityError) or ran_out(error)):
         return
+    if isinstance(error, CapacityError) and not any(account.saved for account in ledger.accounts()):
+        return  # of a plan, before any forward ran
     with suppress(Exception):  # memory may be too short for a note, too
         if not any(note.startswith(NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
             forward, outlook = FailedForward.of(ledger, policy, model, optimizers), None

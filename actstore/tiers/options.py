@@ -89,7 +89,7 @@ class Disk:
 
     Raises
     ------
-    ConfigError : the budget does not parse, or `path` is no path
+    ConfigError : the budget does not parse, or `path` is of another type
     """
 
     name: ClassVar[str] = "disk"

@@ -28,6 +28,18 @@ def square(x):
     return x * x
 
 
+def test_a_changed_weight_is_named_as_one():
+    """It is not copied, and so `allow_mutation` does not help."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    with ActivationStore(model, "raw @ disk", min_bytes=0, allow_mutation=True):
+        loss = model(x).sum()
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    with pytest.raises(MutationError, match=r"saved at 1,.* It is a weight, .* optimizer.step") as info:
+        loss.backward()
+    assert "allow_mutation" not in str(info.value)
+
+
 def _input():
     x = torch.randn(4, 6, requires_grad=True)
     h = x * 1

@@ -167,6 +167,7 @@ def test_a_gradient_that_cancels_is_judged_by_the_size_of_all():
     bias = next(row for row in result.parameters if row.name == "0.bias")
     assert bias.relative_error > 1
     assert result.verdict == "within tolerance", str(result)
+    assert "1 above 0.05: zero but for rounding" in str(result)
 
 
 def test_a_tolerance_does_not_excuse_a_wrong_gradient():

@@ -364,6 +364,8 @@ def test_what_cannot_be_compiled_says_so() -> None:
         ActivationStore(model, "int8").compile(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="the store has no model"):
         ActivationStore(policy="int8").compile()
+    with pytest.raises(ConfigError, match="mode='x': is for 'inductor', and backend='aot_eager'"):
+        ActivationStore(model, "int8").compile(backend="aot_eager", mode="x")
     with pytest.raises(ConfigError, match="backend='nothing': must be 'inductor'"):
         ActivationStore(model, "int8").backend("nothing")
 

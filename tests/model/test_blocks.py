@@ -173,3 +173,21 @@ def test_recompute_of_a_sequential_of_parts_holds_the_inputs_of_its_layers():
             model(x).sum().backward()
         held[policy] = store.report().peak_held_bytes
     assert held["recompute"] < held["keep"] / 3
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(WIDTH, 1))
+
+    def forward(self, weight):
+        return weight * self.by
+
+
+def test_parametrizations_of_a_module_are_not_blocks():
+    """PyTorch holds them in a ModuleList."""
+    for layers in (1, 3):
+        parts = {"layers": ModuleList(Linear(WIDTH, WIDTH) for _ in range(layers))} if layers > 1 else {}
+        model = Parts(head=Linear(WIDTH, WIDTH), **parts)
+        nn.utils.parametrize.register_parametrization(model.head, "weight", Scale())
+        assert repeated_blocks(model) == (names("layers.0-2") if parts else ["layer", "head"])

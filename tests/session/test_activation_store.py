@@ -24,7 +24,7 @@ from actstore import (
     Window,
 )  # fmt: skip
 from actstore.codecs import Int8, Raw
-from actstore.errors import CapacityError, ChainError, ConfigError, PolicyError, UnknownCodecError
+from actstore.errors import CapacityError, ChainError, ConfigError, PolicyError, StateError, UnknownCodecError
 from actstore.session import former
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
@@ -54,6 +54,7 @@ BAD_OPTIONS = {
     "no_list_of_observers": ({"observe": "trace"}, ["observe='trace'", "must be a list"]),
     "no_observer": ({"observe": [Trace]}, ["observe: unknown", "Trace()"]),
     "observer_twice": ({"observe": [Trace(), Trace()]}, ["Trace is given twice"]),
+    "seed": ({"seed": 1.5}, ["seed=1.5", "whole number"]),
     "trace_of_another": ({"observe": [CLAIMED]}, ["trace of another store"]),
     "min_bytes": ({"min_bytes": "small"}, ["min_bytes='small'"]),
     "missing_disk_path": (
@@ -140,6 +141,7 @@ BAD_POLICIES = {
     "no_decision": ("0 : ", PolicyError, ["expected a codec", "end of the rule"]),
     "empty": ("  # nothing", PolicyError, ["holds no rule"]),
     "never_applies": ("* : raw; 0 : int8", PolicyError, ["can never apply"]),
+    "class": (Keep, PolicyError, ["class", "must be text"]),
 }
 
 
@@ -150,6 +152,24 @@ def test_bad_policies_fail_when_they_are_built(name):
         ActivationStore(small_model(), policy)
     for word in words:
         assert word in str(info.value)
+
+
+def test_an_alias_that_finds_nothing_names_what_there_is():
+    with pytest.raises(PolicyError, match=r"'@blocks' finds nothing in this model. Write a rule for all of it"):
+        ActivationStore(nn.Linear(4, 4), "@blocks : recompute")
+
+
+@pytest.mark.parametrize("policy", ["keep", "derive", "recompute", "int8", "raw @ disk", "auto(1MiB)"])
+def test_a_closed_store_is_refused_where_it_is_entered(policy):
+    store = ActivationStore(small_model(), policy)
+    store.close()
+    with pytest.raises(StateError, match="this store is closed"), store:
+        raise AssertionError("it was entered")
+
+
+def test_a_disk_takes_a_folder():
+    with pytest.raises(ConfigError, match=r"Disk\(path\)=5: must be a folder"):
+        Disk(5)
 
 
 def test_a_model_on_several_devices():

@@ -61,7 +61,7 @@ class Costs:
     def computed(self, node: Node) -> Cost:
         """Return the time in which a loop computes the node's elements, without memory to write.
 
-        What an elementwise operator reads is in no cost: its loop reads it for others, too.
+        No cost has what an elementwise operator reads: several operators of a loop read it at once.
         """
         target, value = node.target, node.meta.get("val")
         if isinstance(target, OpOverload) and torch.Tag.reduction in target.tags:
