@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Literal, NamedTuple
 
 from actstore.compiled.budget.lane import CALL_MS
@@ -17,35 +17,44 @@ class _Move(NamedTuple):
     how: Literal["again", "away", "encoded"]
 
 
-def descend(step: RegionStep, start: RegionEvaluation) -> Iterator[RegionEvaluation]:
+def descend(
+    step: RegionStep, start: RegionEvaluation, small: frozenset[int] = frozenset()
+) -> Iterator[RegionEvaluation]:
     """Yield `start`, and the choices on the way down from it.
 
     A tensor leaves where the peak falls, or stays while fewer bytes are held. What did not help is tried again when
     nothing else helps any more.
+
+    small : results that are saved as soon as backward reads them
     """
     found, useless = start, set[tuple[int, str]]()
     while True:
         yield found
         for again in (False, True):
-            lower = _lower(step, found, useless, again=again)
+            lower = _lower(step, found, small, useless, again=again)
             if lower is not None:
                 break
         if lower is None:
             return
-        found = lower
+        found, owner = lower
+        if owner is not None:
+            small = frozenset(index for index in small if step.operators[index].owner != owner)
 
 
 def _lower(
-    step: RegionStep, found: RegionEvaluation, useless: set[tuple[int, str]], *, again: bool
-) -> RegionEvaluation | None:
-    """Return the choice behind the first change that helps; None for none. Those that do not help become `useless`."""
+    step: RegionStep, found: RegionEvaluation, small: Set[int], useless: set[tuple[int, str]], *, again: bool
+) -> tuple[RegionEvaluation, int | None] | None:
+    """Return the choice behind the first change that helps, and the owner of what it computes again; None for none.
+
+    Changes that do not help become `useless`.
+    """
     order = _order(found)
     for move in _moves(step, found):
         if ((move.owner, move.how) in useless) == again:
-            lower = _after(step, found, move)
+            lower = _after(step, found, move, small)
             if _order(lower) < order:
                 useless.discard((move.owner, move.how))
-                return lower
+                return lower, move.owner if move.how == "again" else None
             useless.add((move.owner, move.how))
     return None
 
@@ -75,12 +84,12 @@ def _moves(step: RegionStep, found: RegionEvaluation) -> list[_Move]:
     return sorted(moves)
 
 
-def _after(step: RegionStep, found: RegionEvaluation, move: _Move) -> RegionEvaluation:
+def _after(step: RegionStep, found: RegionEvaluation, move: _Move, small: Set[int]) -> RegionEvaluation:
     """Return the choice behind a change."""
     away = found.away.keys()
     if move.how == "away":
         return step.leaving(found, away | {move.owner})
     if move.how == "encoded":
         return step.leaving(step.encoding(found, found.encoded.keys() | {move.owner}), away)
-    left = {index for index in found.saved if step.operators[index].owner != move.owner}
+    left = {index for index in found.saved | small if step.operators[index].owner != move.owner}
     return step.leaving(step.encoding(step.evaluate(left), found.encoded.keys()), away)

@@ -88,25 +88,29 @@ def ladder_of(step: RegionStep, saved: Set[int], others: Sequence[Set[int]] = ()
     rungs = _unbeaten(found)
     below = rungs[:0:-1]  # the least memory first
     starts = begins + [rung.evaluation for rung in below[:: max(1, len(below) // MAX_DESCENTS)]]
-    found += _descents(replace(step, lane=None, encodes=False), starts, cuts[0], rungs)
+    found += _descents(replace(step, lane=None, encodes=False), starts, small, cuts[0], rungs)
     if step.encodes:
         starts += [step.encoding(begin, set(step.encodable(begin))) for begin in begins]
-        found += _descents(replace(step, lane=None), starts, cuts[0], [])
+        found += _descents(replace(step, lane=None), starts, small, cuts[0], [])
     if step.lane is not None:
         all_away = [step.leaving(begin, set(step.movable(begin))) for begin in begins]
         starts += [each for each in all_away if each.moved <= step.lane.limit]
-        found += _descents(step, starts, cuts[0], [])
+        found += _descents(step, starts, small, cuts[0], [])
         found += _wider(step, step.lane, _unbeaten(found))
     return PlanLadder(plain, tuple(_unbeaten(found)))
 
 
 def _descents(
-    step: RegionStep, starts: Sequence[RegionEvaluation], units: tuple[RegionUnit, ...], rungs: Sequence[Rung]
+    step: RegionStep,
+    starts: Sequence[RegionEvaluation],
+    small: frozenset[int],
+    units: tuple[RegionUnit, ...],
+    rungs: Sequence[Rung],
 ) -> list[Rung]:
     """Return the choices on the way down from each start, with the solutions of `rungs` that they beat."""
     passed, found = set[tuple[frozenset[int], ...]](), []
     for start in starts:
-        for lower in descend(step, start):
+        for lower in descend(step, start, small):
             key = lower.saved, frozenset(lower.away), frozenset(lower.encoded)
             if key in passed:
                 break  # the remaining way is known

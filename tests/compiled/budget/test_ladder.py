@@ -58,6 +58,34 @@ def test_a_choice_may_save_what_plain_does_not() -> None:
     assert any(rung.evaluation.saved == {1} for rung in found.rungs)
 
 
+def test_small_results_are_saved_where_what_is_made_of_them_is_computed_again() -> None:
+    """As the statistics of a norm, whose result plain saves: to compute them again reads all of its input."""
+    step = RegionStep(
+        (
+            Operator((), 0, given=True),
+            Operator((0,), 1, 10_000, 9.0),
+            Operator((1,), 2, 4, 5.0),
+            Operator((1, 2), 3, 10_000, 0.1),
+            Operator((3,), 4, 10_000, 9.0),
+            Operator((4,), 5, 4, 5.0),
+            Operator((4, 5), 6, 10_000, 0.1),
+            Operator((6,), 7, 4, 1.0),
+            Operator((), 8, 4, given=True, late=True),
+            Operator((6, 8), 9, 4, 1.0, late=True),
+            Operator((4, 9), 10, 4, 1.0, late=True),
+            Operator((3, 10), 11, 4, 1.0, late=True),
+            Operator((1, 11), 12, 4, 1.0, late=True),
+        ),
+        (7,),
+        (12,),
+    )
+    plain, lower, *_ = ladder_of(step, frozenset({1, 3, 4, 6})).rungs
+    assert plain.evaluation.saved == {1, 3, 4, 6}
+    assert lower.evaluation.again
+    assert lower.evaluation.again <= {3, 6}
+    assert lower.evaluation.saved >= {1, 4}
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_tier_never_makes_a_plan_slower(seed: int) -> None:
     step, plain = random_step(seed, length=9, lane=LANE)
