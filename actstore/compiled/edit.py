@@ -21,7 +21,7 @@ from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.channels import channels_last_nodes
 from actstore.compiled.formats.base import GraphCodec
-from actstore.compiled.formats.choose import graph_codec, payload_node
+from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
 from actstore.compiled.graph import (
     GETITEM,
@@ -40,7 +40,7 @@ from actstore.compiled.sampling import add_sample, is_sample, name_samples
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
 from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
-from actstore.compiled.treatment import BITS, Treatment, Treatments
+from actstore.compiled.treatment import BITS, Treatment, Treatments, payload_node
 
 
 @dataclass

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.lossy import LossyModules, LossyPayload
-from actstore.compiled.formats.choose import graph_codec, payload_node
+from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import Boundary, boundary_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import PAYLOAD
-from actstore.compiled.treatment import BITS, Planned, Treatments, treat
+from actstore.compiled.treatment import BITS, Planned, Treatments, payload_node, treat
 from actstore.errors import StateError
 from actstore.policy import Encode
 

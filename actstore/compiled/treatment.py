@@ -30,6 +30,7 @@ from actstore.compiled.graph import (
     origin_of_copy,
     outputs_of,
     root_of,
+    views_between,
 )
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
@@ -90,6 +91,20 @@ class Treatments:
 
     of: list[Treatment]
     masks: dict[Node, Treatment]
+
+
+def payload_node(saved: Node, codec: Codec, *, parts: bool = False) -> tuple[Node, list[Node]]:
+    """Return the node whose payload stands for a saved one, and the views that lead from it to that.
+
+    It is the one that owns the memory, where the views keep all elements and the codec has a form for it.
+
+    parts : whether views may leave elements out
+    """
+    root = root_of(saved)
+    views = views_between(root, saved, parts=parts) if root.op == "call_function" else None
+    if views is None or graph_codec(codec, root.meta["val"])[0] is None:
+        return saved, []
+    return root, views
 
 
 def treat(

@@ -145,7 +145,7 @@ def why(figures: StepFigures) -> list[str]:
     for nbytes, least, words in _causes(figures):
         share = nbytes / figures.saved_bytes
         if share >= least and words:
-            found.append((share, f"{format_nbytes(nbytes)} ({_percent(share)} of the saved bytes) {words}"))
+            found.append((share, f"{format_nbytes(nbytes)} ({100 * share:.0f} % of the saved bytes) {words}"))
     stalled = figures.stall_ms / figures.step_ms if figures.step_ms > 0 else 0.0
     if stalled >= MIN_STALL_SHARE:
         found.append((stalled, _stall(figures, stalled)))
@@ -217,9 +217,9 @@ def _hidden(f: StepFigures) -> str:
 
 def _no_room(f: StepFigures) -> str:
     full = [tier for tier in ("host", "disk") if tier in f.tiers.split(" > ")]
-    budgets = {"host": f.host_budget, "disk": f.disk_budget}
+    limits = {"host": f.host_budget, "disk": f.disk_budget}
     remedies = [
-        f"raise {tier.title()}(budget={format_nbytes(limit)})" for tier in full if (limit := budgets[tier]) is not None
+        f"raise {tier.title()}(budget={format_nbytes(limit)})" for tier in full if (limit := limits[tier]) is not None
     ]
     if full == ["host"] and f.disk_budget != 0 and f.by_rules:
         remedies.append(f"end the ladder with disk: `{'@ host > disk' if f.lower == 'host' else '@ disk'}`")
@@ -229,16 +229,15 @@ def _no_room(f: StepFigures) -> str:
 
 
 def _exact(f: StepFigures) -> str:
-    if f.exact_site.startswith(OUTSIDE_PREFIX) and f.kept_exact == f.saved_bytes:
+    outside = f.exact_site.startswith(OUTSIDE_PREFIX)
+    if outside and f.kept_exact == f.saved_bytes:
         return (
-            "were kept because no module of the store's model has saved anything: another model ran, such as a copy of "
-            "it; make the store with the one that runs."
+            "were saved outside of the store's model, which saved nothing; make the store with the model that trains."
         )
     if f.chooser:
         return ""
     remedies = [f"write `{f.exact_decision} @ {f.lower}` for them, where they wait exactly"] if f.lower else []
-    if not f.exact_site.startswith(OUTSIDE_PREFIX):
-        remedies.append("recompute their modules")
+    remedies += [] if outside else ["recompute their modules"]
     return (
         f"were kept because their values must stay exact, most of them at {f.exact_site} ({f.exact_reason}); "
         f"{', or '.join(remedies) or 'smaller batches save less of them'}."
@@ -277,8 +276,7 @@ def _by_rule(f: StepFigures) -> str:
     most = "" if f.rule_bytes == f.kept_by_rule else f", {format_nbytes(f.rule_bytes)} of them"
     if f.rule_decision.startswith("recompute"):
         return (
-            f"were kept{most} because `{rule}` recomputes the model's blocks, and these are what blocks read, or lie "
-            "outside of them; write "
+            f"were kept{most} because `{rule}` recomputes the model's blocks, and these are not in them; write "
             f"`@blocks : {f.rule_decision}; * : {exact}` in its place, which is exact, too."
         )
     if f.rule_decision.startswith("derive"):
@@ -346,7 +344,7 @@ def _peak(f: StepFigures) -> str:
 
 
 def _stall(f: StepFigures, part: float) -> str:
-    lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({_percent(part)})"
+    lead = f"Compute waited {f.stall_ms:.1f} ms of {f.step_ms:.1f} ms ({100 * part:.0f} %)"
     remedy = "keep or recompute some layers" if f.by_rules else "give a larger budget"
     wider = "" if _is_less(f) else "give a larger Window, or "
     if 2 * f.room_ms > f.stall_ms:
@@ -398,7 +396,3 @@ def _fewer(decision: str) -> str:
     if codec in ("raw", "unprotected raw"):
         return f"store fewer bytes (`expack @ {tiers}` without a loss, `int8 @ {tiers}` with one)"
     return "store fewer bytes"
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %"

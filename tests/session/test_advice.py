@@ -160,8 +160,7 @@ BYTES = {
     ),
     "kept outside of recomputed blocks": Case(
         RULE | {"rule_decision": "recompute"},
-        "were kept because `* : recompute` recomputes the model's blocks, and these are what blocks read, or "
-        "lie outside of them; write "
+        "were kept because `* : recompute` recomputes the model's blocks, and these are not in them; write "
         "`@blocks : recompute; * : raw @ disk` in its place, which is exact, too.",
         [{"rule_decision": "keep"}],
     ),

@@ -23,7 +23,6 @@ from actstore.codecs import Codec
 from actstore.compiled.formats.base import GraphCodec
 from actstore.compiled.formats.choose import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
-from actstore.compiled.graph import name_of
 from actstore.devices.cpu_memory import most_during
 
 RUNS = 3  # the fastest counts
@@ -65,7 +64,7 @@ class Costs:
         """
         target, value = node.target, node.meta.get("val")
         if isinstance(target, OpOverload) and torch.Tag.reduction in target.tags:
-            return _reduced(node)
+            return _reduced(node, target)
         if not isinstance(value, Tensor) or value.device.type != "cpu" or not isinstance(target, OpOverload):
             return Cost(0.0)
         if torch.Tag.pointwise not in target.tags:
@@ -129,11 +128,11 @@ class Costs:
                 return None
 
 
-def _reduced(node: Node) -> Cost:
+def _reduced(node: Node, target: OpOverload[..., Any]) -> Cost:
     """Return the time in which a loop reads what a node makes few numbers of."""
     values = [source.meta.get("val") for source in node.all_input_nodes]
     read = max((value for value in values if isinstance(value, Tensor)), key=_float_nbytes)
-    passes = WELFORD_PASSES if read.device.type == "cpu" and "var" in name_of(node) else REDUCED_PASSES
+    passes = WELFORD_PASSES if read.device.type == "cpu" and "var" in target.name() else REDUCED_PASSES
     return Cost(passes * _float_nbytes(read) / bytes_per_ms(read.device))
 
 

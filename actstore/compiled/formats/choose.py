@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.fx import Node
 
 from actstore.codecs import Bit1, Codec, Int8, Raw
 from actstore.codecs.affine import AffineCodec
@@ -14,7 +13,6 @@ from actstore.compiled.formats.groups import group_tensor, storage_order
 from actstore.compiled.formats.int8 import Int8Graph
 from actstore.compiled.formats.planes import BYTE
 from actstore.compiled.formats.raw import RawGraph
-from actstore.compiled.graph import root_of, views_between
 
 
 def graph_codec(codec: Codec, tensor: Tensor) -> tuple[GraphCodec | None, str]:
@@ -30,20 +28,6 @@ def graph_codec(codec: Codec, tensor: Tensor) -> tuple[GraphCodec | None, str]:
     if isinstance(codec, AffineCodec) or (isinstance(codec, Int8) and codec.affine):
         return AffineGraph(codec, grouping, tensor.dtype), ""
     return (Int8Graph(codec, grouping, tensor.dtype) if isinstance(codec, Int8) else Bit1Graph(grouping)), ""
-
-
-def payload_node(saved: Node, codec: Codec, *, parts: bool = False) -> tuple[Node, list[Node]]:
-    """Return the node whose payload stands for a saved one, and the views that lead from it to that.
-
-    It is the one that owns the memory, where the views keep all elements and the codec has a form for it.
-
-    parts : whether views may leave elements out
-    """
-    root = root_of(saved)
-    views = views_between(root, saved, parts=parts) if root.op == "call_function" else None
-    if views is None or graph_codec(codec, root.meta["val"])[0] is None:
-        return saved, []
-    return root, views
 
 
 def why_unavailable(codec: Codec) -> str:
