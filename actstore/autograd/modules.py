@@ -138,7 +138,8 @@ def lasting(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     a checkpoint of the model's own calls a compiled module.
     """
     assert isinstance(unpack, FunctionType)
-    copy, graph = FunctionType(unpack.__code__, unpack.__globals__, unpack.__name__), object()
+    copy = FunctionType(unpack.__code__, unpack.__globals__, unpack.__name__, closure=unpack.__closure__)
+    graph = object()
     copy.__dict__["graph"] = Finalizer(_freed.put, graph)
     with _lock:
         _graphs.add(graph)
