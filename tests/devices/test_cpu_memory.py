@@ -349,13 +349,17 @@ def test_the_library_is_compiled_once(tmp_path: Path) -> None:
     assert len(times) == 1
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-@pytest.mark.parametrize("way", ["threads", "fork"])
-def test_many_threads_under_a_sanitizer(tmp_path: Path, sanitizer: str, way: str) -> None:
-    if way == "fork" and sanitizer == "thread":
-        pytest.skip("the thread sanitizer does not follow a fork of several threads")
+@pytest.mark.parametrize(
+    ("way", "sanitizer"), [("threads", "thread"), ("threads", "address,undefined"), ("fork", "undefined")]
+)
+def test_many_threads_under_a_sanitizer(tmp_path: Path, way: str, sanitizer: str) -> None:
+    """The other sanitizers do not follow a fork of several threads.
+
+    A child waits for ever for a lock of the address sanitizer's allocator that another thread had at the fork.
+    """
     program = tmp_path / "stress"
     build = [*(cpu_memory.compiler() or []), "-std=c++20", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{ROOT / 'csrc'}"]
+    build.append("-fno-sanitize-recover=undefined")  # or it would say what it finds and go on
     made = subprocess.run(
         [*build, str(Path(__file__).with_name("pages_stress.cpp")), "-o", str(program), "-lpthread"],
         capture_output=True, text=True, check=False,
