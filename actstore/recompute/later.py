@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
 from torch.nn import Module
 
@@ -37,7 +38,8 @@ class LaterChanges:
         self._modules = modules
         self._training = [*map(_training, modules)]
         self._children: list[tuple[Module | None, ...]] = []
-        self._values: list[tuple[dict[str, Any], str, Any, Any]] = []  # with the object, or its stand-in
+        self._values: list[tuple[dict[str, Any], str, Callable[[], Any] | None, Any]] = []  # with a value, or its
+        # stand-in and a reference to the object, which may die: its number may then be that of another one
         self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # a container, and a copy
 
     def keep(self, module: Module, before: dict[str, Any], containers: Iterable[tuple[str, Any, Any]]) -> None:
@@ -51,8 +53,10 @@ class LaterChanges:
                 self._contents.append((entries, name, value, was))
         for name, value in before.items():
             if name not in OF_MODULES and entries.get(name, ABSENT) is value and not is_sharded(value):
-                waits = waiting_value(f"{kind}.{name}", value) is value
-                self._values.append((entries, name, id(value), value if waits else hidden_by_code(f"{kind}.{name}")))
+                if waiting_value(f"{kind}.{name}", value) is value:
+                    self._values.append((entries, name, None, value))
+                else:
+                    self._values.append((entries, name, _reference(value), hidden_by_code(f"{kind}.{name}")))
 
     def ended(self) -> None:
         """Mark the end of the forward."""
@@ -78,9 +82,9 @@ class LaterChanges:
         for module, was in zip(self._modules, self._training, strict=True):
             if module.training is not was:
                 found.append((vars(module), "training", was))
-        for entries, name, identity, value in self._values:
+        for entries, name, known, value in self._values:
             now = entries.get(name, ABSENT)
-            if id(now) != identity and not is_sharded(now):
+            if now is not (value if known is None else known()) and not is_sharded(now):
                 found.append((entries, name, value))
         return found
 
@@ -91,3 +95,11 @@ class LaterChanges:
             for entries, name, value, was in self._contents
             if entries.get(name, ABSENT) is value and not has_same_content(value, was)
         ]
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference to an object, or a strong one where it takes none."""
+    try:
+        return ref(value)
+    except TypeError:
+        return lambda: value

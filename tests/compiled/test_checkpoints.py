@@ -60,41 +60,28 @@ def gradients(model: nn.Module, x: Tensor, store: ActivationStore | None = None)
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_whole_compiled_model(policy: str, ours: bool) -> None:
-    """While the compiler traces, PyTorch's mode of a checkpoint is active, and caches nothing that waits."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradients_are_those_of_plain_compilation(policy: str, ours: bool, whole: bool) -> None:
+    """The whole model is compiled, or each block.
+
+    While the compiler traces, PyTorch's mode of a checkpoint is active, and caches nothing that waits. In backward the
+    checkpoint runs the code of blocks again, outside of the store: the code that forward ran.
+    """
+
+    def parts(model: nn.Module) -> list[Any]:
+        return [model] if whole else [*model.blocks]  # type: ignore[misc]
+
     model, x = make()
-    model.compile(backend="aot_eager")
+    for part in parts(model):
+        part.compile(backend="aot_eager")
     wanted = gradients(model, x)
     model, x = make()
     store = ActivationStore(model, policy, min_bytes=0)
-    if ours:
-        store.compile(backend="aot_eager")
-    else:
-        model.compile(backend="aot_eager")
-    for _ in range(2):
-        found = gradients(model, x, store)
-        if policy == "int8":
-            assert error(found, wanted) < 0.02
-        else:
-            check_same(found, wanted)
-        check_drained(store)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ours", [True, False])
-def test_compiled_blocks(policy: str, ours: bool) -> None:
-    """The checkpoint runs their code again in backward, outside of the store: the code that forward ran."""
-    model, x = make()
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(backend="aot_eager")
-    wanted = gradients(model, x)
-    model, x = make()
-    store = ActivationStore(model, policy, min_bytes=0)
-    for block in model.blocks:  # type: ignore[union-attr]
+    for part in parts(model):
         if ours:
-            store.compile(block, backend="aot_eager")
+            store.compile(part, backend="aot_eager")
         else:
-            block.compile(backend="aot_eager")
+            part.compile(backend="aot_eager")
     for _ in range(2):
         found = gradients(model, x, store)
         if policy == "int8":

@@ -205,7 +205,9 @@ def test_a_disk_path_without_permission(tmp_path, monkeypatch):
 
 
 def test_a_disk_path_is_not_asked_for_where_no_rule_needs_it():
-    ActivationStore(policy="raw @ host", tiers=[Disk("/no/such/folder")])
+    store = ActivationStore(policy="raw @ host", tiers=[Disk("/no/such/folder")], min_bytes=0)
+    step(store)
+    assert {medium.tier for medium in store.report().media} == {"host"}
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):

@@ -1,0 +1,104 @@
+"""Attributes that other code changes between forward and backward: a recomputed module reads what forward read."""
+
+import pytest
+import torch
+from torch import nn
+
+from actstore import ActivationStore
+from actstore.errors import StateError
+from tests.autograd.checks import check_same
+from tests.autograd.models import WIDTH
+
+
+class Scaled(nn.Module):
+    """Reads attributes that forward does not change."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.scale, self.mask, self.rows, self.function = 2.0, torch.ones(WIDTH), [1.0], torch.tanh
+        self.large = torch.ones(2**19)
+
+    def forward(self, x):
+        factor = self.scale * sum(self.rows) * self.large[0] * (3.0 if self.training else 1.0)
+        return self.drop(self.norm(self.function(self.inner(x)) * self.mask * factor))
+
+
+def ends_training(block):
+    block.eval()
+
+
+def sets_a_number(block):
+    block.scale = 5.0
+
+
+def sets_a_tensor(block):
+    block.mask = torch.zeros(WIDTH)
+
+
+def sets_a_function(block):
+    block.function = torch.sigmoid
+
+
+def appends_a_row(block):
+    block.rows.append(7.0)
+
+
+def sets_a_list(block):
+    block.rows = [7.0]
+
+
+def deletes_a_number(block):
+    del block.scale
+
+
+RECOMPUTE = ["recompute", "recompute(raw @ disk)"]
+LATER = [ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, sets_a_list, deletes_a_number]
+
+
+def later(decision, change):
+    """The gradients of a step in which other code changes attributes between forward and backward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Scaled() for _ in range(2))), torch.randn(6, WIDTH)
+    store = ActivationStore(model, decision, min_bytes=0)
+    with store:
+        loss = model(x).square().sum()
+    for block in model[1:]:
+        change(block)
+    were = [{**vars(block), "rows": [*block.rows]} for block in model[1:]]
+    loss.backward()
+    for block, was in zip(model[1:], were, strict=True):
+        now = vars(block)
+        assert now.keys() == was.keys()
+        assert now["rows"] == was["rows"]
+        assert all(now[name] is was[name] for name in was if name != "rows")
+        assert {each.training for each in block.modules()} == {block.training}
+    return [weight.grad for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("change", LATER, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("decision", [f"1 : {text}; 2 : {text}; * : keep" for text in RECOMPUTE])
+def test_a_second_run_reads_what_forward_read(decision, change):
+    check_same(later(decision, change), later("keep", lambda block: None))
+
+
+def test_what_cannot_wait_is_refused_where_it_was_replaced():
+    def large(block):
+        block.large = torch.zeros(2**19)
+
+    with pytest.raises(StateError, match=r"attribute=Scaled.large: it was set to another object between forward"):
+        later("1 : recompute; * : keep", large)
+
+    def large_twice(block):
+        """The second object may lie where the first one of all has lain."""
+        block.large = None
+        block.large = torch.zeros(2**19)
+
+    with pytest.raises(StateError, match=r"attribute=Scaled.large: it was set to another object between forward"):
+        later("1 : recompute; * : keep", large_twice)
+
+    def other_module(block):
+        block.inner = nn.Linear(WIDTH, WIDTH)
+
+    with pytest.raises(StateError, match=r"module=Scaled.inner: it was replaced between forward and backward"):
+        later("1 : recompute; * : keep", other_module)
