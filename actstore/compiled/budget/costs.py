@@ -131,7 +131,9 @@ class Costs:
 def _reduced(node: Node, target: OpOverload[..., Any]) -> Cost:
     """Return the time in which a loop reads what a node makes few numbers of."""
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    read = max((value for value in values if isinstance(value, Tensor)), key=_float_nbytes)
+    read = max((value for value in values if isinstance(value, Tensor)), key=_float_nbytes, default=None)
+    if read is None:
+        return Cost(0.0)
     passes = WELFORD_PASSES if read.device.type == "cpu" and "var" in target.name() else REDUCED_PASSES
     return Cost(passes * _float_nbytes(read) / bytes_per_ms(read.device))
 
