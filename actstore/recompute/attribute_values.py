@@ -73,11 +73,11 @@ def hidden_by_forward(name: str) -> HiddenAttribute:
 
 
 def hidden_by_code(name: str) -> HiddenAttribute:
-    """Return the stand-in for a value that other code has replaced since forward."""
+    """Return the stand-in for a value that other code has replaced or changed since forward."""
     return HiddenAttribute(
-        f"attribute={name}: it was set to another object between forward and backward, and a recomputed module must "
-        "read what forward has read. Only plain values, and tensors of at most 1 MiB without a graph, wait for the "
-        "second run. Set it behind backward, or write keep in place of recompute."
+        f"attribute={name}: other code changed it between forward and backward, and a recomputed module must read "
+        "what forward has read. Only plain values, and tensors of at most 1 MiB without a graph, wait for the second "
+        "run. Change it behind backward, or write keep in place of recompute."
     )
 
 

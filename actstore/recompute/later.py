@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, is_
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter, eq, ge, is_
 from typing import Any
 from weakref import ref
 
@@ -38,8 +40,7 @@ class LaterChanges:
         self._modules = modules
         self._training = [*map(_training, modules)]
         self._children: list[tuple[Module | None, ...]] = []
-        self._values: list[tuple[dict[str, Any], str, Callable[[], Any] | None, Any]] = []  # with a value, or its
-        # stand-in and a reference to the object, which may die: its number may then be that of another one
+        self._values: list[tuple[dict[str, Any], str, Callable[[Any], bool], Any]] = []  # with a value or its stand-in
         self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # a container, and a copy
 
     def keep(self, module: Module, before: dict[str, Any], containers: Iterable[tuple[str, Any, Any]]) -> None:
@@ -47,16 +48,18 @@ class LaterChanges:
         if before.keys() <= OF_MODULES:
             return
         entries, kind = vars(module), type(module).__name__
+        of_forward = set()  # their earlier content waits
         for name, value, was in containers:
-            waits = len(was) <= MAX_WAITING_LENGTH and waiting_value(name, was) is was
-            if waits and has_same_content(value, was):
+            if not has_same_content(value, was):
+                of_forward.add(name)
+            elif len(was) <= MAX_WAITING_LENGTH and waiting_value(name, was) is was:
                 self._contents.append((entries, name, value, was))
         for name, value in before.items():
             if name not in OF_MODULES and entries.get(name, ABSENT) is value and not is_sharded(value):
                 if waiting_value(f"{kind}.{name}", value) is value:
-                    self._values.append((entries, name, None, value))
-                else:
-                    self._values.append((entries, name, _reference(value), hidden_by_code(f"{kind}.{name}")))
+                    self._values.append((entries, name, partial(is_, value), value))
+                elif name not in of_forward:
+                    self._values.append((entries, name, _recognizer(value), hidden_by_code(f"{kind}.{name}")))
 
     def ended(self) -> None:
         """Mark the end of the forward."""
@@ -82,9 +85,9 @@ class LaterChanges:
         for module, was in zip(self._modules, self._training, strict=True):
             if module.training is not was:
                 found.append((vars(module), "training", was))
-        for entries, name, known, value in self._values:
+        for entries, name, is_same, value in self._values:
             now = entries.get(name, ABSENT)
-            if now is not (value if known is None else known()) and not is_sharded(now):
+            if not is_same(now) and not is_sharded(now):
                 found.append((entries, name, value))
         return found
 
@@ -97,9 +100,27 @@ class LaterChanges:
         ]
 
 
-def _reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an object, or a strong one where it takes none."""
-    try:
-        return ref(value)
-    except TypeError:
-        return lambda: value
+def _recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
+    """Return what tells whether an object is `value`, and keeps no graph alive that a tensor in it may be part of.
+
+    An object that has died is never taken for a later one at its address: it is known by a weak reference. Lists,
+    dicts and tuples take none. They are known by their parts, too: other parts, another object. Those inside of
+    them may get longer.
+    """
+    with suppress(TypeError):
+        reference = ref(value)
+        return lambda now: now is reference()
+    if not isinstance(value, list | dict | tuple):
+        return partial(is_, value)
+    address, fits = id(value), ge if inside else eq
+    parts = [_recognizer(part, inside=True) for part in _parts(value)]
+    return lambda now: (
+        id(now) == address
+        and isinstance(now, list | dict | tuple)
+        and fits(len(found := _parts(now)), len(parts))
+        and all(is_same(part) for is_same, part in zip(parts, found, strict=False))
+    )
+
+
+def _parts(value: Any) -> list[Any]:
+    return [part for item in value.items() for part in item] if isinstance(value, dict) else [*value]

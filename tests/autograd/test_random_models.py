@@ -79,6 +79,8 @@ def check(forest: list[Tree], data: st.DataObject, options: dict[str, Any], **jo
     with closing(store_for(model, policy, options)) as store, gc_off():
         found = train_unless_refused(model, store, refused=refused or may_refuse(forest, policy), **job)
         if found is None:
+            gc.collect()  # an error has held frames
+            check_drained(store)
             return
         if wanted is not None:
             check_same(found, wanted)
@@ -96,8 +98,10 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
         with closing(store), gc_off():
             found.append(train_unless_refused(model, store, refused=refused, **job))
             if found[-1] is None:
-                return
+                gc.collect()  # an error has held frames
             check_drained(store)
+            if found[-1] is None:
+                return
     check_same(*found)
     if wanted is not None and not any(name in str(forest) for name in IN_FORWARD):
         check_same(found[0][0], wanted[0])  # the loss of the first step

@@ -6,7 +6,7 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.errors import StateError
-from tests.autograd.checks import check_same
+from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.autograd.models import WIDTH
 
 
@@ -17,10 +17,17 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
         self.scale, self.mask, self.rows, self.function = 2.0, torch.ones(WIDTH), [1.0], torch.tanh
-        self.large = torch.ones(2**19)
+        self.large, self.tables, self.nested = torch.ones(2**19), [torch.ones(2**19)], {"rows": [object()]}
 
     def forward(self, x):
-        factor = self.scale * sum(self.rows) * self.large[0] * (3.0 if self.training else 1.0)
+        factor = (
+            self.scale
+            * sum(self.rows)
+            * self.large[0]
+            * self.tables[0][0]
+            / len(self.nested)
+            * (3.0 if self.training else 1.0)
+        )
         return self.drop(self.norm(self.function(self.inner(x)) * self.mask * factor))
 
 
@@ -48,12 +55,19 @@ def sets_a_list(block):
     block.rows = [7.0]
 
 
+def appends_inside(block):
+    block.nested["rows"].append(object())
+
+
 def deletes_a_number(block):
     del block.scale
 
 
 RECOMPUTE = ["recompute", "recompute(raw @ disk)"]
-LATER = [ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, sets_a_list, deletes_a_number]
+LATER = [
+    ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, appends_inside, sets_a_list,
+    deletes_a_number,
+]  # fmt: skip
 
 
 def later(decision, change):
@@ -86,7 +100,7 @@ def test_what_cannot_wait_is_refused_where_it_was_replaced():
     def large(block):
         block.large = torch.zeros(2**19)
 
-    with pytest.raises(StateError, match=r"attribute=Scaled.large: it was set to another object between forward"):
+    with pytest.raises(StateError, match=r"attribute=Scaled.large: other code changed it between forward"):
         later("1 : recompute; * : keep", large)
 
     def large_twice(block):
@@ -94,11 +108,47 @@ def test_what_cannot_wait_is_refused_where_it_was_replaced():
         block.large = None
         block.large = torch.zeros(2**19)
 
-    with pytest.raises(StateError, match=r"attribute=Scaled.large: it was set to another object between forward"):
+    with pytest.raises(StateError, match=r"attribute=Scaled.large: other code changed it between forward"):
         later("1 : recompute; * : keep", large_twice)
+
+    def list_twice(block):
+        block.tables = None
+        block.tables = [torch.zeros(2**19)]
+
+    def appends(block):
+        block.tables.append(torch.zeros(2**19))
+
+    for change in (list_twice, appends):
+        with pytest.raises(StateError, match=r"attribute=Scaled.tables: other code changed it between forward"):
+            later("1 : recompute; * : keep", change)
 
     def other_module(block):
         block.inner = nn.Linear(WIDTH, WIDTH)
 
     with pytest.raises(StateError, match=r"module=Scaled.inner: it was replaced between forward and backward"):
         later("1 : recompute; * : keep", other_module)
+
+
+class Remembers(nn.Module):
+    """Puts what it computes, with its graph, into a list inside of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen = nn.Linear(WIDTH, WIDTH), [[]]
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        self.seen[0].append(y)
+        return y
+
+
+def test_a_graph_without_backward_ends_with_its_loss():
+    """What a region knows of attributes keeps no graph alive that it is part of: no collector would see it."""
+    block = Remembers()
+    store = ActivationStore(nn.Sequential(block), "0 : recompute; * : keep", min_bytes=0)
+    with gc_off():
+        for _ in range(2):
+            with store:
+                block(torch.randn(6, WIDTH)).sum()
+            block.seen = [[]]
+        check_drained(store)
