@@ -112,7 +112,7 @@ class Probes:
             "largest": self.largest,
             "samples": {name: [[asdict(f), saved] for f, saved in each] for name, each in self._samples.items()},
             "tables": [self._calls.of, self._kinds, self._ran, self._noise],
-            "waiting": self._calls.waiting,
+            "turns": self._calls.turns,
             "rest": self._rest,
             "links": None if self._links is None else asdict(self._links),
             "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
@@ -125,7 +125,7 @@ class Probes:
             name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
         }
         calls, self._kinds, ran, self._noise = state["tables"]
-        self._calls = UnitCalls(calls, state.get("waiting", {}))
+        self._calls = UnitCalls(calls, state.get("turns", {}))
         self._ran = Counter(ran)
         self._links = None if state["links"] is None else Links(**state["links"])
         parts = self._profiler.separability
@@ -232,15 +232,15 @@ class Probes:
             if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
                 return 0.0
         free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
-        floor = 0.0
+        floor: dict[str, float] = {}
         for name, kind in self._kinds.items():
             shape, saved = self._shapes[name], self._saved(figures, name)
             if not shape.named or not name:
-                floor += saved
+                floor[name] = saved
             elif not free and self._calls.chained(name) == 1:
                 held = (f.total("held") for d, f in figures[kind].items() if d.startswith("recompute"))
-                floor += min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
-        return floor
+                floor[name] = min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
+        return self._calls.most_at_once(floor)
 
     def figures(self) -> FiguresByKind:
         """Return the medians of all measurements, by kind and decision."""
@@ -262,7 +262,8 @@ class Probes:
                 tuple(shape.parts),
                 self._recomputable(shape),
                 {part: noise for part, noise in self._noise.get(name, {}).items() if noise < inf},
-                self._calls.waiting.get(name, 0),
+                self._calls.waiting(name),
+                tuple(self._calls.turns.get(name, ())),
             )
             for name, kind in self._kinds.items()
             for shape in [self._shapes[name]]
@@ -337,20 +338,21 @@ class Probes:
 
     def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
         """Return the predicted peak of a step. An unmeasured decision counts as kept, a schedule as plain recompute."""
-        held = peak = most = 0.0
+        held: dict[str, float] = {}
+        peak = most = 0.0
         for name, decision in decisions.items():
             of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
             found, part = of_kind.get(decision), PARTIAL_RECOMPUTE.fullmatch(decision)
             share = int(part[1]) / self._calls.of[name] if part else 1.0  # the recomputed part of the calls
             if found is None and decision.startswith("recompute("):
                 found = of_kind.get("recompute")
-            held += saved if found is None else share * found.total("held") + (1 - share) * saved
+            held[name] = saved if found is None else share * found.total("held") + (1 - share) * saved
             above = self._staged(figures, name, decision) if found is None else found.transient
-            most, peak = max(most, above), max(peak, held + above)
+            most, peak = max(most, above), max(peak, sum(held.values()) + above)
         blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
         always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
         # units that do not run in every step come in any order, and other micro-batches hold what one has left
-        return peak if always and not self._calls.waiting else held + most
+        return peak if always and not self._calls.turns else self._calls.most_at_once(held) + most
 
     def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
         """Return the bytes that a payload may take beside its tensor, estimated before it is measured."""
@@ -358,7 +360,7 @@ class Probes:
             return 0
         of_kind = figures[self._kinds[name]].values()
         most = max((part.saved for f in of_kind for part in f.parts.values()), default=0)
-        return most // self._calls.of[name] if name in self._calls.waiting else most
+        return most // self._calls.of[name] if name in self._calls.turns else most
 
     def _saved(self, figures: FiguresByKind, name: str) -> float:
         return self._calls.share(name) * max(f.total("saved") for f in figures[self._kinds[name]].values())

@@ -19,6 +19,7 @@ from torch.nn import Module
 from actstore.accuracy import Total, measure
 from actstore.auto.exceptions import Separability
 from actstore.auto.timing import BACKWARD, FORWARD, Moments
+from actstore.auto.turns import calls_at_turns
 from actstore.autograd.compiled import NamedCall
 from actstore.base.ledger import Account, Ledger
 from actstore.codecs.base import Bound, Codec
@@ -38,8 +39,8 @@ class Sample:
     ----------
     figures : for each unit that ran, in the order of forward; several where its calls had different decisions
     calls : number of calls of each unit
-    waiting : for units whose calls have a backward each, as micro-batches in a pipeline: the most calls that waited for
-        theirs at once
+    turns : for units whose calls have a backward each, as micro-batches in a pipeline: how many of them waited for
+        theirs, each time that one began
     total : milliseconds from the entry of this step to that of the next
     rest : the milliseconds of `total` outside of all units
     backward : whether backward ran
@@ -50,7 +51,7 @@ class Sample:
     total: float
     rest: float
     backward: bool
-    waiting: dict[str, int] = field(default_factory=dict)
+    turns: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def saved(self) -> int:
@@ -170,7 +171,14 @@ class Profiler:
         if not units and not step.turned:
             return None
         backward = step.backward()
-        parts, transient = self._bytes()
+        calls = {name: len(forward.get(name, [0.0])) for name in [*units, ""]}
+        held = self._held_at_turns()
+        turns = calls_at_turns(step.waiting(), calls, held)
+        if turns:  # and what the model and the loss save waits as long
+            of_most = max(turns, key=lambda name: (max(turns[name]), calls[name]))
+            turns |= calls_at_turns({"": turns[of_most][0]}, {"": calls[of_most]}, held)
+            calls[""] = calls[of_most]
+        parts, transient = self._bytes({name: held[name].index(max(held[name])) for name in turns if name in held})
         errors, work = self._errors(step), self._work(step)
         figures: dict[str, list[UnitFigures]] = {}
         for name in [*units, ""]:
@@ -190,11 +198,7 @@ class Profiler:
             )
         busy = sum(sum(forward.get(name, [])) for name in units)
         busy += sum(ms for calls in backward.values() for ms in calls.values())
-        calls = {name: len(forward.get(name, [0.0])) for name in figures}
-        waiting = self._waiting(step, calls)
-        if waiting:  # and what the model and the loss save waits as long
-            waiting[""], calls[""] = max((count, calls[name]) for name, count in waiting.items())
-        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, waiting)
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, turns)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -208,26 +212,25 @@ class Profiler:
         unit = self._unit_of[name]
         return unit, name[len(unit) + 1 :] if name != unit else ""
 
-    def _waiting(self, step: Moments, calls: dict[str, int]) -> dict[str, int]:
-        """Return the most calls of units that waited at once: those of the first turn, grown as the held bytes have."""
-        found = {name: count for name, count in step.waiting().items() if name in calls}
-        held = {name: [0, 0] for name in found}
-        for account in self._ledger.accounts() if found else ():
-            sums = held.get(self.find(account.site.name)[0])
-            if sums is not None:
-                sums[0] += account.held_at_turn
-                sums[1] += account.held_at_exit
-        growth = {name: most / first if first else 1.0 for name, (first, most) in held.items()}
-        return {name: min(calls[name], max(1, round(growth[name] * count))) for name, count in found.items()}
+    def _held_at_turns(self) -> dict[str, list[int]]:
+        """Return the bytes of each unit at each turn; at the end of forward, where backward came behind it."""
+        found: dict[str, list[int]] = {}
+        turns = self._ledger.turns or [{account: account.held_at_exit for account in self._ledger.accounts()}]
+        for i, held in enumerate(turns):
+            for account, nbytes in held.items():
+                found.setdefault(self.find(account.site.name)[0], [0] * len(turns))[i] += nbytes
+        return found
 
-    def _bytes(self) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
+    def _bytes(self, fullest: dict[str, int]) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
+        """Return the bytes of the parts of units, and the most beside them. `fullest` are the turns that count."""
         parts: dict[str, dict[str, UnitBytes]] = {}
         transient: dict[str, int] = {}
+        turns = self._ledger.turns
         for account in self._ledger.accounts():
-            held = account.held_at_exit
+            unit, part = self.find(account.site.name)
+            held = turns[fullest[unit]].get(account, 0) if turns and unit in fullest else account.held_at_exit
             if not (account.saved or account.stored or held):
                 continue
-            unit, part = self.find(account.site.name)
             decision = account.decision
             tier = decision.tiers[0] if isinstance(decision, Offload) else ""  # "auto" plans no ladders
             old = parts.setdefault(unit, {}).get(part, UnitBytes())

@@ -33,8 +33,16 @@ def slowest_sample(samples: Sequence[Sample]) -> Sample:
             if [each.decision for each in ours] == [each.decision for each in theirs]:
                 figures[unit] = [_with_most_bytes(*pair) for pair in zip(ours, theirs, strict=True)]
     calls = {unit: max(sample.calls.get(unit, 0) for sample in samples) for unit in figures}
-    waiting = {unit: max(sample.waiting.get(unit, 0) for sample in samples) for unit in first.waiting}
-    return replace(first, figures=figures, calls=calls, waiting=waiting)
+    turns = {unit: _most(unit, samples) for unit in first.turns}
+    return replace(first, figures=figures, calls=calls, turns=turns)
+
+
+def _most(unit: str, samples: Sequence[Sample]) -> list[int]:
+    """Return the most calls of a unit at each turn; all at one turn, where ranks have other numbers of turns."""
+    numbers = {len(turns) for sample in samples for turns in sample.turns.values()}
+    nothing = [0] * max(numbers)
+    found = [sample.turns.get(unit, nothing) for sample in samples]
+    return [max(each) for each in zip(*found, strict=True)] if len(numbers) == 1 else [max(map(max, found))]
 
 
 def _with_most_bytes(ours: UnitFigures, theirs: UnitFigures) -> UnitFigures:

@@ -82,7 +82,6 @@ class Account:
         "fetch_ns",
         "held",
         "held_at_exit",
-        "held_at_turn",
         "hits",
         "late",
         "misses",
@@ -107,7 +106,7 @@ class Account:
         self.held = 0  # on the compute device now
         self.away = 0  # in host memory or on disk now
         self.peak = 0  # high-water of held since the last reset
-        self.held_at_exit = self.held_at_turn = 0
+        self.held_at_exit = 0
         self.count = 0  # tensors packed
         self.drawn = 0  # random keys taken
         self.alive = 0  # stored, while an owner other than autograd still holds the tensor at the end of forward
@@ -176,6 +175,8 @@ class Ledger:
         self.peak = 0
         self._transient_peak: Transient | None = None
         self.held_at_exit = 0
+        self.turns: list[dict[Account, int]] = []  # held bytes at each turn to backward inside of the context, and at
+        # the exit behind such turns
         self._turned = False  # backward has begun inside of the context
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
@@ -360,27 +361,30 @@ class Ledger:
     def mark_turn(self) -> None:
         """Remember the held bytes as those of the end of forward: a backward begins inside of the context.
 
-        In a pipeline many do. The turn with the most bytes counts; `held_at_turn` of accounts is that of the first one.
+        In a pipeline many do. The turn with the most bytes counts, and `turns` has all of them.
         """
         with self._lock:
-            self._mark_locked()
-            self._turned = True
+            if not self._turned:
+                self.turns.clear()
+            self._mark_locked(turned=True)
 
     def mark_exit(self) -> None:
         """Remember the held bytes as those of the end of forward, unless more were held when backward began."""
         with self._lock:
-            self._mark_locked()
-            self._turned = False
-
-    def _mark_locked(self) -> None:
-        self._book_gone()
-        if self._turned and self._held <= self.held_at_exit:
-            return
-        for account in list(self._accounts.values()):
-            account.held_at_exit = account.held
             if not self._turned:
-                account.held_at_turn = account.held
-        self.held_at_exit = self._held
+                self.turns.clear()
+            self._mark_locked(turned=False)
+
+    def _mark_locked(self, *, turned: bool) -> None:
+        self._book_gone()
+        accounts = list(self._accounts.values())
+        if turned or self._turned:
+            self.turns.append({account: account.held for account in accounts if account.held})
+        if not self._turned or self._held > self.held_at_exit:
+            for account in accounts:
+                account.held_at_exit = account.held
+            self.held_at_exit = self._held
+        self._turned = turned
 
     def _book_gone(self) -> None:
         gone = self.gone

@@ -29,6 +29,7 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
             keep.backward,
             tuple(_options(unit, figures, keep, profile, max_noise)),
             max(1, unit.waiting),
+            unit.turns,
         )
         for unit in profile.units
         for figures in [profile.figures[unit.kind]]

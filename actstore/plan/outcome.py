@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from actstore.plan.build import kept, policy_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import KEEP, Profile
 from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.microbatches import beside_others
+from actstore.plan.solver.microbatches import evaluate_step
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
 from actstore.plan.solver.timeline import evaluate
@@ -53,9 +54,12 @@ def _window(chain: LayerChain, solution: Solution) -> int | None:
     largest = max((option.host + option.disk for option in options), default=0)
     if not largest:
         return None
+    evaluation = solution.evaluation
+    if any(layer.waiting > 1 for layer in chain.layers):  # its bytes are those of other micro-batches, too
+        evaluation = evaluate(chain, solution.choice, Limits(inf))
     held = queued = 0.0
     for i, option in enumerate(options):
-        for events, peak in zip(solution.evaluation.device, (option.forward_peak, option.backward_peak), strict=True):
+        for events, peak in zip(evaluation.device, (option.forward_peak, option.backward_peak), strict=True):
             queued = max(queued, events[i] - held - peak)
         held += option.held
     return int(queued + largest)
@@ -82,7 +86,7 @@ def or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, s
     if any(index is None for index in indices):
         return solution
     choice = tuple(index for index in indices if index is not None)
-    found = beside_others(chain, evaluate(chain, choice, limits), limits)
+    found = evaluate_step(chain, choice, limits)
     if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
         return solution
     return replace(solution, choice=choice, evaluation=found, how="as before")

@@ -18,6 +18,7 @@ from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
 from actstore.plan.fields import read_as
 from actstore.plan.solver.chain import Links
+from actstore.plan.solver.turns import most_at_once
 
 KEEP = "keep"
 FORMAT = "actstore profile 1"
@@ -124,6 +125,7 @@ class Unit:
     recomputable : whether its forward can be run again
     waiting : calls that wait for backward at once, where each has a backward of its own, as micro-batches in a pipeline
         have; 0 where one backward is for all calls
+    turns : how many calls wait each time that a backward begins, at the turns with most; empty where it is one
     noise : by child, "" for the unit itself: the variance that errors in its payloads add to the gradients of the
         weights, for each unit of squared relative error, as a fraction of the variance from batch to batch; absent
         where it was not measured
@@ -136,6 +138,7 @@ class Unit:
     recomputable: bool
     noise: dict[str, float] = field(default_factory=dict)
     waiting: int = 0
+    turns: tuple[int, ...] = ()
 
     @property
     def share(self) -> float:
@@ -178,8 +181,13 @@ class Profile:
 
     @property
     def saved(self) -> int:
-        """Bytes of activations that plain autograd holds in a step."""
-        return sum(int(unit.share * next(iter(self.figures[unit.kind].values())).total("saved")) for unit in self.units)
+        """Bytes of activations that plain autograd holds at once in a step."""
+        return int(
+            most_at_once(
+                (int(unit.share * next(iter(self.figures[unit.kind].values())).total("saved")), unit.turns)
+                for unit in self.units
+            )
+        )
 
     def write(self, path: str | Path) -> None:
         """Write JSON.

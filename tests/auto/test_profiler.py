@@ -205,8 +205,8 @@ def test_calls_of_micro_batches_wait_for_backwards_of_their_own(waiting):
         one_forward_one_backward(model, waiting, 5)
         profiler.end_forward()
     sample = profiler.finish()
-    assert set(sample.waiting.values()) == {waiting}
-    assert set(sample.waiting) == set(sample.figures)
+    assert {max(turns) for turns in sample.turns.values()} == {waiting}
+    assert set(sample.turns) == set(sample.figures)
     assert set(sample.calls.values()) == {5}
     for [figures] in sample.figures.values():
         assert figures.total("held") * 5 == figures.total("saved") * waiting
@@ -226,15 +226,41 @@ def test_more_may_wait_after_the_first_turn():
         del first
         profiler.end_forward()
     sample = profiler.finish()
-    assert {sample.waiting[name] for name in ("stem", "blocks.0", "blocks.1", "head")} == {2}
+    assert {max(sample.turns[name]) for name in ("stem", "blocks.0", "blocks.1", "head")} == {2}
+
+
+def test_stages_of_one_rank_hold_most_at_turns_of_their_own():
+    """As in an interleaved schedule: the first stage runs ahead, and holds most when the second one is empty."""
+    model = Net(Clock())
+    store = ActivationStore(model, "keep", min_bytes=0)
+    profiler = Profiler(model, store._store.ledger)
+    first, second = model.blocks[0], model.blocks[1]
+    with store:
+        profiler.begin(model.head.clock, {})
+        early = [first(torch.ones(3)).sum() for _ in range(2)]
+        late = [second(torch.ones(3)).sum() for _ in range(3)]
+        late.pop().backward()  # 2 and 3 wait
+        early.append(first(torch.ones(3)).sum())
+        late.pop().backward()  # 3 and 2
+        late.pop().backward()
+        early.append(first(torch.ones(3)).sum())
+        early.pop().backward()  # 4 and 0
+        del early
+        profiler.end_forward()
+    sample = profiler.finish()
+    found = list(zip(sample.turns["blocks.0"], sample.turns["blocks.1"], strict=True))
+    assert list(dict.fromkeys(found)) == [(2, 3), (3, 2), (3, 1), (4, 0), (0, 0)]
+    for name, waiting, calls in (("blocks.0", 4, 4), ("blocks.1", 3, 3)):
+        [figures] = sample.figures[name]
+        assert figures.total("held") * calls == figures.total("saved") * waiting
 
 
 def test_calls_before_one_backward_wait_together():
     clock = Clock()
     model = nn.ModuleDict({"cell": Slow(clock, 2, 3)})
-    assert measure(model, lambda: model["cell"](model["cell"](torch.ones(3))).sum()).waiting == {}
+    assert measure(model, lambda: model["cell"](model["cell"](torch.ones(3))).sum()).turns == {}
     net = Net(clock)
-    assert measure(net, lambda: net(torch.ones(3))).waiting == {}
+    assert measure(net, lambda: net(torch.ones(3))).turns == {}
 
 
 def test_calls_that_are_decided_differently_are_told_apart():
@@ -313,6 +339,6 @@ def test_stored_bytes_count_in_one_place(text, host, disk):
     ledger, model = Ledger(), nn.Sequential(nn.Linear(2, 2))
     account = ledger.account(Site("0", 0))
     account.decision, account.saved, account.stored, account.held_at_exit = parse_decision(text), 100, 100, 100
-    parts, _ = Profiler(model, ledger)._bytes()
+    parts, _ = Profiler(model, ledger)._bytes({})
     [found] = [nbytes for unit in parts.values() for nbytes in unit.values()]
     assert (found.host, found.disk, found.held) == (host, disk, 0 if host or disk else 100)

@@ -109,8 +109,8 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
 def check_dropped(model: torch.nn.Module, store: ActivationStore, way: str) -> None:
     """Nothing is held after training that ended in an error, once frames and gradients are gone.
 
-    The nodes of a backward that has failed wait in a queue of PyTorch's, until the next backward. Gradients with graphs,
-    and functions that write them into what they have saved, make cycles that no collector sees.
+    The nodes of a backward that has failed wait in a queue of PyTorch's, until the next backward. Gradients with
+    graphs, and functions that write them into what they have saved, make cycles that no collector sees.
     """
     if way.startswith("differentiated twice"):
         return

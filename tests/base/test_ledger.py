@@ -22,13 +22,15 @@ class Naive:
         self.stored = dict.fromkeys(SITES, 0)
         self.peaks = dict.fromkeys([*SITES, None], 0)
         self.at_exit = dict.fromkeys([*SITES, None], 0)
-        self.at_turn = dict.fromkeys(SITES, 0)
+        self.turns = []
         self.turned = False
 
     def mark(self, *, turned):
         """A turn to backward, or the exit: the first one counts, and each later one with more bytes."""
         if not self.turned:
-            self.at_turn = {key: self.held(key) for key in SITES}
+            self.turns = []
+        if turned or self.turned:
+            self.turns.append({key: held for key in SITES if (held := self.held(key))})
         if not self.turned or self.held() > self.at_exit[None]:
             self.at_exit = {key: self.held(key) for key in self.at_exit}
         self.turned = turned
@@ -53,10 +55,11 @@ def check(ledger, naive):
         assert account.away == naive.held(site, 2)
         assert (account.saved, account.stored) == (naive.saved[site], naive.stored[site])
         assert account.peak == naive.peaks[site]
-        assert (account.held_at_exit, account.held_at_turn) == (naive.at_exit[site], naive.at_turn[site])
+        assert account.held_at_exit == naive.at_exit[site]
     assert ledger._held == naive.held()
     assert ledger.peak == naive.peaks[None]
     assert ledger.held_at_exit == naive.at_exit[None]
+    assert [{account.site: held for account, held in turn.items()} for turn in ledger.turns] == naive.turns
 
 
 commands = st.lists(

@@ -9,7 +9,7 @@ import pytest
 
 from actstore.errors import CapacityError
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
-from actstore.plan.solver.microbatches import beside_others, solve_step
+from actstore.plan.solver.microbatches import beside_others, evaluate_step, solve_step
 from actstore.plan.solver.solve import solve
 from actstore.plan.solver.timeline import evaluate
 
@@ -85,3 +85,62 @@ def test_a_chain_of_one_backward_is_solved_as_before():
     assert solve_step(chain, limits) == solve(chain, limits)
     evaluation = evaluate(chain, [0] * len(chain.layers), limits)
     assert beside_others(chain, evaluation, limits) is evaluation
+
+
+def with_turns(rng, chain):
+    """The chain with layers of two stages, each of which has its most micro-batches at turns of its own."""
+    stages = [tuple(rng.randint(0, 6) for _ in range(3)) for _ in range(2)]
+    layers = [
+        replace(layer, waiting=max(1, *turns), turns=turns) for layer in chain.layers for turns in [rng.choice(stages)]
+    ]
+    return replace(chain, layers=tuple(layers))
+
+
+def counted_at_turns(chain, choice):
+    """The most that all hold at one turn, and beside it the most that one needs while it runs."""
+    layers = list(zip(chain.layers, choice, strict=True))
+    fullest = max(
+        sum(
+            layer.options[o].held * (layer.turns[turn] / max(layer.turns) if any(layer.turns) else 1)
+            for layer, o in layers
+        )
+        for turn in range(3)
+    )
+    needs = [max(o.forward_peak, o.backward_peak) - o.held for layer, i in layers for o in [layer.options[i]]]
+    return fullest + max(needs)
+
+
+def test_stages_with_turns_of_their_own_share_the_memory():
+    """Plans keep the limit at each turn, never beat their bound, and are mostly the fastest there is."""
+    best = several = 0
+    for seed in range(70):
+        rng = random.Random(seed)
+        chain = with_turns(rng, random_chain(rng, 1))
+        choices = list(product(*(range(len(layer.options)) for layer in chain.layers)))
+        peaks = {choice: counted_at_turns(chain, choice) for choice in choices}
+        limits = Limits(rng.uniform(min(peaks.values()), max(peaks.values())))
+        least = least_of(chain, limits)
+        limits = replace(limits, device=max(limits.device, least))
+        found = solve_step(chain, limits)
+        assert found.evaluation.feasible
+        assert found.evaluation.device_peak == pytest.approx(peaks[found.choice])
+        assert peaks[found.choice] <= limits.device * (1 + 1e-6)
+        times = {choice: evaluate_step(chain, choice, Limits(inf)).total for choice in choices}
+        fastest = min(times[choice] for choice in choices if peaks[choice] <= limits.device)
+        assert found.bound is None or found.bound <= fastest + 1e-6
+        several += fastest > chain.plain
+        best += fastest > chain.plain and found.evaluation.total <= fastest + 1e-6
+    assert several > 15
+    assert best > 0.8 * several
+
+
+def test_a_turn_that_fits_beside_others_counts_once():
+    """Two stages that never hold their most at once fit where their sum would not."""
+    option = LayerOption("keep", 60.0, forward_peak=60.0, backward_peak=60.0)
+    less = LayerOption("recompute", 0.0, backward=5.0, forward_peak=60.0, backward_peak=60.0)
+    layers = [Layer(name, 1.0, 2.0, (option, less), 6, turns) for name, turns in (("a", (6, 2)), ("b", (2, 6)))]
+    chain = LayerChain(tuple(layers))
+    assert solve_step(chain, Limits(80.0)).choice == (0, 0)
+    assert solve_step(chain, Limits(79.0)).choice != (0, 0)
+    with pytest.raises(CapacityError):
+        solve_step(chain, Limits(59.0))

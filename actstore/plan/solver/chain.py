@@ -44,6 +44,7 @@ class Layer:
     Attributes
     ----------
     waiting : micro-batches whose bytes an option's `held` has, where the layer runs once for each of several
+    turns : how many of them wait each time that a backward begins; empty where it is one
     """
 
     name: str
@@ -51,6 +52,7 @@ class Layer:
     backward: float
     options: tuple[LayerOption, ...]
     waiting: int = 1
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,10 @@
 
 The timeline knows one forward and one backward: what later layers hold is gone when an earlier one runs its backward.
 In a pipeline only one micro-batch has left them then, and the remaining ones still hold their share there.
+
+Where a rank has several stages, each has its most micro-batches at another turn. Then the bytes of each turn must fit,
+and beside them the most that a layer needs while it runs. The solver knows one such sum. It solves the step of each
+turn alone, and that of their mean, and each solution that exceeds the limit at another turn lowers it for the next one.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from dataclasses import replace
 from math import inf
 
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import LayerChain, Limits
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 from actstore.plan.solver.least import least
 from actstore.plan.solver.solve import Solution, refusal, solve
 from actstore.plan.solver.tables import DIRECTIONS, slack
-from actstore.plan.solver.timeline import Breach, Evaluation
+from actstore.plan.solver.timeline import Breach, Evaluation, evaluate
+from actstore.plan.solver.turns import most_at_once, share_at
 
 
 def beside_others(chain: LayerChain, found: Evaluation, limits: Limits) -> Evaluation:
@@ -23,16 +28,42 @@ def beside_others(chain: LayerChain, found: Evaluation, limits: Limits) -> Evalu
 
     Where one micro-batch waits at a time, that is the evaluation itself.
     """
-    later = _later(chain, found.choice)
-    if not any(later):
+    if _number_of_turns(chain) > 1:
+        device = _at_turns(chain, found.choice)
+    elif any(later := _later(chain, found.choice)):
+        forward, backward = (tuple(map(sum, zip(events, later, strict=True))) for events in found.device)
+        device = forward, backward
+    else:
         return found
-    forward, backward = (tuple(map(sum, zip(events, later, strict=True))) for events in found.device)
-    found = replace(found, device=(forward, backward), broken=tuple(b for b in found.broken if b.limit != "device"))
+    found = replace(found, device=device, broken=tuple(b for b in found.broken if b.limit != "device"))
     if found.device_peak <= limits.device + slack(limits.device):
         return found
     direction, layer = found.peak_event()
     breach = Breach("device", found.device_peak, limits.device, DIRECTIONS[direction], chain.layers[layer].name)
     return replace(found, broken=(breach, *found.broken))
+
+
+def evaluate_step(chain: LayerChain, choice: Sequence[int], limits: Limits) -> Evaluation:
+    """Evaluate the step under `choice` beside the remaining micro-batches. The slowest turn decides its time.
+
+    Raises
+    ------
+    ConfigError : as `evaluate`
+    """
+    found = [beside_others(chain, evaluate(alike, choice, limits), limits) for alike in _alike(chain)]
+    return max(found, key=lambda evaluation: evaluation.total)
+
+
+def _number_of_turns(chain: LayerChain) -> int:
+    return max([1, *(len(layer.turns) for layer in chain.layers)])
+
+
+def _at_turns(chain: LayerChain, choice: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return for each direction and layer the bytes of the fullest turn, with those that the layer needs to run."""
+    chosen = [layer.options[index] for layer, index in zip(chain.layers, choice, strict=True)]
+    most = most_at_once((option.held, layer.turns) for layer, option in zip(chain.layers, chosen, strict=True))
+    forward = tuple(most + option.forward_peak - option.held for option in chosen)
+    return forward, tuple(most + option.backward_peak - option.held for option in chosen)
 
 
 def _later(chain: LayerChain, choice: Sequence[int]) -> list[float]:
@@ -54,19 +85,65 @@ def solve_step(chain: LayerChain, limits: Limits) -> Solution:
     ------
     CapacityError, ConfigError : as `solve`
     """
-    device = limits.device
-    while True:
+    bounds: list[float | None] = []
+    found: list[Solution] = []
+    for alike in _alike(chain):
         try:
-            solution = solve(chain, replace(limits, device=device))
+            solution = _lowered(chain, alike, limits, bounds)
+            found += [] if solution is None else [solution]
         except CapacityError as refused:
             if "least" not in refused.facts or all(layer.waiting == 1 for layer in chain.layers):
                 raise
-            return _least_step(chain, limits)
+    if not found:
+        return _least_step(chain, limits)
+    best = min(found, key=lambda solution: solution.evaluation.total)
+    return replace(best, bound=max((bound for bound in bounds if bound is not None), default=None))
+
+
+def _alike(chain: LayerChain) -> list[LayerChain]:
+    """Return chains of one turn that need no more than `chain`: that of each turn, and of their mean."""
+    number = _number_of_turns(chain)
+    if number == 1:
+        return [chain]
+    of_layers = [[share_at(layer.turns, i) for i in range(number)] for layer in chain.layers]
+    turns = [*zip(*of_layers, strict=True), [sum(shares) / number for shares in of_layers]]
+    return [replace(chain, layers=tuple(map(_with_share, chain.layers, shares))) for shares in turns]
+
+
+def _with_share(layer: Layer, share: float) -> Layer:
+    def scaled(option: LayerOption) -> LayerOption:
+        less = (1 - share) * option.held
+        return replace(
+            option,
+            held=option.held - less,
+            forward_peak=option.forward_peak - less,
+            backward_peak=option.backward_peak - less,
+        )
+
+    return replace(layer, options=tuple(map(scaled, layer.options)))
+
+
+def _lowered(chain: LayerChain, alike: LayerChain, limits: Limits, bounds: list[float | None]) -> Solution | None:
+    """Solve a chain that needs no more than `chain` within lower and lower limits, until `chain` keeps its own.
+
+    The bound of the first solution, which holds for `chain`, is added to `bounds`. None where a layer that `alike` does
+    not count exceeds the limit.
+
+    Raises
+    ------
+    CapacityError, ConfigError : as `solve`
+    """
+    device, first = limits.device, True
+    while device >= 0:
+        solution = solve(alike, replace(limits, device=device))
+        if first:
+            bounds.append(solution.bound)
         found = beside_others(chain, solution.evaluation, limits)
         over = found.device_peak - limits.device
         if over <= slack(limits.device):
             return replace(solution, evaluation=found)
-        device -= max(over, slack(limits.device))
+        device, first = device - max(over, slack(limits.device)), False
+    return None
 
 
 def _least_step(chain: LayerChain, limits: Limits) -> Solution:
