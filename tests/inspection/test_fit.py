@@ -177,7 +177,7 @@ def test_the_table_and_the_json_have_a_row_for_each_policy():
     assert lines[0].startswith("policy ")
     assert lines[0].endswith("working  fits  largest batch  largest part")
     assert [line.split("  ")[0] for line in lines[1:-1]] == ["plain", "int8"]
-    assert lines[-1] == "fits: in 100.0 MiB; largest batch"
+    assert lines[-1] == "fits: whether 100.0 MiB are enough; largest batch"
     values = json.loads(found.to_json())
     assert values["sizes"] == {"batch": 1024}
     assert values["memory_bytes"] == 100 << 20

@@ -46,7 +46,7 @@ def test_nothing_fits_into_a_memory_that_is_smaller_than_the_weights():
     assert found.largest == {"plain": {"batch": 0, "context": 0}}
     assert " no " in str(found)
     assert str(found).splitlines()[-1] == (
-        "fits: in 1.0 MiB; largest batch: with context=1; largest context: with batch=2048"
+        "fits: whether 1.0 MiB are enough; largest batch: with context=1; largest context: with batch=2048"
     )
 
 
@@ -134,7 +134,7 @@ def test_an_error_of_the_step_ends_the_search_and_is_named(monkeypatch):
     assert [contexts.count(each) for each in (100, 101)] == [2, 1]
     assert list(found.errors) == ["plain", "int8"]
     assert found.errors["int8"]["context"].startswith("RuntimeError: ")
-    assert str(found).splitlines()[-2] == "fits: in 1.0 GiB; largest context"
+    assert str(found).splitlines()[-2] == "fits: whether 1.0 GiB are enough; largest context"
     assert str(found).splitlines()[-1].startswith("plain, int8: the step fails at context=101: RuntimeError: ")
     assert logged == []
     assert fit_step(make_step, [], memory="24MiB").errors == {}

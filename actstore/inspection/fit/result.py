@@ -112,7 +112,11 @@ class Fit:
         ]
         notes += [line for row in self.rows if row.plan is not None for line in _plan_lines(row)]
         if self.memory_bytes is not None:
-            notes.append("; ".join([f"fits: in {format_nbytes(self.memory_bytes)}", *map(self._searched, self._names)]))
+            notes.append(
+                "; ".join(
+                    [f"fits: whether {format_nbytes(self.memory_bytes)} are enough", *map(self._searched, self._names)]
+                )
+            )
         ends: dict[str, list[str]] = {}
         for policy, errors in self.errors.items():
             for name, error in errors.items():
