@@ -74,13 +74,16 @@ class Weights:
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
         self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
         self._versions = _Versions()  # of parameters and buffers
+        self._trained: list[tuple[Tensor, bool]] = []  # parameters, and whether they required a gradient
         self._saved: list[tuple[Tensor, int]] = []
         self.buffers: dict[int, Tensor] = {}
         for module in modules:
             parameters: Entries = module._parameters
             if parameters:
                 self._seen.append((parameters, dict(parameters)))
-                self._versions += [(p, p._version) for p in parameters.values() if _has_version(p)]
+                known = [p for p in parameters.values() if _has_version(p)]
+                self._versions += [(p, p._version) for p in known]
+                self._trained += [(p, p.requires_grad) for p in known if p.is_leaf]
             if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
                 self._limits.append((module, module.max_norm))
             hooked = self._hooked(module) if module._forward_pre_hooks else False
@@ -94,6 +97,7 @@ class Weights:
         self._meanwhile: list[tuple[Entries, Entries]] = []
         self._borrowers: list[_NormBase] = []
         self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
+        self._switched: list[Tensor] = []  # parameters that require a gradient for the second run alone, or not for it
 
     def _written_by(self, module: Module, buffers: Entries) -> None:
         """Note the buffers and attributes of a module whose forward runs again, and may write to them."""
@@ -189,6 +193,8 @@ class Weights:
             return False
         if any(a is not b or v != w for (a, v), (b, w) in zip(*versions, strict=True)):
             return False
+        if [trained for _, trained in self._trained] != [trained for _, trained in other._trained]:
+            return False
         return all(
             entries is others and [*was] == [*were] and all(map(is_, was.values(), were.values()))
             for (entries, was), (others, were) in zip(*seen, strict=True)
@@ -197,7 +203,7 @@ class Weights:
     def again(self) -> Weights:
         """Return a twin with the same weights and buffers: several twins may be rewound at once."""
         twin = object.__new__(Weights)
-        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": [], "_first": []}
+        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": [], "_first": [], "_switched": []}
         return twin
 
     def rewind(self) -> None:
@@ -211,6 +217,8 @@ class Weights:
             if each._version != version:
                 self._refuse(each, version)
         try:
+            self._switched += [each for each, trained in self._trained if each.requires_grad is not trained]
+            _switch(self._switched)
             self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
             for entries, seen in self._seen:
                 _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
@@ -249,6 +257,8 @@ class Weights:
 
     def resume(self) -> None:
         """Give the modules the entries that they had before `rewind`."""
+        _switch(self._switched)
+        self._switched = []
         for norm in self._borrowers:
             _give_back(norm)
         self._borrowers = []
@@ -274,6 +284,11 @@ def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
         return False
     kind = tensor.__class__
     return kind is Parameter or (kind is Tensor and not is_flat(tensor))
+
+
+def _switch(parameters: Iterable[Tensor]) -> None:
+    for each in parameters:
+        each.requires_grad_(not each.requires_grad)
 
 
 def _replace(entries: Entries, others: Entries, before: list[tuple[Entries, Entries]]) -> None:

@@ -63,10 +63,18 @@ def deletes_a_number(block):
     del block.scale
 
 
+def freezes(block):
+    block.requires_grad_(False)
+
+
+def freezes_a_bias(block):
+    block.inner.bias.requires_grad_(False)
+
+
 RECOMPUTE = ["recompute", "recompute(raw @ disk)"]
 LATER = [
     ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, appends_inside, sets_a_list,
-    deletes_a_number,
+    deletes_a_number, freezes, freezes_a_bias,
 ]  # fmt: skip
 
 
@@ -80,7 +88,9 @@ def later(decision, change):
     for block in model[1:]:
         change(block)
     were = [{**vars(block), "rows": [*block.rows]} for block in model[1:]]
+    needs = [weight.requires_grad for weight in model.parameters()]
     loss.backward()
+    assert [weight.requires_grad for weight in model.parameters()] == needs
     for block, was in zip(model[1:], were, strict=True):
         now = vars(block)
         assert now.keys() == was.keys()
@@ -93,7 +103,28 @@ def later(decision, change):
 @pytest.mark.parametrize("change", LATER, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("decision", [f"1 : {text}; 2 : {text}; * : keep" for text in RECOMPUTE])
 def test_a_second_run_reads_what_forward_read(decision, change):
-    check_same(later(decision, change), later("keep", lambda block: None))
+    check_same(later(decision, change), later("keep", change))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_require_gradients_as_in_forward(frozen):
+    """Two forwards wait, one with the weights trained and one with them frozen, as in adversarial training."""
+
+    def grads(decision):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()), torch.randn(6, WIDTH)
+        losses = []
+        for trained in (True, False):
+            model[1].requires_grad_(trained)
+            with ActivationStore(model, decision, min_bytes=0):
+                losses.append(model(x).square().sum())
+        model[1].requires_grad_(not frozen)
+        for loss in losses:
+            loss.backward()
+        assert all(weight.requires_grad is not frozen for weight in model[1].parameters())
+        return [weight.grad for weight in model.parameters()]
+
+    check_same(grads("1 : recompute; * : keep"), grads("keep"))
 
 
 def test_what_cannot_wait_is_refused_where_it_was_replaced():
