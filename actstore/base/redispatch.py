@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.base.called import operator_name
 
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _include_set, _exclude_set = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 
 _LAZY = DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor
@@ -135,9 +134,18 @@ def _is_composition(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return not any(_has_kernel(operator.name(), backend) for backend in backends)
 
 
+def _has_kernel(name: str, key: Any) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    except RuntimeError:  # the dispatcher does not know what tells the sizes of nested tensors
+        return False
+
+
 @cache
 def _has_composition(operator: Any) -> bool:
-    return isinstance(operator, OpOverload) and _has_kernel(operator.name(), _COMPOSITION.name)
+    if not isinstance(operator, OpOverload):
+        return False
+    return _has_kernel(operator.name(), _COMPOSITION.name)
 
 
 @cache

@@ -38,7 +38,7 @@ from actstore.compiled.graph import (
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.sampling import add_sample, is_sample, name_samples
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
+from actstore.compiled.table import EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
 from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
 from actstore.compiled.treatment import BITS, Treatment, Treatments, payload_node
 
@@ -104,8 +104,11 @@ class Editor:
         self._decoded: dict[Key, Node] = {}  # of these
         self._traces: dict[tuple[Any, ...], tuple[GraphCodec, GraphModule, GraphModule]] = {}
 
-    def apply(self, treatments: Treatments, rules: GraphRules) -> Table:
-        """Apply the treatments. Returns a row for each tensor that autograd saves through hooks, in its order."""
+    def apply(self, treatments: Treatments, rules: GraphRules, extra: Set[Node] = frozenset()) -> Table:
+        """Apply the treatments. Returns a row for each tensor that autograd saves through hooks, in its order.
+
+        extra : what PyTorch's own partition does not save
+        """
         outputs = outputs_of(self._modules[0])
         returned, rest = outputs[: self._num_outputs], outputs[self._num_outputs + len(self._boundary.tensors) :]
         masks = [(node, owner, self._copy_to_forward(node)) for node, owner in treatments.masks.items()]
@@ -127,7 +130,7 @@ class Editor:
             module.graph.lint()
             module.recompile()
         checked = [row for row in rows if not row.node.meta.get(NO_CHECK)]
-        table = _table(checked, rules)
+        table = _table(checked, rules, extra)
         named = list(zip((row.node for row in checked), table, strict=True))
         name_puts(named)
         name_samples(named)
@@ -307,7 +310,7 @@ def _are_all(parts: list[SavedNode], root: Node, codec: Codec) -> bool:
     return sum(nbytes) == whole or (isinstance(codec, Raw) and all(each == whole for each in nbytes))
 
 
-def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
+def _table(rows: list[NodeRow], rules: GraphRules, extra: Set[Node]) -> Table:
     """Return the rows of the report. Sites of one module are numbered in the order in which they are saved."""
     # the hooks around the region count its inputs as sites of the compiled module
     counts = Counter({rules.target: sum(row.treatment.kind == INPUT for row in rows)})
@@ -327,9 +330,12 @@ def _table(rows: list[NodeRow], rules: GraphRules) -> Table:
             counts[treatment.name] += 1
         kind = KEPT if row.node is treatment.saved.node else TOKEN if is_token(row.node) else PAYLOAD
         kind = SAMPLE if is_sample(row.node) else kind
+        saved, per_byte = row.saved, row.per_byte
+        if treatment.saved.node in extra:
+            kind, saved, per_byte = EXTRA if kind == KEPT else kind, 0, 0
         name, where = rules.relative(treatment.name), treatment.where
         name = f"{name}/{treatment.tag}" if treatment.tag else name
         table.append(
-            SavedRow(kind, name, index, where, treatment.note, treatment.exact, row.saved, row.per_byte)
+            SavedRow(kind, name, index, where, treatment.note, treatment.exact, saved, per_byte, int(row.saved != 0))
         )  # fmt: skip
     return tuple(table)

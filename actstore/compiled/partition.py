@@ -10,6 +10,7 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
+from actstore.compiled.again import Saved, is_extra, plain_saved, rows_again, saved_by
 from actstore.compiled.budget.plan import GraphPlan
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
@@ -62,13 +63,15 @@ class Partitioner:
 
     def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         metadata = metadata_of_partition()
+        num_outputs: int = options["num_fwd_outputs"]
+        plain: Saved = plain_saved(joint, inputs, self._names, options) if self._rules.roots else {}
         mark_recomputed(joint, self._rules, self._names)
         treater = Treater(self._rules, self._names, metadata, options)
         if self.within is None:
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
         else:
             forward, backward = self.within(joint, inputs, treater, **options)
-        num_outputs: int = options["num_fwd_outputs"]
+            plain = self.within.plain_saved
         leave_statistics_out(forward, backward, num_outputs)
         try:
             boundary = boundary_of(forward, backward, num_outputs)
@@ -81,7 +84,10 @@ class Partitioner:
         treatments = treater.treat((forward, backward), boundary, lambda root, _: decisions.get(root))
         decompositions, samples = self._decompositions(), self._rules.samples
         editor = Editor(forward, backward, boundary, num_outputs, decompositions, fuses=self._fuses, samples=samples)
-        self.table = editor.apply(treatments, self._rules)
+        kept = saved_by(forward, self._names, num_outputs)
+        extra = {each.node for each in boundary.tensors if plain and is_extra(each.node, plain)}
+        table = editor.apply(treatments, self._rules, extra)
+        self.table = (*table, *rows_again(plain, kept, table, self._rules, self._names))
         if any(row.kind in (PAYLOAD, TOKEN) for row in self.table):
             setattr(config, DONATES, False)  # until the backend puts it back; nearly every payload would be one
         if metadata is not None:

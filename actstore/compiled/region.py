@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -19,9 +20,11 @@ from actstore.base.checkpoints import innermost_pack
 from actstore.base.ledger import Account
 from actstore.base.note import Note
 from actstore.base.reaper import Finalizer
-from actstore.compiled.table import INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
+from actstore.compiled.table import AGAIN, EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
 from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
 from actstore.errors import PayloadError
+from actstore.policy import Recompute
+from actstore.policy.grammar import parse_decision
 from actstore.store.verified import Seal
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
@@ -69,13 +72,23 @@ class _Packing:
     def pack(self, tensor: Tensor) -> Handle:
         if self._number == 0:
             self._table = self._find() or running_table() or ()
+            self._book_again(row for row in self._table if row.kind == AGAIN)
         rows, number = self._table or (), self._number
         self._number = number + 1
-        row = rows[number] if number < len(rows) else _UNKNOWN
+        row = rows[number] if number < len(rows) and rows[number].kind != AGAIN else _UNKNOWN
         if row.kind == INPUT:
             handle: Handle = self._outer(tensor)
             return handle
         return self._keep(tensor, row)
+
+    def _book_again(self, rows: Iterable[SavedRow]) -> None:
+        """Book what the region would save without the store, and computes again in backward."""
+        ledger = self._tracker.frame.place.ledger
+        for row in rows:
+            account = ledger.account(site_of(self._prefix, row.name, row.number))
+            account.decision = _decision(row.where)
+            account.count += row.tensors
+            ledger.add(account, row.saved, 0, 0)
 
     def _keep(self, tensor: Tensor, row: SavedRow) -> Handle:
         """Return the handle of a section of a payload, or of a tensor that the graph keeps."""
@@ -86,19 +99,19 @@ class _Packing:
         if row.kind == SAMPLE or key in tracker.storages.parameters:
             return tensor.detach(), tensor._version, tracker.frame
         account = ledger.account(site_of(self._prefix, row.name, row.number))
-        account.decision, account.exact = row.where, row.exact
+        account.decision, account.exact = _decision(row.where), row.exact
         if row.kind == TOKEN:  # its payload has been booked where it waits, with a note where no tier has room
-            account.count += row.saved != 0
+            account.count += row.tensors
             saved = row.per_byte * nbytes_of_token(tensor) if row.saved < 0 else row.saved
             return Kept(tensor, account, ledger.hold(account, saved, 0, 0))
         account.note = Note(row.note, kept=row.number != SMALL_INDEX)
         if row.kind == PAYLOAD:
-            account.count += row.saved != 0
+            account.count += row.tensors
             saved = row.per_byte * nbytes if row.saved < 0 else row.saved
             kind = Sealed if tracker.home[0].observers.verifies else Kept
             return kind(tensor, account, ledger.hold(account, saved, nbytes, nbytes))
         account.count += 1
-        saved = tracker.saved_nbytes(key, storage)
+        saved = 0 if row.kind == EXTRA else tracker.saved_nbytes(key, storage)
         weak = tracker.storages.kept.get(key)
         first = weak() if weak is not None else None
         if first is not None:
@@ -107,6 +120,13 @@ class _Packing:
         kept = Kept(tensor, account, ledger.hold(account, saved, 0, nbytes))
         tracker.storages.kept[key] = ref(kept)
         return kept
+
+
+@cache
+def _decision(text: str) -> str | Recompute:
+    """Return the decision on a recomputed module, or the text of another one."""
+    found = parse_decision(text) if text.startswith("recompute") else text
+    return found if isinstance(found, Recompute) else text
 
 
 class Sealed(Kept):

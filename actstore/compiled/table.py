@@ -7,24 +7,27 @@ from typing import Any, NamedTuple
 
 from actstore.base.operators import APPLY_CODE
 
-INPUT, KEPT, PAYLOAD, TOKEN, SAMPLE = "input", "kept", "payload", "token", "sample"
+INPUT, KEPT, EXTRA, PAYLOAD, TOKEN, SAMPLE, AGAIN = "input", "kept", "extra", "payload", "token", "sample", "again"
 _ATTRIBUTE = "_actstore_table"
 _PLAN = "_actstore_plan"
 
 
 class SavedRow(NamedTuple):
-    """One tensor that autograd saves for a compiled region.
+    """One tensor that autograd saves for a compiled region, or those of a module that backward computes again.
 
     Attributes
     ----------
-    kind : an input of the region, a tensor that is kept, a section of a payload, the token of one in a tier, or the
-        sign that one was measured
+    kind : an input of the region, a tensor that is kept, one that is kept and would not be saved without the store, a
+        section of a payload, the token of one in a tier, the sign that one was measured, or tensors that are not saved
+        and would be without the store. The last follow all others
     name, number : its site; the name is relative to the compiled module
     where : the decision, as policy text
     note : why the graph did not follow the decision; empty where it did
     exact : whether the codec of the policy is lossy and `note` forbids it
-    saved : bytes of the tensor that a payload stands for, 0 for its further sections; -1 for a size of the run
+    saved : bytes that would be saved without the store, of the tensor that a payload stands for, 0 for its further
+        sections; -1 for a size of the run
     per_byte : then so many bytes for each byte of this section
+    tensors : number of them that a payload or tensors that are not saved stand for
     """
 
     kind: str
@@ -35,6 +38,7 @@ class SavedRow(NamedTuple):
     exact: bool = False
     saved: int = 0
     per_byte: int = 0
+    tensors: int = 0
 
 
 Table = tuple[SavedRow, ...]

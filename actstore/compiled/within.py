@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
 from actstore.codecs import Raw
+from actstore.compiled.again import Saved, copied, saved_by
 from actstore.compiled.arrange import arrange, write_in_place
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
@@ -121,6 +121,7 @@ class BudgetPartition:
     refusal : the error of a budget that is too small; None for no error
     apart : bytes of a result from which on the compiler must not make two in one loop; None where it may
     decisions : of the plan on saved tensors that leave the device or are encoded, by the node whose memory waits
+    plain_saved : what PyTorch's own partition saves
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class BudgetPartition:
         self.refusal: CapacityError | None = None
         self.apart: int | None = None
         self.decisions: dict[str, Encode | Offload] = {}
+        self.plain_saved: Saved = {}
         self._budget = budget.nbytes
         self._lane_of = budget.lane_of
         self._lossy = budget.lossy
@@ -154,7 +156,8 @@ class BudgetPartition:
         joint.graph.eliminate_dead_code()
         if config.cse:
             joint.graph = fx_graph_cse(joint.graph)  # as PyTorch does, so that its nodes are these
-        plain = min_cut_rematerialization_partition(_copied(joint), inputs, **options)
+        plain = min_cut_rematerialization_partition(copied(joint), inputs, **options)
+        self.plain_saved = saved_by(plain[0], self._names, options["num_fwd_outputs"])
         try:
             reader = JointReader(joint, options["num_fwd_outputs"], Costs(), fuses=self._fuses)
             rerun = _names_of(plain[0]) & _names_of(plain[1])
@@ -356,22 +359,18 @@ def _device_of(joint: GraphModule) -> torch.device:
     return min(devices, key=lambda device: device.type == "cpu", default=torch.device("cpu"))
 
 
-def _copied(joint: GraphModule) -> GraphModule:
-    return GraphModule(joint, deepcopy(joint.graph))
-
-
 def _shares(whole: _Joint) -> Iterator[Graphs]:
     """Yield the graphs of PyTorch's partitioner under budgets of its own, which are shares of the saved bytes."""
     for share in SHARES:
         with config.patch(activation_memory_budget=share):
-            yield whole.partition(_copied(whole.graph))
+            yield whole.partition(copied(whole.graph))
 
 
 def _marked(joint: GraphModule, reader: JointReader, rung: Rung) -> GraphModule:
     """Return a copy of a joint graph with the marks that PyTorch's partitioner follows."""
     saved = {reader.nodes[index].name for index in rung.evaluation.saved}
     again = {reader.nodes[index].name for index in rung.evaluation.again}
-    copy = _copied(joint)
+    copy = copied(joint)
     for node in copy.graph.nodes:
         if node.op == "call_function" and node.name in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -19,6 +19,8 @@ from torch._C import _get_dispatch_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module, RNNBase
 
+from actstore.model.names import is_of_torch
+
 
 class GeneratorAccess(NamedTuple):
     """Functions that read and set the state of one generator. States compare with ``==``.
@@ -124,8 +126,21 @@ def _drops_by_cudnn(module: Module) -> bool:
 
 
 def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
-    """Return the generators that are attributes of modules."""
-    return _sources_of(list(chain.from_iterable([vars(module).values() for module in modules])))
+    """Return the generators that are attributes of modules, or in lists, dicts and tuples that are."""
+    modules = list(modules)
+    values = list(chain.from_iterable([vars(module).values() for module in modules]))
+    for module in modules:
+        kind: Any = type(module)
+        if not is_of_torch(kind):
+            held = [value for name, value in vars(module).items() if name not in _OF_MODULES]
+            values += chain.from_iterable(
+                value.values() if isinstance(value, dict) else value for value in held if type(value) in _HOLDERS
+            )
+    return _sources_of(values)
+
+
+_OF_MODULES = frozenset(vars(Module()))  # attributes of PyTorch's own
+_HOLDERS = frozenset({list, dict, tuple})  # whose parts are seen, too
 
 
 def _sources_of(values: Sequence[Any]) -> list[GeneratorAccess]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from operator import is_
 from threading import Lock
 from typing import Any, TypeGuard
+from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
@@ -19,6 +21,7 @@ from actstore.errors import MutationError, StateError
 from actstore.model.names import is_of_torch
 from actstore.model.writes import Entries, WatchedTensor, WriteHistory, by_copy
 
+MAX_COPIED_NBYTES = 2**12  # of a buffer that forward does not write to
 _EMBEDDINGS = (Embedding, EmbeddingBag)
 
 
@@ -47,6 +50,7 @@ class Weights:
     modules : `root` and all modules inside it, `root` first
     once : modules among them whose forward does not run again: the values of their buffers after it count
     history : what earlier forwards of `root` have written to
+    hidden : makes a stand-in for a tensor of this name that other code has written to since. Its use is an error
 
     Attributes
     ----------
@@ -60,13 +64,21 @@ class Weights:
     """
 
     def __init__(
-        self, root: Module, modules: Iterable[Module], once: Container[Module] = (), history: WriteHistory | None = None
+        self,
+        root: Module,
+        modules: Iterable[Module],
+        once: Container[Module] = (),
+        history: WriteHistory | None = None,
+        hidden: Callable[[str], Any] | None = None,
     ) -> None:
         self._root = root
         self._history = history or WriteHistory()
         self._watched: list[WatchedTensor] = []  # the forward may write to them
         self._written: list[WatchedTensor] = []  # it has, and their copies are from before
         self._repeated: list[tuple[str, Tensor]] = []  # it has, and nothing has their values from before
+        # It has not: with their versions, and copies of small ones.
+        self._unwritten: list[tuple[Entries, str, ref[Tensor], int, Tensor | None]] = []
+        self._hidden = hidden
         self._late: dict[Module, Entries] = {}  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
         self._norms: list[tuple[_NormBase, Entries]] = []
@@ -134,7 +146,7 @@ class Weights:
         fresh = self._root.training not in self._history.ended
         for name, tensor in entries.items():
             if type(tensor) is Tensor and _has_version(tensor):
-                known = fresh or (id(entries), name) in self._history.known
+                known = fresh or (id(entries), name) in self._history.known or _is_small(tensor)
                 copy = tensor.detach().clone() if known else None
                 self._watched.append(WatchedTensor(entries, name, tensor, tensor._version, copy))
 
@@ -170,6 +182,13 @@ class Weights:
     def _end_writes(self) -> None:
         """Drop the copies of tensors that the forward has not written to."""
         written = self._history.end(self._watched, training=self._root.training)
+        if self._hidden is not None:
+            known = {each.key for each in written}
+            unwritten = [each for each in self._watched if each.key not in known]
+            self._unwritten = [
+                (entries, name, ref(tensor), version, copy if _is_small(tensor) else None)
+                for entries, name, tensor, version, copy in unwritten
+            ]
         self._watched = []
         copied, repeated = by_copy(written)
         self._written += copied
@@ -184,8 +203,8 @@ class Weights:
 
     def _is_plain(self) -> bool:
         """Return whether the forward had parameters alone, and has written to none."""
-        others = self._watched or self._written or self._repeated or self._late or self._norms or self._estimates
-        return not (others or self._computed or self._limits or self._saved or self.buffers)
+        others = self._watched or self._written or self._unwritten or self._repeated or self._late or self._norms
+        return not (others or self._estimates or self._computed or self._limits or self._saved or self.buffers)
 
     def _is_same(self, other: Weights) -> bool:
         versions, seen = (self._versions, other._versions), (self._seen, other._seen)
@@ -227,6 +246,7 @@ class Weights:
                 vars(module)["max_norm"] = None
             for buffers, estimates in self._estimates:
                 _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
+            self._rewind_unwritten()
             copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
             copied, repeated = by_copy(each.before() for each in self._watched)  # where the forward has not ended
             for entries, name, tensor, _, copy in (*self._written, *copied):
@@ -240,6 +260,17 @@ class Weights:
         except BaseException:  # no memory for a copy
             self.resume()
             raise
+
+    def _rewind_unwritten(self) -> None:
+        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward."""
+        for entries, name, known, version, copy in self._unwritten:
+            tensor = known()
+            if tensor is None or tensor._version == version or entries.get(name) is not tensor:
+                continue
+            if copy is not None:
+                _replace(entries, {name: copy.clone()}, self._meanwhile)
+            elif self._hidden is not None:
+                _replace(entries, {name: self._hidden(name)}, self._meanwhile)
 
     def _refuse(self, tensor: Tensor, expected: int) -> None:
         named = chain(self._root.named_parameters(), self._root.named_buffers())
@@ -284,6 +315,11 @@ def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
         return False
     kind = tensor.__class__
     return kind is Parameter or (kind is Tensor and not is_flat(tensor))
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether a copy of a tensor may wait for a second run."""
+    return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize <= MAX_COPIED_NBYTES
 
 
 def _switch(parameters: Iterable[Tensor]) -> None:

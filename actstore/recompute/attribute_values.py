@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 from actstore.errors import StateError
 from actstore.model.weights import is_flat
@@ -43,8 +44,7 @@ class HiddenAttribute:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
-        found = next((arg for arg in args if isinstance(arg, HiddenAttribute)), None)
-        raise StateError("a hidden attribute" if found is None else found.__dict__["_text"])
+        raise StateError(next(arg.__dict__["_text"] for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls)))
 
 
 def _refuse(self: HiddenAttribute, *_: Any, **__: Any) -> NoReturn:
@@ -78,6 +78,15 @@ def hidden_by_code(name: str) -> HiddenAttribute:
         f"attribute={name}: other code changed it between forward and backward, and a recomputed module must read "
         "what forward has read. Only plain values, and tensors of at most 1 MiB without a graph, wait for the second "
         "run. Change it behind backward, or write keep in place of recompute."
+    )
+
+
+def hidden_by_write(name: str) -> HiddenAttribute:
+    """Return the stand-in for a buffer, or a tensor in an attribute, that other code has written to since forward."""
+    return HiddenAttribute(
+        f"tensor={name}: other code wrote to it in place between forward and backward, and a recomputed module must "
+        "read what forward has read. Set the attribute to a new tensor, write behind backward, or write keep in place "
+        "of recompute."
     )
 
 
@@ -119,22 +128,42 @@ def waiting(name: str, content: Any) -> Any:
     return content
 
 
-def containers_of(entries: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def containers_of(entries: dict[str, Any], *, deep: bool = True) -> list[tuple[str, Any, Any]]:
     """Return the names of containers among attributes, each with the container and a copy."""
     return [
-        (name, value, copy(value))
+        (name, value, copy_of(value) if deep else copy(value))
         for name, value in entries.items()
         if name not in OF_MODULES and type(value) in CONTAINERS
     ]
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a container, and of the containers in it."""
+    twin = copy(value)
+    if isinstance(value, dict):
+        inner = [(key, part) for key, part in value.items() if type(part) in CONTAINERS]
+    elif isinstance(value, list | deque):
+        inner = [(i, part) for i, part in enumerate(value) if type(part) in CONTAINERS]
+    else:
+        inner = []
+    for key, part in inner:
+        twin[key] = copy_of(part)
+    return twin
 
 
 def has_same_content(value: Any, was: Any) -> bool:
     """Return whether a container holds the same objects as its copy, in the same order if it has one."""
     if isinstance(value, set):
         return bool(value == was)
-    if len(value) != len(was) or not all(map(is_, value, was)):
+    if len(value) != len(was):
         return False
-    return not isinstance(value, dict) or all(map(is_, value.values(), was.values()))
+    if isinstance(value, dict):
+        return all(map(is_, value, was)) and all(map(_is_same, value.values(), was.values()))
+    return all(map(_is_same, value, was))
+
+
+def _is_same(part: Any, was: Any) -> bool:
+    return part is was or (type(part) in CONTAINERS and type(part) is type(was) and has_same_content(part, was))
 
 
 def fill(value: Any, content: Any) -> None:

@@ -21,6 +21,7 @@ from actstore.recompute.attribute_values import (
     ABSENT,
     CONTAINERS,
     containers_of,
+    copy_of,
     fill,
     has_same_content,
     hidden_by_forward,
@@ -33,6 +34,7 @@ from actstore.recompute.attribute_values import (
     waiting_value,
 )  # fmt: skip
 from actstore.recompute.later import LaterChanges
+from actstore.recompute.settings import ModuleSettings
 
 _NOTHING = nullcontext()
 
@@ -60,15 +62,16 @@ class AttributeStates:
     Parameters
     ----------
     modules : modules of PyTorch among them are left out: they have buffers for what they change
+    settings : those of these
 
     Notes
     -----
     Not thread-safe: modules that change attributes must not run or be recomputed beside another thread.
     """
 
-    __slots__ = ("_before", "_changes", "_contents", "_later")
+    __slots__ = ("_before", "_changes", "_contents", "_later", "_settings")
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, modules: Sequence[Module], settings: ModuleSettings | None = None) -> None:
         before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         for module in modules:
             kind: Any = type(module)
@@ -77,6 +80,7 @@ class AttributeStates:
                 before.append((module, entries, containers_of(entries)))
         self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
         self._later = LaterChanges(modules)
+        self._settings = settings
         self._changes: Sequence[AttributeChange] = ()
         self._contents: Sequence[tuple[dict[str, Any], str, Any]] = ()  # no containers: these may hold the output
 
@@ -105,6 +109,7 @@ class AttributeStates:
         if self._before:
             return self._paused()
         values, contents = self._later.values(), self._later.contents()
+        values += () if self._settings is None else self._settings.changes()
         for change in self._changes:
             is_other = isinstance(change.was, Tensor) and change.was._version != change.version
             values.append((change.entries, change.name, hidden_by_forward(change.name) if is_other else change.was))
@@ -113,10 +118,15 @@ class AttributeStates:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        now = [(module, entries := vars(module).copy(), containers_of(entries)) for module, _, _ in self._before]
+        now = [
+            (module, entries := vars(module).copy(), containers_of(entries, deep=False))
+            for module, _, _ in self._before
+        ]
         since = RemovableHandle.next_id
         try:
-            _restore(self._before)
+            _restore(
+                [(module, were, [(n, v, copy_of(was)) for n, v, was in each]) for module, were, each in self._before]
+            )
             yield
         finally:
             for module, _, _ in now:
@@ -138,10 +148,10 @@ class AttributeStates:
                 value = entries.get(name, ABSENT)
                 if type(value) is type(was):
                     contents.append((value, copy(value)))
-                    fill(value, was)
+                    fill(value, copy_of(was))  # it may run again once more
                 else:  # the user has put another object there
                     values.append((entries, name, value))
-                    put(entries, name, copy(was))
+                    put(entries, name, copy_of(was))
             yield
         finally:
             for value, content in reversed(contents):
@@ -232,8 +242,7 @@ def _restore(states: Iterable[tuple[Module, dict[str, Any], list[tuple[str, Any,
             if not (was is now or is_sharded(was) or is_sharded(now)):
                 put(entries, name, was)
         for _, value, content in containers:
-            if not has_same_content(value, content):
-                fill(value, content)
+            fill(value, content)
 
 
 def _remove_hooks(value: Any, since: int) -> None:

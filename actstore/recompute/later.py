@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter, eq, ge, is_
 from typing import Any
 from weakref import ref
@@ -34,7 +34,7 @@ class LaterChanges:
     modules : in the region
     """
 
-    __slots__ = ("_children", "_contents", "_modules", "_training", "_values")
+    __slots__ = ("_children", "_contents", "_modules", "_names", "_training", "_values")
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self._modules = modules
@@ -42,18 +42,23 @@ class LaterChanges:
         self._children: list[tuple[Module | None, ...]] = []
         self._values: list[tuple[dict[str, Any], str, Callable[[Any], bool], Any]] = []  # with a value or its stand-in
         self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # a container, and a copy
+        self._names: list[tuple[dict[str, Any], frozenset[str]]] = []  # of all attributes of a module
 
     def keep(self, module: Module, before: dict[str, Any], containers: Iterable[tuple[str, Any, Any]]) -> None:
         """Keep what the forward has found in a module, and not changed."""
+        entries, kind = vars(module), type(module).__name__
+        self._names.append((entries, _shared(frozenset(entries))))
         if before.keys() <= OF_MODULES:
             return
-        entries, kind = vars(module), type(module).__name__
         of_forward = set()  # their earlier content waits
         for name, value, was in containers:
             if not has_same_content(value, was):
                 of_forward.add(name)
-            elif len(was) <= MAX_WAITING_LENGTH and waiting_value(name, was) is was:
-                self._contents.append((entries, name, value, was))
+            elif waiting_value(name, was) is was:
+                if len(was) <= MAX_WAITING_LENGTH:
+                    self._contents.append((entries, name, value, was))
+                else:
+                    self._values.append((entries, name, _long(value), hidden_by_code(f"{kind}.{name}")))
         for name, value in before.items():
             if name not in OF_MODULES and entries.get(name, ABSENT) is value and not is_sharded(value):
                 if waiting_value(f"{kind}.{name}", value) is value:
@@ -82,6 +87,9 @@ class LaterChanges:
                     "keep in place of recompute."
                 )
         found: list[_Entry] = []
+        for entries, known in self._names:
+            if not entries.keys() <= known:
+                found += [(entries, name, ABSENT) for name in entries.keys() - known if name not in OF_MODULES]
         for module, was in zip(self._modules, self._training, strict=True):
             if module.training is not was:
                 found.append((vars(module), "training", was))
@@ -120,6 +128,18 @@ def _recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
         and fits(len(found := _parts(now)), len(parts))
         and all(is_same(part) for is_same, part in zip(parts, found, strict=False))
     )
+
+
+@lru_cache(maxsize=4096)
+def _shared(names: frozenset[str]) -> frozenset[str]:
+    """Return an equal set, the same one for all calls."""
+    return names
+
+
+def _long(value: Any) -> Callable[[Any], bool]:
+    """Return what tells whether an object is a container with the parts that it has now, and keeps no copy of these."""
+    known = hash(tuple(map(id, _parts(value))))
+    return lambda now: now is value and hash(tuple(map(id, _parts(now)))) == known
 
 
 def _parts(value: Any) -> list[Any]:

@@ -115,7 +115,7 @@ class RegionCall:
         self.region = region
         self.account = account
         self.forward = forward
-        self.given: list[Any] | None = leaves
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the caller's own, in the first run
         self.form = form
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.unpack = unpack
@@ -149,7 +149,7 @@ class RegionCall:
     def first_run(self, run: FirstRun | None) -> Any:
         """Run forward on the call's arguments, as `run` where parts of it do not run again."""
         assert self.given is not None
-        args, kwargs = unflatten(self.given, self.form)
+        args, kwargs = self.given
         forward = self.forward if run is None else partial(run.run, keeping(run, self.forward))
         if self.decisions is None:
             return forward(*args, **kwargs)

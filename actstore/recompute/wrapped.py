@@ -30,6 +30,7 @@ from actstore.model.weights import Weights
 from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
+from actstore.recompute.attribute_values import hidden_by_write
 from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import DoubleCheckpoints
@@ -40,6 +41,7 @@ from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
+from actstore.recompute.settings import ModuleSettings
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -115,6 +117,7 @@ class Wrapped(ForwardWrapper):
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lengths: dict[int, int] = {}
         self._writes = WriteHistory()
+        self._settings: ModuleSettings | None = None  # in the last call
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
@@ -135,13 +138,15 @@ class Wrapped(ForwardWrapper):
             return forward(*args, **kwargs)
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
-        call = self._take(scope, calls, forward, *flatten(args, kwargs))
+        leaves, form = flatten(args, kwargs)
+        call = self._take(scope, calls, forward, leaves, form)
+        call.given = args, kwargs
         hooks = FirstHooks(scope, call, self._diverged)
         begun: FirstRun | None = None
         if call.parts is not None:
             begun = FirstRun(call.parts, scope, pack, lambda: hooks.packs, replays=call.chain is not None)
         if call.chain is not None:
-            tensors = (leaf for leaf in call.given or () if isinstance(leaf, Tensor))
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             hooks.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         try:
             output = hooks.run(begun)
@@ -227,8 +232,9 @@ class Wrapped(ForwardWrapper):
         generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
         surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
         switches = calls.switches = Switches.now(calls.switches)
-        weights = Weights(self._module, modules, self._idle, self._writes)
-        attributes = AttributeStates(() if _is_gathered(modules) else modules)
+        weights = Weights(self._module, modules, self._idle, self._writes, hidden_by_write)
+        settings = self._settings = ModuleSettings.now(modules, self._settings)
+        attributes = AttributeStates(() if _is_gathered(modules) else modules, settings)
         return weights, attributes, generators, surroundings, switches
 
     def _parts(self, call: RegionCall) -> RegionParts:

@@ -43,19 +43,19 @@ def test_operators_with_a_rule_run_once_and_gradients_are_plains(rule: str, sdpa
     assert (counted[SDPA], counted[PRODUCT]) == (sdpa, products)
 
 
-def saved_bytes(policy: str, backend: str = "aot_eager") -> int:
+def held_bytes(policy: str, backend: str = "aot_eager") -> int:
     torch._dynamo.reset()
     model, x, store = compiled(Mlp, policy, backend=backend)
     gradients(model, x, store)
-    return store.report().saved_bytes
+    return store.report().held_bytes
 
 
 def test_what_is_saved_is_between_all_and_the_inputs_of_regions() -> None:
     few, some, most, every = (
-        saved_bytes(f"{rule}blocks.* : recompute")
+        held_bytes(f"{rule}blocks.* : recompute")
         for rule in ("", "*/@aten.gelu : keep; ", "*/@matmul : keep; ", "*/@aten.* : keep; ")
     )
-    assert few < some < most < every == saved_bytes("keep")
+    assert few < some < most < every == held_bytes("keep")
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_of_operators_that_inductor_takes_apart_the_result_is_saved() -> None:
     model, x, store = compiled(Mlp, "*/@aten.gelu : keep; blocks.* : recompute", backend="inductor")
     assert error(gradients(model, x, store), wanted) < 1e-6
     result = x.nbytes * 4
-    assert store.report().saved_bytes == saved_bytes("blocks.* : recompute", "inductor") + 3 * result
+    assert store.report().held_bytes == held_bytes("blocks.* : recompute", "inductor") + 3 * result
 
 
 def test_a_result_with_a_loss_is_that_of_its_rule() -> None:
@@ -216,15 +216,15 @@ def test_a_product_of_a_product_is_a_result_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_a_result_in_half_precision_that_inductor_takes_apart_is_saved() -> None:
-    def saved(policy: str) -> int:
+    def held(policy: str) -> int:
         torch._dynamo.reset()
         model, x = make(Mlp)
         model, x = model.bfloat16(), x.bfloat16()
         store = ActivationStore(model, policy, min_bytes=0)
         store.compile()
         gradients(model, x, store)
-        return store.report().saved_bytes
+        return store.report().held_bytes
 
     x = BATCHES[Mlp]()
-    more = saved("*/@aten.gelu : keep; blocks.* : recompute") - saved("blocks.* : recompute")
+    more = held("*/@aten.gelu : keep; blocks.* : recompute") - held("blocks.* : recompute")
     assert more == 3 * 4 * x.numel() * 2

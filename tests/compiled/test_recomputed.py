@@ -16,11 +16,17 @@ from tests.compiled.models import WIDTH, AttentionNet, DeepConvolutions, Mlp, co
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
+SAVED: dict[type[nn.Module], int] = {}  # the bytes that plain compilation saves
 
-def saved_bytes(kind: type[nn.Module], policy: str) -> int:
+
+def held_bytes(kind: type[nn.Module], policy: str) -> int:
+    """What a region saves; the report's saved bytes are those of PyTorch's own partition under each policy."""
     model, x, store = compiled(kind, policy)
     gradients(model, x, store)
-    return store.report().saved_bytes
+    report = store.report()
+    assert report.held_bytes <= report.saved_bytes == sum(row.saved for row in report.layers)
+    assert report.saved_bytes == SAVED.setdefault(kind, report.saved_bytes)
+    return report.held_bytes
 
 
 @pytest.mark.parametrize("policy", ["blocks.* : recompute", "recompute", "blocks.1 : recompute; * : keep"])
@@ -76,20 +82,20 @@ def test_forwards_before_a_backward_change_no_statistics_of_it() -> None:
 
 
 def test_running_statistics_do_not_keep_a_norm_from_running_again() -> None:
-    assert saved_bytes(DeepConvolutions, "layers.* : recompute") < 0.5 * saved_bytes(DeepConvolutions, "keep")
+    assert held_bytes(DeepConvolutions, "layers.* : recompute") < 0.5 * held_bytes(DeepConvolutions, "keep")
 
 
 def test_less_is_saved_and_less_still_of_more_modules() -> None:
-    keep = saved_bytes(Mlp, "keep")
-    one = saved_bytes(Mlp, "blocks.1 : recompute; * : keep")
-    most = saved_bytes(Mlp, "blocks.* : recompute")
+    keep = held_bytes(Mlp, "keep")
+    one = held_bytes(Mlp, "blocks.1 : recompute; * : keep")
+    most = held_bytes(Mlp, "blocks.* : recompute")
     assert most < one < keep
     assert most < 0.4 * keep
 
 
 def test_a_part_does_not_run_again() -> None:
-    part = saved_bytes(Mlp, "blocks.*.up : keep; blocks.* : recompute")
-    assert saved_bytes(Mlp, "blocks.* : recompute") < part < saved_bytes(Mlp, "keep")
+    part = held_bytes(Mlp, "blocks.*.up : keep; blocks.* : recompute")
+    assert held_bytes(Mlp, "blocks.* : recompute") < part < held_bytes(Mlp, "keep")
     model, x, store = compiled(Mlp, "blocks.*.up : keep; blocks.* : recompute")
     check_same(gradients(model, x, store), plain(Mlp))
 
@@ -123,9 +129,7 @@ def test_inputs_of_regions_may_be_payloads() -> None:
     wanted = plain(Mlp)
     model, x, store = compiled(Mlp, "blocks.* : recompute(int8); * : int8")
     assert 0 < error(gradients(model, x, store), wanted) < 0.02
-    report = store.report()
-    assert report.held_bytes < 0.75 * report.saved_bytes
-    assert report.held_bytes < 0.2 * saved_bytes(Mlp, "keep")
+    assert store.report().held_bytes < 0.2 * held_bytes(Mlp, "keep")
 
 
 def test_blocks_that_are_compiled_one_by_one() -> None:
@@ -141,7 +145,7 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
     check_same(found, gradients(other, x))
     sites = store.report().sites
     first, second = (
-        sum(site.saved_bytes for site in sites if site.site.startswith(name)) for name in ("blocks.0", "blocks.1")
+        sum(site.held_bytes for site in sites if site.site.startswith(name)) for name in ("blocks.0", "blocks.1")
     )
     assert second < 0.5 * first
 

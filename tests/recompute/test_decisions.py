@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import UserList
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_exact_inputs_with_decisions_kept_equal_plain():
 
 
 def test_an_option_repeats_draws_that_no_generator_replays():
-    noise = [torch.Generator().manual_seed(2)]  # in a list: no attribute and no argument
+    noise = UserList([torch.Generator().manual_seed(2)])  # neither an attribute nor in a list of Python's
     model, x = Mixture(True, noise), batch(shape=(128, 16))
     for decisions, differs in (("kept", False), ("anew", True)):
         for block in model.blocks:

@@ -18,6 +18,10 @@ class Scaled(nn.Module):
         self.inner, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
         self.scale, self.mask, self.rows, self.function = 2.0, torch.ones(WIDTH), [1.0], torch.tanh
         self.large, self.tables, self.nested = torch.ones(2**19), [torch.ones(2**19)], {"rows": [object()]}
+        self.inside, self.many, self.draws = {"rows": [1.0], "of": {"step": 1.0}}, [0.0] * 65, [torch.Generator()]
+        self.act = nn.LeakyReLU(0.1)
+        self.register_buffer("step", torch.ones(()))
+        self.register_buffer("table", torch.ones(2048))
 
     def forward(self, x):
         factor = (
@@ -28,7 +32,10 @@ class Scaled(nn.Module):
             / len(self.nested)
             * (3.0 if self.training else 1.0)
         )
-        return self.drop(self.norm(self.function(self.inner(x)) * self.mask * factor))
+        factor = factor * sum(self.inside["rows"]) * self.inside["of"]["step"] * (1 + sum(self.many))
+        noise = torch.rand(WIDTH, generator=self.draws[0])
+        y = self.act(torch.tanh(self.inner(x) + self.step * getattr(self, "bias", 1.0)))
+        return self.drop(self.norm(self.function(y) * self.mask * noise * factor * self.table[0].sin()))
 
 
 def ends_training(block):
@@ -59,6 +66,30 @@ def appends_inside(block):
     block.nested["rows"].append(object())
 
 
+def appends_a_row_inside(block):
+    block.inside["rows"].append(7.0)
+
+
+def sets_an_entry_inside(block):
+    block.inside["of"]["step"] = 7.0
+
+
+def writes_to_a_small_buffer(block):
+    block.step.add_(1)
+
+
+def sets_what_was_absent(block):
+    block.bias = 3.0
+
+
+def sets_a_rate(block):
+    block.drop.p = 0.9
+
+
+def sets_a_slope(block):
+    block.act.negative_slope = 0.9
+
+
 def deletes_a_number(block):
     del block.scale
 
@@ -74,7 +105,8 @@ def freezes_a_bias(block):
 RECOMPUTE = ["recompute", "recompute(raw @ disk)"]
 LATER = [
     ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, appends_inside, sets_a_list,
-    deletes_a_number, freezes, freezes_a_bias,
+    deletes_a_number, appends_a_row_inside, sets_an_entry_inside, writes_to_a_small_buffer, sets_what_was_absent,
+    sets_a_rate, sets_a_slope, freezes, freezes_a_bias,
 ]  # fmt: skip
 
 
@@ -149,6 +181,18 @@ def test_what_cannot_wait_is_refused_where_it_was_replaced():
     def appends(block):
         block.tables.append(torch.zeros(2**19))
 
+    def fills_a_long_list(block):
+        block.many[3] = 1.0
+
+    with pytest.raises(StateError, match=r"attribute=Scaled.many: other code changed it between forward"):
+        later("1 : recompute; * : keep", fills_a_long_list)
+
+    def writes_to_a_table(block):
+        block.table.add_(1)
+
+    with pytest.raises(StateError, match=r"tensor=table: other code wrote to it in place between forward"):
+        later("1 : recompute; * : keep", writes_to_a_table)
+
     for change in (list_twice, appends):
         with pytest.raises(StateError, match=r"attribute=Scaled.tables: other code changed it between forward"):
             later("1 : recompute; * : keep", change)
@@ -183,3 +227,43 @@ def test_a_graph_without_backward_ends_with_its_loss():
                 block(torch.randn(6, WIDTH)).sum()
             block.seen = [[]]
         check_drained(store)
+
+
+class Fills(nn.Module):
+    """Writes to containers that it is given, as blocks do that hand hidden states and losses on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, states, counts, *, more):
+        y = self.inner(x).tanh() * (1 + len(states)) * counts["runs"]
+        states.append(y.square().mean())
+        counts["runs"] += 1
+        more["last"] = [y]
+        return y
+
+
+@pytest.mark.parametrize("decision", ["raw", *RECOMPUTE, "recompute(segment=2)"])
+def test_containers_that_a_module_is_given_are_the_callers_own(decision):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Fills() for _ in range(3))
+
+        def forward(self, x):
+            states, counts, more = [], {"runs": 1.0}, {}
+            for block in self.blocks:
+                x = block(x, states, counts, more=more)
+            assert (len(states), counts["runs"], more["last"][0] is x) == (3, 4.0, True)
+            return x.sum() + sum(states)
+
+    def grads(text):
+        torch.manual_seed(0)
+        model = Net()
+        with ActivationStore(model, text, min_bytes=0):
+            loss = model(torch.randn(6, WIDTH))
+        loss.backward()
+        return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+    check_same(grads(f"blocks.* : {decision}"), grads("keep"))
