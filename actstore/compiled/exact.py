@@ -20,6 +20,7 @@ _EXACT_RESULTS = frozenset(
         "linalg_cholesky_ex",
     }
 )  # fmt: skip
+_SIGNS = frozenset({"sgn", "sign"})
 # What backward computes again from a saved input of these: the error grows with the exponential.
 _AMPLIFYING = frozenset(
     {
@@ -54,6 +55,8 @@ def exact_reason(saved: SavedNode, active: Set[Node] | None, tangents: Set[Node]
         maker = root.all_input_nodes[0]
         if root.args[1] != 0 or name_of(maker) in _EXACT_RESULTS:
             return f"a statistic or a further output of {name_of(maker)}"
+    if name_of(root) in _SIGNS:
+        return f"output of {name_of(root)}: a decision"
     operator = _EXACT_RESULTS & {name_of(root), origin_of(root)}
     if operator:
         return f"output of {min(operator)}: its error is amplified"

@@ -18,7 +18,10 @@ CONVERSIONS = frozenset({"_to_copy", "convert_element_type"})
 COPIES = CONVERSIONS | {"clone"}
 GETITEM = "getitem"
 IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}  # places of images among the arguments
-_RANDOM = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
+NORM = "_native_batch_norm_legit_functional"
+# The write itself, and norms: what backward reads of these in training does not depend on running statistics.
+_APART = frozenset({"copy_", NORM, "_batch_norm_with_update_functional"})
+RNG_STATE = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
 
 class SavedNode(NamedTuple):
@@ -71,7 +74,7 @@ def boundary_of(forward: GraphModule, backward: GraphModule, num_outputs: int) -
     first = len(symbols)
     in_order = [*symbols, *tensors]
     names = [node.name for node in read[: len(in_order)]]
-    wanted = [other if other.startswith(_RANDOM) else node.name for node, other in zip(in_order, names, strict=False)]
+    wanted = [other if other.startswith(RNG_STATE) else node.name for node, other in zip(in_order, names, strict=False)]
     if names != wanted or len(names) < len(in_order) or saved[: len(tensors)] != tensors:
         raise StateError(
             f"names={names}: the backward graph reads other tensors than {[node.name for node in in_order]}, which the "
@@ -169,3 +172,19 @@ def _same_elements(first: Node, second: Node, *, parts: bool) -> bool:
 
 def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else None
+
+
+def readers_of_overwritten(nodes: Iterable[Node]) -> set[Node]:
+    """Return the operators that read an input which the graph writes to, such as a vector of spectral norm.
+
+    In backward that input is another one: they must not run there.
+    """
+    nodes, found = list(nodes), set[Node]()
+    memory = {node.args[0] for node in nodes if name_of(node) == "copy_"}
+    for node in nodes:
+        name = name_of(node)
+        if name == GETITEM and node.args[0] in found:
+            found.add(node)
+        elif name and name not in _APART and not memory.isdisjoint(node.all_input_nodes):
+            (memory if name in VIEWS else found).add(node)
+    return found

@@ -32,6 +32,7 @@ from actstore.compiled.graph import (
     name_of,
     outputs_of,
     positions,
+    readers_of_overwritten,
     root_of,
     views_between,
 )
@@ -59,6 +60,7 @@ class JointReader:
         self._costs = costs
         self._blocks = Blocks(self.nodes)
         self._reads: dict[Node, frozenset[Node]] = {}  # what the loop of a result reads
+        self._stale = readers_of_overwritten(self.nodes)
         self._types: Any = None
         self._turns_images = fuses and turns_images(joint)
         if fuses:
@@ -157,7 +159,7 @@ class JointReader:
             view=view,
             fused=fused,
             inlined=not view and self.is_elementwise(node) and not self._is_realized(node),
-            barred=_is_barred(node) and not rerun,
+            barred=(_is_barred(node) and not rerun) or (node in self._stale and not late),
             late=late,
             layout=_layout(node),
             movable=0 if late else _movable(node),

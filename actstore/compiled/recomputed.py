@@ -10,16 +10,24 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.graph import COPIES, GETITEM, VIEWS, name_of, operator_of, origin_of, outputs_of, root_of
+from actstore.compiled.graph import (
+    COPIES,
+    GETITEM,
+    NORM,
+    name_of,
+    operator_of,
+    origin_of,
+    outputs_of,
+    readers_of_overwritten,
+    root_of,
+)
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import ANY, GraphRules
 from actstore.compiled.splice import set_outputs
 from actstore.compiled.tags import tagged
 from actstore.policy import Recompute, Rules
 
-_NORM, _NORM_BACKWARD = "_native_batch_norm_legit_functional", "native_batch_norm_backward"
-# The write itself, and norms: what backward reads of these in training does not depend on running statistics.
-_APART = frozenset({"copy_", _NORM, "_batch_norm_with_update_functional"})
+_NORM_BACKWARD = "native_batch_norm_backward"
 _OF_BATCH = 0, 1, 2  # of a norm's results: the normalized batch, its mean and its deviation; running statistics follow
 
 
@@ -34,7 +42,8 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
     nodes = list(joint.graph.nodes)
     late = depending_on_gradients(nodes)
     forward = [node for node in nodes if node not in late and node.meta.get("partitioner_tag") != "is_backward"]
-    saved = _readers_of_overwritten(nodes) | _excepted(forward, rules, names)
+    stale = readers_of_overwritten(nodes)
+    saved = stale | _excepted(forward, rules, names)
     needed = _needed(late, saved)
     regions: dict[str, int] = {}
     for node in forward:
@@ -43,6 +52,8 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
             again = node not in saved and (node in needed or not _is_random(node))
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = regions.setdefault(call, len(regions) + 1)
+        elif node in stale:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _excepted(forward: list[Node], rules: GraphRules, names: NodeNames) -> set[Node]:
@@ -129,20 +140,7 @@ def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_output
 
 
 def _norms(backward: GraphModule) -> list[Node]:
-    return [node for node in backward.graph.nodes if name_of(node) == _NORM and node.args[5] is True]
-
-
-def _readers_of_overwritten(nodes: list[Node]) -> set[Node]:
-    """Return the operators that read an input which the graph writes to, such as a vector of spectral norm."""
-    found: set[Node] = set()
-    memory = {node.args[0] for node in nodes if name_of(node) == "copy_"}
-    for node in nodes:
-        name = name_of(node)
-        if name == GETITEM and node.args[0] in found:
-            found.add(node)
-        elif name and name not in _APART and not memory.isdisjoint(node.all_input_nodes):
-            (memory if name in VIEWS else found).add(node)
-    return found
+    return [node for node in backward.graph.nodes if name_of(node) == NORM and node.args[5] is True]
 
 
 def _region_of(node: Node, rules: GraphRules, names: NodeNames) -> str:

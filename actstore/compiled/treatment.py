@@ -22,6 +22,7 @@ from actstore.compiled.formats.choose import graph_codec, why_unavailable
 from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
+    RNG_STATE,
     VIEWS,
     Boundary,
     SavedNode,
@@ -179,6 +180,9 @@ def _first(
     name = _module_of(saved, names)
     treatment = Treatment(saved, KEPT, name or "", tag)
     value = saved.value
+    if saved.read.name.startswith(RNG_STATE):
+        treatment.keep("the state of a generator")
+        return treatment
     try:
         nbytes = hinted_nbytes(value)
         spec = Spec(tuple(map(hint, value.shape)), tuple(map(hint, value.stride())), value.dtype, value.device)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch
 
 from actstore import ActivationStore
@@ -148,6 +148,54 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
         sum(site.held_bytes for site in sites if site.site.startswith(name)) for name in ("blocks.0", "blocks.1")
     )
     assert second < 0.5 * first
+
+
+class Recurrent(nn.Module):
+    """Overwrites a state that an operator outside of all recomputed modules has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        y = nn.functional.gelu(self.first(x) + state)
+        state.copy_(y.detach())
+        return self.last(y)
+
+
+@pytest.mark.parametrize("policy", ["first : recompute", "recompute", "first : recompute; * : raw @ disk"])
+def test_what_the_graph_overwrites_is_not_read_again_outside_of_recomputed_modules(policy: str) -> None:
+    def step(policy: str, *, compiled: bool) -> list[Tensor | None]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x, state = Recurrent(), torch.randn(2 * WIDTH, WIDTH), torch.randn(2 * WIDTH, WIDTH)
+        store = ActivationStore(model, policy, min_bytes=0) if policy else None
+        if store is not None:
+            store.compile(backend="aot_eager")
+        elif compiled:
+            model.compile(backend="aot_eager")
+        for _ in range(2):
+            with store or nullcontext():
+                loss = model(x, state).square().sum()
+            loss.backward()
+        return [state, *(weight.grad for weight in model.parameters())]
+
+    wanted = step("", compiled=True)
+    check_same(wanted, step("", compiled=False))
+    check_same(step(policy, compiled=True), wanted)
+
+
+def test_the_state_of_a_generator_is_no_payload() -> None:
+    def step(policy: str) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout1d(0.5))
+        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), torch.randn(8, WIDTH, WIDTH)
+        store = ActivationStore(model, policy, min_bytes=0)
+        store.compile()
+        return gradients(model, x, store)
+
+    check_same(step("1 : recompute; * : raw @ disk"), step("1 : recompute"))
 
 
 def test_what_graphs_cannot_recompute_is_refused() -> None:
