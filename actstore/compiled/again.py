@@ -1,4 +1,4 @@
-"""What PyTorch's own partition of a graph saves, and that of a store computes again: for the report."""
+"""Results that PyTorch's own partition of a graph saves and that of a store computes again, for the report."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class _Packing:
         return self._keep(tensor, row)
 
     def _book_again(self, rows: Iterable[SavedRow]) -> None:
-        """Book what the region would save without the store, and computes again in backward."""
+        """Add to the ledger what the region would save without the store, and computes again in backward."""
         ledger = self._tracker.frame.place.ledger
         for row in rows:
             account = ledger.account(site_of(self._prefix, row.name, row.number))

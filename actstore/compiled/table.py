@@ -19,7 +19,7 @@ class SavedRow(NamedTuple):
     ----------
     kind : an input of the region, a tensor that is kept, one that is kept and would not be saved without the store, a
         section of a payload, the token of one in a tier, the sign that one was measured, or tensors that are not saved
-        and would be without the store. The last follow all others
+        and would be without the store. Such rows are the last ones
     name, number : its site; the name is relative to the compiled module
     where : the decision, as policy text
     note : why the graph did not follow the decision; empty where it did
