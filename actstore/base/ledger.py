@@ -175,8 +175,7 @@ class Ledger:
         self.peak = 0
         self._transient_peak: Transient | None = None
         self.held_at_exit = 0
-        self.turns: list[dict[Account, int]] = []  # held bytes at each turn to backward inside of the context, and at
-        # the exit behind such turns
+        self.turns: list[dict[Account, int]] = []  # held bytes at each turn, and at the exit behind one
         self._turned = False  # backward has begun inside of the context
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water
@@ -361,23 +360,21 @@ class Ledger:
     def mark_turn(self) -> None:
         """Remember the held bytes as those of the end of forward: a backward begins inside of the context.
 
-        In a pipeline many do. The turn with the most bytes counts, and `turns` has all of them.
+        In a pipeline many do: the turn with the most bytes counts.
         """
         with self._lock:
-            if not self._turned:
-                self.turns.clear()
             self._mark_locked(turned=True)
 
     def mark_exit(self) -> None:
         """Remember the held bytes as those of the end of forward, unless more were held when backward began."""
         with self._lock:
-            if not self._turned:
-                self.turns.clear()
             self._mark_locked(turned=False)
 
     def _mark_locked(self, *, turned: bool) -> None:
         self._book_gone()
         accounts = list(self._accounts.values())
+        if not self._turned:
+            self.turns.clear()
         if turned or self._turned:
             self.turns.append({account: account.held for account in accounts if account.held})
         if not self._turned or self._held > self.held_at_exit:
