@@ -358,10 +358,7 @@ class Ledger:
                 medium[1] = medium[0]
 
     def mark_turn(self) -> None:
-        """Remember the held bytes as those of the end of forward: a backward begins inside of the context.
-
-        In a pipeline many do: the turn with the most bytes counts.
-        """
+        """Remember the held bytes, if they are the most so far, where a backward begins inside of the context."""
         with self._lock:
             self._mark_locked(turned=True)
 
