@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from actstore.errors import StateError
 from actstore.model.names import is_of_torch
 from actstore.recompute.attribute_values import (
     ABSENT,
@@ -69,7 +70,7 @@ class AttributeStates:
     Not thread-safe: modules that change attributes must not run or be recomputed beside another thread.
     """
 
-    __slots__ = ("_before", "_changes", "_contents", "_later", "_settings")
+    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_settings")
 
     def __init__(self, modules: Sequence[Module], settings: ModuleSettings | None = None) -> None:
         before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
@@ -81,6 +82,7 @@ class AttributeStates:
         self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
         self._later = LaterChanges(modules)
         self._settings = settings
+        self._has_failed = False
         self._changes: Sequence[AttributeChange] = ()
         self._contents: Sequence[tuple[dict[str, Any], str, Any]] = ()  # no containers: these may hold the output
 
@@ -97,6 +99,10 @@ class AttributeStates:
         self._changes, self._contents, self._before = tuple(changes), tuple(contents.values()), ()
         self._later.ended()
 
+    def failed(self) -> None:
+        """Mark the end of a forward by an error, and let go of what attributes had: it may hold the graph."""
+        self._before, self._has_failed = (), True
+
     def rewound(self) -> AbstractContextManager[None]:
         """Return a context in which the attributes have their values from before the forward.
 
@@ -104,8 +110,13 @@ class AttributeStates:
 
         Raises
         ------
-        StateError : a module is another one since then
+        StateError : a module is another one since then; or the forward ended in an error
         """
+        if self._has_failed:
+            raise StateError(
+                "a tensor that a recomputed module has saved is read, and the forward of the module ended in an error. "
+                "Run the forward again, or write keep in place of recompute."
+            )
         if self._before:
             return self._paused()
         values, contents = self._later.values(), self._later.contents()

@@ -150,6 +150,9 @@ class Wrapped(ForwardWrapper):
             hooks.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         try:
             output = hooks.run(begun)
+        except BaseException:
+            call.attributes.failed()
+            raise
         finally:
             call.given = None
             tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack

@@ -1,5 +1,7 @@
 """Attributes that other code changes between forward and backward: a recomputed module reads what forward read."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -226,6 +228,25 @@ def test_a_graph_without_backward_ends_with_its_loss():
             with store:
                 block(torch.randn(6, WIDTH)).sum()
             block.seen = [[]]
+        check_drained(store)
+
+
+def test_a_forward_that_fails_keeps_no_graph():
+    class Fails(Remembers):
+        def forward(self, x):
+            super().forward(x)
+            raise ValueError("no forward")
+
+    block = Fails()
+    store = ActivationStore(nn.Sequential(block), "0 : recompute; * : keep", min_bytes=0)
+    with gc_off():
+        with store, pytest.raises(ValueError, match="no forward"):
+            block(torch.randn(6, WIDTH))
+        with pytest.raises(StateError, match="the forward of the module ended in an error"):
+            block.seen[0][0].sum().backward()
+        torch.zeros((), requires_grad=True).backward()  # before, PyTorch's queue has nodes of the backward that failed
+        block.seen = [[]]
+        gc.collect()  # of the frames of the errors
         check_drained(store)
 
 
