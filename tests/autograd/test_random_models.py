@@ -79,7 +79,6 @@ def check(forest: list[Tree], data: st.DataObject, options: dict[str, Any], **jo
     with closing(store_for(model, policy, options)) as store, gc_off():
         found = train_unless_refused(model, store, refused=refused or may_refuse(forest, policy), **job)
         if found is None:
-            model.zero_grad()
             del model
             check_dropped(forest, store, job["way"])
             return
@@ -99,7 +98,6 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
         with closing(store), gc_off():
             found.append(train_unless_refused(model, store, refused=refused, **job))
             if found[-1] is None:
-                model.zero_grad()
                 del model
                 check_dropped(forest, store, job["way"])
                 return
