@@ -88,8 +88,8 @@ class LaterChanges:
                 )
         found: list[_Entry] = []
         for entries, known in self._names:
-            if not entries.keys() <= known:
-                found += [(entries, name, ABSENT) for name in entries.keys() - known if name not in OF_MODULES]
+            new = () if entries.keys() <= known else entries.keys() - known - OF_MODULES
+            found += [(entries, name, ABSENT) for name in new if not is_sharded(entries[name])]
         for module, was in zip(self._modules, self._training, strict=True):
             if module.training is not was:
                 found.append((vars(module), "training", was))
