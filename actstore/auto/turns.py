@@ -34,8 +34,9 @@ def calls_at_turns(
 
 def largest_turns(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     """Return the turns at which no other one has at least as many calls of each unit, at most `MAX_TURNS`."""
-    names = {name for column in columns for name in column}
-    rows = sorted({tuple(column.get(name, 0) for name in names) for column in columns}, key=sum, reverse=True)
+    names = sorted({name for column in columns for name in column})  # ranks that plan alike need one order
+    rows = sorted({tuple(column.get(name, 0) for name in names) for column in columns}, reverse=True)
+    rows.sort(key=sum, reverse=True)
     kept: list[tuple[int, ...]] = []
     for row in rows:
         if not any(all(a >= b for a, b in zip(other, row, strict=True)) for other in kept):

@@ -143,9 +143,7 @@ def _has_kernel(name: str, key: Any) -> bool:
 
 @cache
 def _has_composition(operator: Any) -> bool:
-    if not isinstance(operator, OpOverload):
-        return False
-    return _has_kernel(operator.name(), _COMPOSITION.name)
+    return isinstance(operator, OpOverload) and _has_kernel(operator.name(), _COMPOSITION.name)
 
 
 @cache

@@ -236,8 +236,11 @@ class Wrapped(ForwardWrapper):
         surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
         switches = calls.switches = Switches.now(calls.switches)
         weights = Weights(self._module, modules, self._idle, self._writes, hidden_by_write)
-        settings = self._settings = ModuleSettings.now(modules, self._settings)
-        attributes = AttributeStates(() if _is_gathered(modules) else modules, settings)
+        if _is_gathered(modules):
+            attributes = AttributeStates(())
+        else:
+            self._settings = ModuleSettings.now(modules, self._settings)
+            attributes = AttributeStates(modules, self._settings)
         return weights, attributes, generators, surroundings, switches
 
     def _parts(self, call: RegionCall) -> RegionParts:
